@@ -1,0 +1,291 @@
+"""Turn a parsed TOML or JSON mapping into frozen dataclasses, strictly, and report every fault at once.
+
+The annotations of the dataclass are the schema. A fault is a sentence that starts with the JSON path of the
+value (``$.workload.seq_len``), then says what was found and what is allowed. Nothing is converted except an
+integer where a float is expected and text where a path or an enum is; nothing unknown is ignored.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hybridtrain.config.encode import tag_of
+from hybridtrain.errors import ConfigError, near_name
+
+T = TypeVar("T")
+
+Unions: TypeAlias = Mapping[type, Mapping[str, type]]
+"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``."""
+
+_NO_UNIONS: Final[Unions] = {}
+_FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
+_SHOWN_CHARACTERS: Final = 60  # of a value found in the file, enough to recognise it
+_PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_FOUND: Final[Mapping[type, str]] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    tuple: "an array",
+    dict: "a table",
+    NoneType: "null",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scalar:
+    """How one plain type is read."""
+
+    words: str
+    accepts: Callable[[object], bool]
+    build: Callable[..., object]
+
+
+def _is_integer(value: object) -> bool:
+    """Whether this is an integer; a boolean, though Python says so, is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: object) -> bool:
+    """Whether this is an integer or a float that a float can hold and that is neither NaN nor infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return False
+
+
+_SCALARS: Final[Mapping[object, _Scalar]] = {
+    bool: _Scalar(words="true or false", accepts=lambda value: isinstance(value, bool), build=bool),
+    int: _Scalar(words="an integer", accepts=_is_integer, build=int),
+    float: _Scalar(words="a finite number", accepts=_is_finite_number, build=float),
+    str: _Scalar(words="a string", accepts=lambda value: isinstance(value, str), build=str),
+    Path: _Scalar(words="a path", accepts=lambda value: isinstance(value, str) and value != "", build=Path),
+}
+
+
+def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_UNIONS) -> T:
+    """Return ``cls`` built from a parsed TOML or JSON mapping.
+
+    Fields may be bool, int, float, str, Path, StrEnum, Literal, another dataclass, ``tuple[X, ...]``,
+    ``dict[str, X]`` or ``Mapping[str, X]``, ``X | None``, or a class in ``unions``, whose tables name their
+    dataclass by ``kind = "..."``. A ``ValueError`` from ``__post_init__`` becomes one fault per line of its
+    message; ``__post_init__`` runs once all fields of its object are sound.
+
+    Args:
+        cls: The dataclass to build.
+        mapping: What ``tomllib`` or ``json`` returned.
+        source: Named at the head of the error: the file, or what else the mapping came from.
+        unions: The dataclasses behind the ``kind`` of each protocol or base class.
+
+    Raises:
+        ConfigError: at least one fault; it holds all of them.
+        TypeError: an annotation that the decoder does not know, which is a fault of the program.
+    """
+    decoder = _Decoder(unions)
+    decoded = decoder.value(cls, mapping, "$")
+    if decoder.faults:
+        raise ConfigError(source, decoder.faults)
+    assert isinstance(decoded, cls), f"decoding {cls.__name__} gave neither a fault nor an object"
+    return decoded
+
+
+def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
+    """Return ``cls`` read from a TOML file; the arguments are those of ``decode``.
+
+    Raises:
+        ConfigError: the file is missing, a folder, unreadable, not UTF-8, not TOML, or has faults.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+        mapping = tomllib.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(str(path), [missing_path(path)]) from None
+    except IsADirectoryError:
+        raise ConfigError(str(path), ["is a folder; a TOML file is required"]) from None
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read ({error.strerror}); check its permissions"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), [f"byte {error.start} is not UTF-8; save the file as UTF-8"]) from error
+    except tomllib.TOMLDecodeError as error:
+        last_line = f"at line {len(text.splitlines())}, the end of the file"
+        fault = str(error).replace("at end of document", last_line)
+        raise ConfigError(str(path), [f"is not TOML: {fault}"]) from error
+    return decode(cls, mapping, source=str(path), unions=unions)
+
+
+def missing_path(path: Path) -> str:
+    """Return the sentence for a file or folder that does not exist, with the nearest name beside it."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"does not exist: there is no folder {folder}"
+    return f"does not exist{near_name(path.name, (entry.name for entry in folder.iterdir()))}"
+
+
+class _Decoder:
+    """One run over one mapping. Each method notes faults and returns ``_FAILED`` in place of a value."""
+
+    def __init__(self, unions: Unions) -> None:
+        self.faults: list[str] = []
+        self._unions = unions
+
+    def value(self, hint: object, value: object, path: str) -> object:
+        """Return ``value`` as the annotation ``hint`` wants it."""
+        if isinstance(hint, type) and hint in self._unions:
+            return self._tagged(self._unions[hint], value, path)
+        if hint in _SCALARS:
+            scalar = _SCALARS[hint]
+            return scalar.build(value) if scalar.accepts(value) else self._wrong(hint, value, path)
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self._object(hint, value, path)
+        if choices := _choices(hint):
+            return self._choice(choices, value, path)
+        return self._generic(hint, value, path)
+
+    def _generic(self, hint: object, value: object, path: str) -> object:
+        """Return ``value`` for ``X | None``, ``tuple[X, ...]`` or ``dict[str, X]``."""
+        match get_origin(hint), get_args(hint):
+            case origin, (inner, none) if origin in {Union, UnionType} and none is NoneType:
+                return None if value is None else self.value(inner, value, path)
+            case origin, (inner, dots) if origin is tuple and dots is Ellipsis:
+                return self._array(hint, inner, value, path)
+            case origin, (key, inner) if origin in {dict, Mapping} and key is str:
+                return self._mapping(hint, inner, value, path)
+        raise TypeError(f"{path}: the decoder does not know the annotation {hint!r}")
+
+    def _array(self, hint: object, inner: object, value: object, path: str) -> object:
+        """Return an array as a tuple."""
+        if not isinstance(value, list | tuple):
+            return self._wrong(hint, value, path)
+        items = tuple(self.value(inner, item, f"{path}[{index}]") for index, item in enumerate(value))
+        return _FAILED if _FAILED in items else items
+
+    def _mapping(self, hint: object, inner: object, value: object, path: str) -> object:
+        """Return a table with free keys as a dict."""
+        if not isinstance(value, Mapping):
+            return self._wrong(hint, value, path)
+        items = {key: self.value(inner, item, _child(path, key)) for key, item in value.items()}
+        return _FAILED if _FAILED in items.values() else items
+
+    def _choice(self, choices: tuple[object, ...], value: object, path: str) -> object:
+        """Return the member of an enum or a Literal that ``value`` names."""
+        for choice in choices:
+            if choice == value and _plain_type(choice) is type(value):
+                return choice
+        near = near_name(value, map(str, choices)) if isinstance(value, str) else ""
+        return self._fault(path, f"{_show(value)} is not one of {_list(choices)}{near}")
+
+    def _tagged(self, kinds: Mapping[str, type], value: object, path: str) -> object:
+        """Return the dataclass that a table names by its ``kind``."""
+        if not isinstance(value, Mapping):
+            return self._fault(path, f'found {_found(value)}; a table with kind = "..." is required')
+        if "kind" not in value:
+            return self._fault(f"{path}.kind", f"is missing; one of {_list(sorted(kinds))} is required")
+        kind = self._choice(tuple(sorted(kinds)), value["kind"], f"{path}.kind")
+        return self._object(kinds[kind], value, path) if isinstance(kind, str) else _FAILED
+
+    def _object(self, cls: type, value: object, path: str) -> object:
+        """Return the dataclass ``cls`` built from a table."""
+        if not isinstance(value, Mapping):
+            return self._wrong(cls, value, path)
+        assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
+        hints = get_type_hints(cls)
+        known = {field.name: field for field in fields(cls) if field.init}
+        self._check_keys(cls, known, value, path)
+        arguments: dict[str, object] = {}
+        for name, field in known.items():
+            if name in value:
+                arguments[name] = self.value(hints[name], value[name], _child(path, name))
+            elif _is_required(field):
+                arguments[name] = self._fault(
+                    _child(path, name), f"is missing; {_words(hints[name])} is required"
+                )
+        return _FAILED if _FAILED in arguments.values() else self._build(cls, arguments, path)
+
+    def _check_keys(
+        self, cls: type, known: Mapping[str, Field[object]], value: Mapping[str, object], path: str
+    ) -> None:
+        """Note unknown keys, and a ``kind`` that is not the one of this class."""
+        tag = tag_of(cls)
+        if tag is not None and "kind" in value:
+            self._choice((tag,), value["kind"], f"{path}.kind")
+        for key in sorted(value.keys() - known.keys() - ({"kind"} if tag is not None else set())):
+            allowed = f"allowed: {', '.join(known)}" if known else "no key is allowed here"
+            near = near_name(key, known)
+            self._fault(_child(path, key), f"is an unknown key (found {_show(value[key])}); {allowed}{near}")
+
+    def _build(self, cls: Callable[..., object], arguments: Mapping[str, object], path: str) -> object:
+        """Call the dataclass, whose ``__post_init__`` holds the rules for values."""
+        try:
+            return cls(**arguments)
+        except ValueError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            for line in lines or ["these values are refused"]:
+                self._fault(path, line)
+            return _FAILED
+
+    def _wrong(self, hint: object, value: object, path: str) -> object:
+        """Note a value of the wrong type."""
+        return self._fault(path, f"found {_found(value)}; {_words(hint)} is required")
+
+    def _fault(self, path: str, sentence: str) -> object:
+        """Note one fault."""
+        self.faults.append(f"{path}: {sentence}")
+        return _FAILED
+
+
+def _choices(hint: object) -> tuple[object, ...]:
+    """Return the values of an enum or a Literal; empty for any other annotation."""
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return tuple(hint)
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _plain_type(choice: object) -> type:
+    """Return the type that names a choice in a file: text for an enum's member."""
+    return str if isinstance(choice, StrEnum) else type(choice)
+
+
+def _is_required(field: Field[object]) -> bool:
+    """Whether a field has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _words(hint: object) -> str:
+    """Return what an annotation allows, in words."""
+    if hint in _SCALARS:
+        return _SCALARS[hint].words
+    if choices := _choices(hint):
+        return f"one of {_list(choices)}"
+    if get_origin(hint) in {Union, UnionType}:
+        return _words(get_args(hint)[0])
+    return "an array" if get_origin(hint) is tuple else "a table"
+
+
+def _found(value: object) -> str:
+    """Return a value and its type in words."""
+    return f"{_show(value)} ({_FOUND.get(type(value), type(value).__name__)})"
+
+
+def _show(value: object) -> str:
+    """Return a value as text, cut when long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _list(choices: tuple[object, ...] | list[str]) -> str:
+    """Return choices as text."""
+    return ", ".join(map(str, choices))
+
+
+def _child(path: str, key: str) -> str:
+    """Return the JSON path of a key."""
+    return f"{path}.{key}" if _PLAIN_KEY.fullmatch(key) else f"{path}[{key!r}]"

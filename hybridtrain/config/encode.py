@@ -1,0 +1,201 @@
+"""Turn frozen dataclasses into plain JSON values, canonical JSON, a digest, or TOML.
+
+The rule a reader must not break: whatever is written here, ``hybridtrain.config.decode`` reads back to an
+equal object, and equal objects have equal digests.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from hashlib import sha256
+from pathlib import PurePath
+from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+"""What a JSON file can hold."""
+
+JsonMapping: TypeAlias = dict[str, JsonValue]
+"""A JSON object."""
+
+DIGEST_LENGTH = 16
+"""Hex characters kept of a SHA-256: 64 bits, so that a thousand files clash with a chance of 3e-14."""
+
+_EXACT_INTEGER = 2**53  # up to here every whole float is one integer and back
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class _Tagged(Protocol):
+    """A dataclass that is one of several kinds."""
+
+    kind: ClassVar[str]
+
+
+def encode(obj: object) -> JsonMapping:
+    """Return a dataclass instance as plain JSON values, keys in field order.
+
+    A tagged dataclass (``kind: ClassVar[str]``) starts with its ``kind``. Enums become their value, paths
+    POSIX text, tuples arrays; fields with ``init=False`` are derived and left out.
+
+    Raises:
+        TypeError: a value is of a type that the decoder could not read back.
+        ValueError: a float is NaN or infinite.
+    """
+    return _encode_fields(obj, "$", nulls=True)
+
+
+def to_json(obj: object) -> str:
+    """Return canonical JSON of a dataclass: sorted keys, no spaces, ASCII.
+
+    Whole floats up to 2**53 are written as integers, so that objects built with ``1`` and with ``1.0``, which
+    are equal, have the same text.
+
+    Raises:
+        TypeError: as ``encode``.
+        ValueError: as ``encode``.
+    """
+    return json.dumps(_canonical(encode(obj)), sort_keys=True, allow_nan=False, separators=(",", ":"))
+
+
+def digest(obj: object) -> str:
+    """Return the first 16 hex characters of the SHA-256 of the canonical JSON of a dataclass."""
+    return sha256(to_json(obj).encode("ascii")).hexdigest()[:DIGEST_LENGTH]
+
+
+def to_toml(obj: object) -> str:
+    """Return a dataclass as a TOML document that decodes to an equal object.
+
+    TOML has no null: a field that is None is left out, which is exact only when None is also its default.
+
+    Raises:
+        TypeError: as ``encode``.
+        ValueError: as ``encode``, or a None that leaving out would change.
+    """
+    return "\n".join(_table_lines(_encode_fields(obj, "$", nulls=False), ())).lstrip("\n") + "\n"
+
+
+def tag_of(cls: type) -> str | None:
+    """Return the ``kind`` that a dataclass declares as ``ClassVar``, or None for an untagged one."""
+    if get_origin(get_type_hints(cls).get("kind")) is not ClassVar:
+        return None
+    return cast("_Tagged", cls).kind
+
+
+def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
+    """Return one dataclass as a mapping; without ``nulls``, None values are left out or refused."""
+    if not is_dataclass(obj) or isinstance(obj, type):
+        raise TypeError(f"{path}: {obj!r} is not a dataclass instance; only those are written")
+    tag = tag_of(type(obj))
+    encoded: JsonMapping = {} if tag is None else {"kind": tag}
+    for field in fields(obj):
+        value: object = getattr(obj, field.name)
+        if field.init and (nulls or not _is_left_out(field, value, path)):
+            encoded[field.name] = _encode_value(value, f"{path}.{field.name}", nulls=nulls)
+    return encoded
+
+
+def _is_left_out(field: Field[object], value: object, path: str) -> bool:
+    """Whether TOML leaves this field out; refuses a None that would come back as something else."""
+    if value is None and field.default is not None:
+        raise ValueError(
+            f"{path}.{field.name}: TOML cannot say None; only a field whose default is None may be left out"
+        )
+    return value is None
+
+
+def _encode_value(value: object, path: str, *, nulls: bool) -> JsonValue:
+    """Return one value as plain JSON."""
+    if is_dataclass(value):
+        return _encode_fields(value, path, nulls=nulls)
+    if isinstance(value, tuple):
+        return [_encode_value(item, f"{path}[{index}]", nulls=nulls) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            _key(key, path): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()
+        }
+    return _encode_scalar(value, path, nulls=nulls)
+
+
+def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | float | str | None:
+    """Return one value without parts as plain JSON."""
+    match value:
+        case None if not nulls:
+            raise ValueError(f"{path}: TOML cannot say None inside an array or a mapping")
+        case None | bool():
+            return value
+        case float() if not math.isfinite(value):
+            raise ValueError(
+                f"{path}: {value} cannot be written; only finite numbers are, so make it an outcome"
+            )
+        case PurePath():
+            return value.as_posix()
+        case int():
+            return int(value)
+        case float():  # numpy's float64 is one, but TOML must not show its repr
+            return float(value)
+        case str():  # StrEnum members are text too
+            return str(value)
+    raise TypeError(f"{path}: {value!r} is a {type(value).__name__}, which the decoder could not read back")
+
+
+def _key(key: object, path: str) -> str:
+    """Return a mapping's key, which must be text."""
+    if not isinstance(key, str):
+        raise TypeError(f"{path}: key {key!r} is a {type(key).__name__}; only text is a key")
+    return str(key)
+
+
+def _canonical(value: JsonValue) -> JsonValue:
+    """Return the value with whole floats as integers; beyond 2**53 they would be digits nobody gave."""
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT_INTEGER:
+        return int(value)
+    return value
+
+
+def _table_lines(table: JsonMapping, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of one table: plain values first, as TOML demands, then tables and arrays of tables."""
+    parts: list[tuple[str, JsonMapping, str]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            parts.append((key, value, "[{}]"))
+        elif tables := _as_tables(value):
+            parts += [(key, item, "[[{}]]") for item in tables]
+        else:
+            yield f"{_toml_key(key)} = {_inline(value)}"
+    for key, part, header in parts:
+        yield ""
+        yield header.format(".".join(map(_toml_key, (*path, key))))
+        yield from _table_lines(part, (*path, key))
+
+
+def _as_tables(value: JsonValue) -> list[JsonMapping]:
+    """Return the items of an array that holds tables only; empty for anything else."""
+    items = value if isinstance(value, list) else []
+    tables = [item for item in items if isinstance(item, dict)]
+    return tables if len(tables) == len(items) else []
+
+
+def _inline(value: JsonValue) -> str:
+    """Return a value as it stands after ``=``."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _toml_string(value) if isinstance(value, str) else repr(value)
+
+
+def _toml_key(key: str) -> str:
+    """Return a key, quoted where TOML needs it."""
+    return key if _BARE_KEY.fullmatch(key) else _toml_string(key)
+
+
+def _toml_string(text: str) -> str:
+    """Return a TOML basic string: JSON escapes the same characters, except DEL, which TOML forbids bare."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

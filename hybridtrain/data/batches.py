@@ -1,0 +1,112 @@
+"""Batches cut from a long array of tokens.
+
+Letters: B sequences of a micro-batch, T tokens of a sequence.
+
+A training batch is a function of (seed, step, micro-batch) and nothing else. So resuming needs no state, two
+runs with one seed see the same tokens, and four micro-batches of two hold the same sequences as one of eight.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridtrain.data.byte_tokens import TokenArray
+from hybridtrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenBatch:
+    """Inputs and what the model should say after each of them."""
+
+    token_ids_BT: npt.NDArray[np.int64]
+    """(B, T) token ids."""
+    target_ids_BT: npt.NDArray[np.int64]
+    """(B, T): the token after each input."""
+
+
+class BatchSampler:
+    """Random windows of a corpus, drawn with replacement; holds no state.
+
+    Args:
+        tokens: (N,) token ids; read at every batch, may be memory-mapped.
+        micro_batch_size: B.
+        seq_len: T.
+        seed: Non-negative; other seeds draw other windows.
+
+    Raises:
+        DataError: the corpus is shorter than one window of T + 1 tokens.
+    """
+
+    def __init__(self, tokens: TokenArray, *, micro_batch_size: int, seq_len: int, seed: int) -> None:
+        assert micro_batch_size > 0, "micro_batch_size must be positive"
+        _check_length(tokens, seq_len, num_windows=1)
+        self._tokens = tokens
+        self._micro_batch_size = micro_batch_size
+        self._seq_len = seq_len
+        self._seed = seed
+
+    def batch(self, step: int, micro_batch: int) -> TokenBatch:
+        """Return one micro-batch.
+
+        Args:
+            step: Optimizer step, from 0.
+            micro_batch: Index within the step, from 0. Its row r is sequence ``micro_batch * B + r`` of
+                the step.
+        """
+        first = micro_batch * self._micro_batch_size
+        starts = [self._start(step, first + row) for row in range(self._micro_batch_size)]
+        return _windows(self._tokens, starts, self._seq_len)
+
+    def _start(self, step: int, sequence: int) -> int:
+        """Return where a sequence of a step starts.
+
+        ``SeedSequence`` promises the same numbers in every numpy version, which ``Generator`` does not. The
+        remainder favours low starts by less than N / 2**64.
+        """
+        state = np.random.SeedSequence(self._seed, spawn_key=(step, sequence)).generate_state(1, np.uint64)
+        return int(state[0]) % (self._tokens.size - self._seq_len)
+
+
+def validation_batches(
+    tokens: TokenArray, *, micro_batch_size: int, seq_len: int, max_batches: int
+) -> Iterator[TokenBatch]:
+    """Return batches of consecutive windows from the start of ``tokens``; no input token comes twice.
+
+    Every batch is full: windows that do not fill one are left out, so that batches weigh alike in a mean.
+
+    Args:
+        tokens: (N,) token ids.
+        micro_batch_size: B.
+        seq_len: T.
+        max_batches: Upper bound of the number of batches.
+
+    Raises:
+        DataError: not even one batch, at the call and not at the first batch.
+    """
+    assert micro_batch_size > 0, "micro_batch_size must be positive"
+    _check_length(tokens, seq_len, num_windows=micro_batch_size)
+    num_batches = min(max_batches, (tokens.size - 1) // seq_len // micro_batch_size)
+    starts = range(0, num_batches * micro_batch_size * seq_len, seq_len)
+    return (
+        _windows(tokens, starts[first : first + micro_batch_size], seq_len)
+        for first in range(0, len(starts), micro_batch_size)
+    )
+
+
+def _windows(tokens: TokenArray, starts: list[int] | range, seq_len: int) -> TokenBatch:
+    """Return the windows that begin at ``starts``, one per row."""
+    windows = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    return TokenBatch(token_ids_BT=windows[:, :-1].copy(), target_ids_BT=windows[:, 1:].copy())
+
+
+def _check_length(tokens: TokenArray, seq_len: int, *, num_windows: int) -> None:
+    """Refuse tokens that do not hold ``num_windows`` inputs and the target after the last."""
+    assert seq_len > 0, "seq_len must be positive"
+    needed = num_windows * seq_len + 1
+    if tokens.size < needed:
+        raise DataError(
+            f"{tokens.size} tokens are too few: {num_windows} x {seq_len} and one target need {needed}; use "
+            "a longer corpus, a smaller seq_len or a smaller micro_batch_size"
+        )

@@ -1,0 +1,225 @@
+"""Memory-mapped token files: raw ones as nanoGPT writes them, and those with llm.c's header.
+
+A raw file is little-endian token ids and nothing else. llm.c
+(https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py) puts 256 int32 in front: a magic
+number, a version and the number of tokens. The magic number decides: as two uint16 tokens it would begin
+with 55432 or 55713, which GPT-2's vocabulary of 50257 does not have, and as one uint32 it is beyond any
+vocabulary.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridtrain.config.decode import missing_path
+from hybridtrain.data.byte_tokens import TokenArray
+from hybridtrain.errors import DataError
+
+TokenDtype: TypeAlias = Literal["uint16", "uint32"]
+"""Stored type of a token."""
+
+_HEADER_ITEMS: Final = 256
+_HEADER_BYTES: Final = _HEADER_ITEMS * 4
+_MAX_HEADER_COUNT: Final = 2**31 - 1  # the count is an int32
+_CHUNK_TOKENS: Final = 2**22  # 8 or 16 MiB at a time while a file is checked or written
+_MIN_TOKENS: Final = 2  # one input and its target
+
+
+class TokenFormat(StrEnum):
+    """How a token file is laid out."""
+
+    RAW_UINT16 = "raw_uint16"
+    """nanoGPT's ``*.bin``."""
+    RAW_UINT32 = "raw_uint32"
+    """The same with wide tokens; recognised by the name ``*.uint32.bin``."""
+    LLMC_GPT2 = "llmc_gpt2"
+    """llm.c header, magic 20240520, version 1, uint16."""
+    LLMC_LLAMA3 = "llmc_llama3"
+    """llm.c header, magic 20240801, version 7, uint32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The numbers of a format."""
+
+    dtype: TokenDtype
+    magic: int | None = None
+    version: int = 0
+
+    @property
+    def offset(self) -> int:
+        """Bytes in front of the tokens."""
+        return 0 if self.magic is None else _HEADER_BYTES
+
+    @property
+    def stored(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+        """The numpy type in the file."""
+        return np.dtype("<u2") if self.dtype == "uint16" else np.dtype("<u4")
+
+
+_LAYOUTS: Final[dict[TokenFormat, _Layout]] = {
+    TokenFormat.RAW_UINT16: _Layout(dtype="uint16"),
+    TokenFormat.RAW_UINT32: _Layout(dtype="uint32"),
+    TokenFormat.LLMC_GPT2: _Layout(dtype="uint16", magic=20240520, version=1),
+    TokenFormat.LLMC_LLAMA3: _Layout(dtype="uint32", magic=20240801, version=7),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenFile:
+    """An open token file, checked from end to end."""
+
+    path: Path
+    tokens: TokenArray
+    """(N,) token ids, memory-mapped read-only."""
+    format: TokenFormat
+    digest: str
+    """SHA-256 in hex of the stored type and the tokens; the same with and without a header."""
+
+
+def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
+    """Map a token file into memory and read it once from end to end, which takes about a second per gigabyte.
+
+    Args:
+        path: The file.
+        vocab_size: Every token must be below it.
+        dtype: Stored type of a raw file; by default uint32 for ``*.uint32.bin``, else uint16.
+
+    Raises:
+        DataError: the file is missing, cut short, of an unknown version, too short, not of ``dtype``, or
+            holds a token that is not in the vocabulary.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} {'is no file' if path.exists() else missing_path(path)}")
+    try:
+        token_format = _detect(path, dtype)
+        layout = _LAYOUTS[token_format]
+        num_tokens = _count_tokens(path, layout)
+        tokens: TokenArray = np.memmap(
+            path, dtype=layout.stored, mode="r", offset=layout.offset, shape=(num_tokens,)
+        )
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    return TokenFile(
+        path=path, tokens=tokens, format=token_format, digest=_check(tokens, layout, path, vocab_size)
+    )
+
+
+def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: TokenFormat) -> None:
+    """Write tokens to a file that appears complete or not at all.
+
+    Args:
+        path: The file; replaced if it exists.
+        tokens: (N,) integers of any type, read in chunks.
+        token_format: The layout.
+
+    Raises:
+        DataError: the folder is missing, a token does not fit the stored type, or the count of tokens
+            not llm.c's header.
+        OSError: the disk is full or refuses.
+    """
+    layout = _LAYOUTS[token_format]
+    if layout.magic is not None and tokens.size > _MAX_HEADER_COUNT:
+        raise DataError(f"{tokens.size} tokens exceed llm.c's header; write a raw file or several")
+    if not path.parent.is_dir():
+        raise DataError(f"{path} cannot be written: there is no folder {path.parent}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(_header(layout, tokens.size))
+            for first, chunk in _chunks(tokens):
+                _refuse_beyond(chunk, first, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens")
+                file.write(chunk.astype(layout.stored).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _detect(path: Path, dtype: TokenDtype | None) -> TokenFormat:
+    """Return the format of a file, from its first bytes or, for raw ones, its name."""
+    magic, version, _ = _header_of(path)
+    for token_format, layout in _LAYOUTS.items():
+        if layout.magic != magic:
+            continue
+        if layout.version != version:
+            raise DataError(
+                f"{path} has llm.c's magic number {magic} with version {version}; version {layout.version} "
+                "is known, so write the file again with a current llm.c"
+            )
+        if dtype not in {None, layout.dtype}:
+            raise DataError(f"{path} holds {layout.dtype} tokens by its header, not {dtype}; leave dtype out")
+        return token_format
+    wide = path.name.endswith(".uint32.bin") if dtype is None else dtype == "uint32"
+    return TokenFormat.RAW_UINT32 if wide else TokenFormat.RAW_UINT16
+
+
+def _header_of(path: Path) -> tuple[int, int, int]:
+    """Return what would be magic number, version and count if a file had llm.c's header; 0 beyond its end."""
+    with path.open("rb") as file:
+        magic, version, count = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
+    return int(magic), int(version), int(count)
+
+
+def _count_tokens(path: Path, layout: _Layout) -> int:
+    """Return how many tokens a file holds; refuses a length that cannot be right."""
+    num_bytes = path.stat().st_size
+    if layout.magic is not None:
+        _, _, declared = _header_of(path)
+        expected = _HEADER_BYTES + declared * layout.stored.itemsize
+        if num_bytes != expected:
+            raise DataError(
+                f"{path} is cut short or damaged: a header of {declared} tokens makes {expected} bytes, not "
+                f"{num_bytes}; copy or write it again"
+            )
+    num_tokens, rest = divmod(num_bytes - layout.offset, layout.stored.itemsize)
+    if rest:
+        raise DataError(
+            f"{path} has {num_bytes} bytes, no multiple of the {layout.stored.itemsize} bytes of a "
+            f"{layout.dtype} token; it is cut short or of another type"
+        )
+    if num_tokens < _MIN_TOKENS:
+        raise DataError(f"{path} holds {num_tokens} tokens; at least {_MIN_TOKENS} are needed")
+    return num_tokens
+
+
+def _check(tokens: TokenArray, layout: _Layout, path: Path, vocab_size: int) -> str:
+    """Return the digest of all tokens; refuses one beyond the vocabulary."""
+    total = sha256(layout.dtype.encode("ascii"))
+    for first, chunk in _chunks(tokens):
+        _refuse_beyond(chunk, first, vocab_size - 1, f"{path}: a vocabulary of {vocab_size}")
+        total.update(chunk.tobytes())
+    return total.hexdigest()
+
+
+def _refuse_beyond(chunk: npt.NDArray[np.integer], first: int, largest: int, what: str) -> None:
+    """Refuse tokens that are negative or above ``largest``; the chunk starts at position ``first``."""
+    if chunk.size and (int(chunk.max()) > largest or int(chunk.min()) < 0):
+        index = int(np.flatnonzero((chunk > largest) | (chunk < 0))[0])
+        raise DataError(
+            f"{what} allows 0 to {largest}, but the token at position {first + index} is {chunk[index]}; "
+            "check that the tokenizer and the stored type are the right ones"
+        )
+
+
+def _chunks(tokens: npt.NDArray[np.integer]) -> Iterator[tuple[int, npt.NDArray[np.integer]]]:
+    """Yield the position and the tokens of each chunk."""
+    for first in range(0, tokens.size, _CHUNK_TOKENS):
+        yield first, tokens[first : first + _CHUNK_TOKENS]
+
+
+def _header(layout: _Layout, num_tokens: int) -> bytes:
+    """Return the bytes in front of the tokens."""
+    if layout.magic is None:
+        return b""
+    header = np.zeros(_HEADER_ITEMS, dtype="<i4")
+    header[:3] = layout.magic, layout.version, num_tokens
+    return header.tobytes()

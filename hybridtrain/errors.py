@@ -1,0 +1,51 @@
+"""Every exception a user may meet. Each message has three clauses: what is wrong (path and value), what is allowed, what to do."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class HybridTrainError(Exception):
+    """Base of all errors that are the user's to mend; the command prints them without a traceback."""
+
+
+class ConfigError(HybridTrainError):
+    """A file or an argument is wrong. Holds every fault found, not only the first."""
+
+    def __init__(self, source: str, faults: Iterable[str]) -> None:
+        self.source = source
+        self.faults = tuple(faults)
+        count = len(self.faults)
+        head = f"{source}: {count} fault{'s' if count != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))
+
+
+class PlanConflictError(HybridTrainError):
+    """Two optimizations claim different values for one cell of the memory plan."""
+
+
+class DataError(HybridTrainError):
+    """A corpus or token file cannot be used."""
+
+
+class DivergenceError(HybridTrainError):
+    """The loss or the gradient norm is no longer a number."""
+
+
+class OutOfMemoryError(HybridTrainError):
+    """The card is too small for what was asked; an outcome of a run, not a crash."""
+
+
+class RecordError(HybridTrainError):
+    """A record file is damaged or of another schema."""
+
+
+def near_name(name: str, allowed: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the nearest allowed name, or an empty string."""
+    found = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
+    """Return the sentence for a name that is not in a registry."""
+    names = sorted(allowed)
+    return f"{what} '{name}' is unknown{near_name(name, names) or '.'} Known: {', '.join(names)}."

@@ -1,0 +1,1 @@
+"""Stores and codecs: every tensor of a step has one owner here."""

@@ -1,0 +1,70 @@
+"""The few layers both families share. B batch, T sequence, D width, V vocabulary, R half a head dim."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridkernels.layer_norm import layer_norm
+from hybridkernels.rms_norm import rms_norm
+
+
+class Linear(nn.Module):
+    """``x @ weight^T + bias`` with uninitialised parameters (torch's own layer initialises, which costs minutes at 7B)."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., out_features)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation with fp32 statistics."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalised over its last dimension."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square normalisation with fp32 statistics."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalised over its last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RotaryTable(nn.Module):
+    """Cosine and sine of every position's angles, (max_seq_len, R) float32, shared by all blocks."""
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+
+    def __init__(self, max_seq_len: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        frequencies_R = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles_TR = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies_R)
+        self.register_buffer("cos_TR", angles_TR.cos(), persistent=False)
+        self.register_buffer("sin_TR", angles_TR.sin(), persistent=False)
+
+
+def dropout(x: Tensor, probability: float, *, training: bool) -> Tensor:
+    """Return x with elements dropped; one byte of mask per element on every device, nothing at probability 0."""
+    if not training or probability == 0:
+        return x
+    dropped, _mask = torch.native_dropout(x, probability, train=True)
+    return dropped

@@ -1,0 +1,74 @@
+"""LLaMA (Touvron et al., 2302.13971) with grouped key/value heads.
+
+B batch, T sequence, D width, N query heads, K key/value heads, H head dim, F feed-forward.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridkernels.flash_attention import causal_attention
+from hybridkernels.rotary import rotary
+from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable
+from hybridtrain.models.model_config import ModelConfig
+
+
+class LlamaEmbedding(nn.Module):
+    """Token embedding; positions enter in the attention."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
+
+    def forward(self, token_ids_BT: Tensor) -> Tensor:
+        """Return hidden_BTD."""
+        return functional.embedding(token_ids_BT, self.token)
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm grouped attention and SwiGLU feed-forward, each on a residual branch."""
+
+    def __init__(self, config: ModelConfig, rotary_table: RotaryTable, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, kv_width = config.width, config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.rotary_table = rotary_table
+        self.attention_norm = RmsNorm(width, config.norm_eps, dtype)
+        self.query = Linear(width, width, bias=False, dtype=dtype)
+        self.key = Linear(width, kv_width, bias=False, dtype=dtype)
+        self.value = Linear(width, kv_width, bias=False, dtype=dtype)
+        self.attention_out = Linear(width, width, bias=False, dtype=dtype)
+        self.ffn_norm = RmsNorm(width, config.norm_eps, dtype)
+        self.ffn_gate = Linear(width, config.ffn_width, bias=False, dtype=dtype)
+        self.ffn_up = Linear(width, config.ffn_width, bias=False, dtype=dtype)
+        self.ffn_out = Linear(config.ffn_width, width, bias=False, dtype=dtype)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return hidden_BTD."""
+        hidden_BTD = hidden_BTD + self._attend(self.attention_norm(hidden_BTD))
+        return hidden_BTD + self._feed_forward(self.ffn_norm(hidden_BTD))
+
+    def _attend(self, normed_BTD: Tensor) -> Tensor:
+        batch, seq_len, _ = normed_BTD.shape
+        heads = (batch, seq_len, -1, self.head_dim)
+        cos_TR, sin_TR = self.rotary_table.cos_TR[:seq_len], self.rotary_table.sin_TR[:seq_len]
+        q_BTNH = rotary(self.query(normed_BTD).view(heads), cos_TR, sin_TR)
+        k_BTKH = rotary(self.key(normed_BTD).view(heads), cos_TR, sin_TR)
+        out_BTNH = causal_attention(q_BTNH, k_BTKH, self.value(normed_BTD).view(heads))
+        return self.attention_out(out_BTNH.flatten(-2))  # type: ignore[no-any-return]
+
+    def _feed_forward(self, normed_BTD: Tensor) -> Tensor:
+        return self.ffn_out(functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD))  # type: ignore[no-any-return]
+
+
+def build_llama(config: ModelConfig, dtype: torch.dtype) -> BlockModel:
+    """Return LLaMA with uninitialised parameters on the current default device."""
+    embedding = LlamaEmbedding(config, dtype)
+    table = RotaryTable(config.max_seq_len, config.head_dim, config.rope_theta)
+    blocks: list[nn.Module] = [LlamaBlock(config, table, dtype) for _ in range(config.num_blocks)]
+    weight_VD = embedding.token
+    if not config.tied:
+        weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
+    return BlockModel(config, embedding, blocks, Head(RmsNorm(config.width, config.norm_eps, dtype), weight_VD))

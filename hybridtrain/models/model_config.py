@@ -1,0 +1,109 @@
+"""Model shapes: the presets by name, and any custom one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridtrain.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer."""
+
+    family: Literal["gpt2", "llama"]
+    vocab_size: int
+    max_seq_len: int
+    num_blocks: int
+    width: int
+    """Model dimension D."""
+    num_heads: int
+    num_kv_heads: int
+    """Key/value heads K; GPT-2 has K = N."""
+    ffn_width: int
+    """Feed-forward dimension F."""
+    dropout: float = 0.0
+    """Probability after the embedding and on each residual branch; GPT-2 only, attention weights are never dropped."""
+    tied: bool = False
+    """The output projection is the token embedding."""
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    """Base of the rotary angles; LLaMA only."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {value} must be at least 1"
+            for name in ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
+            if (value := getattr(self, name)) < 1
+        ]
+        if not faults:
+            faults = self._shape_faults()
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def _shape_faults(self) -> list[str]:
+        faults = []
+        if self.width % self.num_heads:
+            faults.append(f"width: {self.width} must be a multiple of num_heads ({self.num_heads})")
+        elif self.family == "llama" and self.head_dim % 2:
+            faults.append(f"width: head dim {self.head_dim} must be even for rotary positions")
+        if self.num_heads % self.num_kv_heads:
+            faults.append(f"num_kv_heads: {self.num_kv_heads} must divide num_heads ({self.num_heads})")
+        if self.family == "gpt2" and self.num_kv_heads != self.num_heads:
+            faults.append(f"num_kv_heads: {self.num_kv_heads} must equal num_heads ({self.num_heads}) in GPT-2")
+        if not 0 <= self.dropout < 1:
+            faults.append(f"dropout: {self.dropout} must be in [0, 1)")
+        if self.family == "llama" and self.dropout:
+            faults.append(f"dropout: {self.dropout} must be 0 in LLaMA, which has none")
+        return faults
+
+    @property
+    def head_dim(self) -> int:
+        """H = D / N."""
+        return self.width // self.num_heads
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, a tied weight counted once (arithmetic)."""
+        width, ffn = self.width, self.ffn_width
+        embedding = self.vocab_size * width
+        output = 0 if self.tied else embedding
+        if self.family == "gpt2":
+            block = 4 * width * width + 2 * width * ffn + 9 * width + ffn
+            return embedding + output + self.max_seq_len * width + self.num_blocks * block + 2 * width
+        kv_width = self.num_kv_heads * self.head_dim
+        block = 2 * width * width + 2 * width * kv_width + 3 * width * ffn + 2 * width
+        return embedding + output + self.num_blocks * block + width
+
+
+def _gpt2(num_blocks: int, width: int, num_heads: int) -> ModelConfig:
+    return ModelConfig(
+        family="gpt2", vocab_size=50257, max_seq_len=1024, num_blocks=num_blocks, width=width, num_heads=num_heads,
+        num_kv_heads=num_heads, ffn_width=4 * width, tied=True,
+    )  # fmt: skip
+
+
+def _llama(num_blocks: int, width: int, num_heads: int, num_kv_heads: int, ffn_width: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocab_size=32000, max_seq_len=2048, num_blocks=num_blocks, width=width, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, ffn_width=ffn_width,
+    )  # fmt: skip
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "gpt2-small": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt2-1b": _gpt2(20, 2048, 16),
+    "llama-1b": _llama(22, 2048, 32, 4, 5632),  # TinyLlama's shape
+    "llama-7b": _llama(32, 4096, 32, 32, 11008),
+    "llama-13b-57l": _llama(57, 4096, 32, 32, 12928),
+    "llama-50b": _llama(64, 8192, 64, 8, 25344),
+}
+
+
+def model_preset(name: str) -> ModelConfig:
+    """Return a preset; raises ``ConfigError`` with the nearest name for an unknown one."""
+    if name not in PRESETS:
+        raise ConfigError("model", [unknown_name("model", name, PRESETS)])
+    return PRESETS[name]

@@ -1,0 +1,25 @@
+"""Mixed precision: forward and backward in 16 bits, the update in fp32."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.tensor_class import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """Store and compute weights in bfloat16, and say what the optimizer updates."""
+
+    kind: ClassVar[str] = "mixed_precision"
+
+    compute_dtype: Literal["bfloat16"] = "bfloat16"
+    master: Literal["float32", "split16", "absent"] = "float32"
+    """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
+    16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claims on precision and master copy."""
+        yield Claim("compute_dtype", Codec(self.compute_dtype))
+        yield Claim("master.codec", Codec(self.master))

@@ -1,0 +1,41 @@
+"""A claim: one optimization's wish for one cell or setting of the memory plan."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybridtrain.phase import Phase
+from hybridtrain.plan.tensor_class import Codec, Placement
+
+
+class Schedule(StrEnum):
+    """In which order micro-batches and blocks are visited within one optimizer step."""
+
+    HORIZONTAL = "horizontal"
+    """Each micro-batch passes all blocks before the next one starts."""
+    VERTICAL = "vertical"
+    """All micro-batches pass a block before the next block is touched."""
+
+
+PlanValue = int | Placement | Codec | Schedule
+
+CELL_PATHS = tuple(
+    f"{tensor_class}.{column}"
+    for tensor_class in ("weight", "master", "grad", "optim_state", "boundary")
+    for column in ("placement", "codec")
+)
+SETTING_PATHS = ("compute_dtype", "recompute_every", "grad_accum_steps", "schedule", "loss_chunk_tokens")
+PLAN_PATHS = CELL_PATHS + SETTING_PATHS
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One value for one path of the plan, for one phase or for all of them."""
+
+    path: str
+    """One of ``PLAN_PATHS``."""
+    value: PlanValue
+    phase: Phase | None = None
+    """None: every phase."""
+
+    def __post_init__(self) -> None:
+        assert self.path in PLAN_PATHS, f"no such path in the memory plan: {self.path}"

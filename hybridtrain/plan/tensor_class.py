@@ -1,0 +1,45 @@
+"""The tensor classes of a training step, where they may live and how they may be stored."""
+
+from enum import StrEnum
+
+
+class TensorClass(StrEnum):
+    """What a storage on the card is for. The first five have a cell in the memory plan."""
+
+    WEIGHT = "weight"
+    """Parameters as the forward pass reads them."""
+    MASTER = "master"
+    """Higher-precision copy of the weights that the optimizer updates; absent when weights are already exact."""
+    GRAD = "grad"
+    """Gradients of parameters, from the backward pass until the update."""
+    OPTIM_STATE = "optim_state"
+    """First and second moments."""
+    BOUNDARY = "boundary"
+    """Block inputs kept between forward and backward."""
+    ACTIVATION = "activation"
+    """Everything else a forward or backward pass holds: saved tensors, logits, flowing gradients, token ids."""
+    WORKSPACE = "workspace"
+    """Scratch of libraries and kernels, and temporaries of the update."""
+
+
+class Placement(StrEnum):
+    """Where a tensor class lives between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    DROPPED = "dropped"
+
+
+class Codec(StrEnum):
+    """How a tensor class is stored."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    INT8_BLOCKS = "int8_blocks"
+    """8-bit codes of a dynamic map with one fp32 scale per 256 elements (Dettmers et al., 2110.02861)."""
+    SPLIT16 = "split16"
+    """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
+    ABSENT = "absent"
+    """Master only: there is none, the stored weights themselves are updated."""

@@ -1,0 +1,1 @@
+"""What is held, by whom, and when."""

@@ -1,0 +1,172 @@
+"""A ledger of every storage: who allocated it, for what, how many bytes, until when.
+
+It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
+and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.profiler.ledger_trace import LedgerTrace, OpRecord, StepMark
+from hybridtrain.profiler.observer import Stage
+from hybridtrain.profiler.op_scratch import MATMUL_OPS, OP_SCRATCH
+
+_DEFAULT_CLASS = {
+    Stage.BUILD: TensorClass.WEIGHT,
+    Stage.LOAD: TensorClass.ACTIVATION,
+    Stage.FORWARD: TensorClass.ACTIVATION,
+    Stage.BACKWARD: TensorClass.ACTIVATION,
+    Stage.UPDATE: TensorClass.WORKSPACE,
+}
+
+
+class StorageLedger(TorchDispatchMode):
+    """Counts live storage bytes while it is active (``with ledger:``).
+
+    Args:
+        record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
+            which a training run of any length can afford.
+    """
+
+    supports_higher_order_operators: ClassVar[bool] = True
+
+    def __init__(self, *, record: bool = True) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._record = record
+        self._next_index = 0
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
+        self._sizes: list[int] = []
+        self._classes: list[TensorClass] = []
+        self._units: list[str] = []
+        self._events: list[int] = []
+        self._ops: list[OpRecord] = []
+        self._steps: list[StepMark] = []
+        self._stage = Stage.BUILD
+        self._unit = ""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],  # noqa: ARG002
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op and enter its new storages."""
+        out = func(*args, **(kwargs or {}))
+        event = len(self._events)
+        if isinstance(out, Tensor):
+            self._enter(out)
+        elif isinstance(out, tuple | list):
+            for tensor in out:
+                if isinstance(tensor, Tensor):
+                    self._enter(tensor)
+        scratch = OP_SCRATCH.get(func)
+        if scratch is not None:
+            self._enter_scratch(scratch(args))
+        if self._record and not func.is_view:
+            self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
+        return out
+
+    @contextmanager
+    def region(self, stage: Stage, unit: str) -> Iterator[None]:
+        """Give the storages allocated inside to ``unit`` and to the default class of ``stage``."""
+        outer = (self._stage, self._unit)
+        self._stage, self._unit = stage, unit
+        try:
+            yield
+        finally:
+            self._stage, self._unit = outer
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Give the storage of ``tensor`` a class and unit, from its allocation on."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        if found is not None and self._record:
+            self._classes[found[0]] = tensor_class
+            self._units[found[0]] = unit
+
+    def begin_step(self) -> None:
+        """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
+        self._steps.append(StepMark(len(self._events), len(self._ops)))
+        self.peak_bytes = self.live_bytes
+
+    def trace(self) -> LedgerTrace:
+        """Return what was recorded so far."""
+        return LedgerTrace(
+            tuple(self._sizes), tuple(self._classes), tuple(self._units),
+            tuple(self._events), tuple(self._ops), tuple(self._steps),
+        )  # fmt: skip
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        size = storage.nbytes()
+        if size == 0:
+            return
+        index = self._allocate(size, self._stage)
+        reference = weakref.ref(storage, self._on_release(address))
+        self._alive[address] = (index, size, reference)
+
+    def _allocate(self, size: int, stage: Stage) -> int:
+        index = self._next_index
+        self._next_index += 1
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._record:
+            self._sizes.append(size)
+            self._classes.append(_DEFAULT_CLASS[stage])
+            self._units.append(self._unit)
+            self._events.append(index)
+        return index
+
+    def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def release(_reference: weakref.ref[torch.UntypedStorage]) -> None:
+            index, size, _ = self._alive.pop(address)
+            self._release(index, size)
+
+        return release
+
+    def _release(self, index: int, size: int) -> None:
+        self.live_bytes -= size
+        if self._record:
+            self._events.append(~index)
+
+    def _enter_scratch(self, size: int) -> None:
+        if size:
+            self._release(self._allocate(size, Stage.UPDATE), size)
+
+    def _op_record(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
+    ) -> OpRecord:
+        operands = list(_tensors([*args, *kwargs.values()]))
+        formula = flop_registry.get(func._overloadpacket)
+        dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
+        return OpRecord(
+            name=str(func),
+            event=event,
+            stage=self._stage,
+            unit=self._unit,
+            is_matmul=func in MATMUL_OPS,
+            flops=int(formula(*args, **kwargs, out_val=out)) if formula else 0,
+            bytes_moved=sum(tensor.nbytes for tensor in [*operands, *_tensors([out])]),
+            dtype=dtype,
+        )
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, Tensor))

@@ -1,0 +1,5 @@
+"""Rotary position embedding."""
+
+from hybridkernels.rotary.op import rotary
+
+__all__ = ["rotary"]
