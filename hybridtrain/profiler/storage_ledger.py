@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace, OpRecord, StepMark
 from hybridtrain.profiler.observer import Stage
+from hybridtrain.profiler.op_cost import count_bytes, count_flops, tensors_in
 from hybridtrain.profiler.op_scratch import MATMUL_OPS, OP_SCRATCH
 
 _DEFAULT_CLASS = {
@@ -64,12 +64,8 @@ class StorageLedger(TorchDispatchMode):
         """Run the op and enter its new storages."""
         out = func(*args, **(kwargs or {}))
         event = len(self._events)
-        if isinstance(out, Tensor):
-            self._enter(out)
-        elif isinstance(out, tuple | list):
-            for tensor in out:
-                if isinstance(tensor, Tensor):
-                    self._enter(tensor)
+        for tensor in tensors_in([out]):
+            self._enter(tensor)
         scratch = OP_SCRATCH.get(func)
         if scratch is not None:
             self._enter_scratch(scratch(args))
@@ -149,8 +145,7 @@ class StorageLedger(TorchDispatchMode):
     def _op_record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
     ) -> OpRecord:
-        operands = list(_tensors([*args, *kwargs.values()]))
-        formula = flop_registry.get(func._overloadpacket)
+        operands = tensors_in([*args, *kwargs.values()])
         dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
         return OpRecord(
             name=str(func),
@@ -158,15 +153,7 @@ class StorageLedger(TorchDispatchMode):
             stage=self._stage,
             unit=self._unit,
             is_matmul=func in MATMUL_OPS,
-            flops=int(formula(*args, **kwargs, out_val=out)) if formula else 0,
-            bytes_moved=sum(tensor.nbytes for tensor in [*operands, *_tensors([out])]),
+            flops=count_flops(func, args, kwargs, out),
+            bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
         )
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))

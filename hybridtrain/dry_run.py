@@ -1,0 +1,166 @@
+"""A dry run: the real trainer, step after step, on a card that does not exist. Nothing is computed, all is counted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.errors import ConfigError
+from hybridtrain.memory.transfer import Transfer, VirtualTransfer
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.profiler.ledger_trace import LedgerTrace
+from hybridtrain.profiler.storage_ledger import StorageLedger
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory, replay_trace
+from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Tokens of one optimizer step: micro-batches of B sequences of T tokens."""
+
+    micro_batch_size: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {value} must be at least 1"
+            for name, value in (("micro_batch_size", self.micro_batch_size), ("seq_len", self.seq_len))
+            if value < 1
+        ]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a dry run found. Bytes are ``planned``, times are ``estimated``."""
+
+    num_params: int
+    card: Card
+    trace: LedgerTrace
+    uncapped: Replay
+    """The allocator without a cap: what the run would take."""
+    capped: Replay
+    """The allocator under the card's cap: what the card would do, cached segments released and retried."""
+    time: StepTime
+    tokens_per_step: int
+    host_peak_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every step ran under the card's cap."""
+        return self.capped.oom is None
+
+    @property
+    def oom(self) -> OutOfMemory | None:
+        """The refused request, if any."""
+        return self.capped.oom
+
+    @property
+    def steps(self) -> tuple[StepMemory, ...]:
+        """Peaks per step: under the cap where the run fits, without a cap where it does not."""
+        return self.capped.steps if self.fits else self.uncapped.steps
+
+    @property
+    def peak(self) -> StepMemory:
+        """The step with the most allocated bytes."""
+        return max(self.steps, key=lambda step: step.allocated_bytes)
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Largest reserved bytes of any step."""
+        return max(step.reserved_bytes for step in self.steps)
+
+    @property
+    def device_used_bytes(self) -> int:
+        """Reserved bytes plus the CUDA context: what nvidia-smi shows."""
+        return self.peak_reserved_bytes + self.card.context_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of a step over its estimated time."""
+        return self.tokens_per_step / self.time.seconds
+
+    @property
+    def bound(self) -> Bound:
+        """What the estimated time is spent on."""
+        return self.time.bound
+
+    def by_class(self) -> dict[TensorClass, int]:
+        """Return the holders of the peak's allocated bytes."""
+        return self.peak.by_class
+
+
+def check_workload(model: ModelConfig, workload: Workload) -> None:
+    """Raise ``ConfigError`` when the model has fewer positions than the workload asks for."""
+    if workload.seq_len > model.max_seq_len:
+        raise ConfigError(
+            "workload",
+            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower one or raise the other"],
+        )
+
+
+def record_steps(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    batches: Sequence[Sequence[TokenBatch]],
+    transfer: Transfer,
+    config: TrainerConfig | None = None,
+) -> LedgerTrace:
+    """Return the ledger of building the trainer and running one step per entry of ``batches`` on any device."""
+    ledger = StorageLedger()
+    with ledger:
+        trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger)
+        for step_batches in batches:
+            ledger.begin_step()
+            trainer.step(step_batches)
+    return ledger.trace()
+
+
+def dry_run(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    card: Card,
+    workload: Workload,
+    *,
+    num_steps: int = 2,
+    allocator: AllocatorConfig | None = None,
+    record_history: bool = False,
+) -> DryRun:
+    """Run ``num_steps`` optimizer steps of ``model`` under ``plan`` on the virtual ``card``.
+
+    The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last.
+
+    Raises:
+        ConfigError: the workload does not suit the model.
+    """
+    check_workload(model, workload)
+    accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
+    empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
+    batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
+    transfer = VirtualTransfer()
+    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer)
+    workspace = card.cublas_workspace_bytes
+    uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
+    capacity = card.allocator_capacity_bytes
+    capped = uncapped
+    if max(step.reserved_bytes for step in uncapped.steps) > capacity:
+        capped = replay_trace(trace, workspace_bytes=workspace, config=allocator, capacity_bytes=capacity)
+    return DryRun(
+        num_params=model.num_params,
+        card=card,
+        trace=trace,
+        uncapped=uncapped,
+        capped=capped,
+        time=estimate_step(trace.step_ops(num_steps - 1), card, upload_bytes=2 * accum_steps * empty.nbytes),
+        tokens_per_step=accum_steps * empty.size,
+        host_peak_bytes=transfer.host_bytes,
+    )

@@ -1,0 +1,238 @@
+"""A model of torch's CUDA caching allocator for one device: the same blocks, segments, retries and refusals.
+
+It turns a sequence of allocations and frees into allocated, active and reserved bytes without a GPU. Rules:
+``malloc``, ``alloc_found_block``, ``free`` and ``free_block`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
+2.13. Not modelled: private pools (CUDA graphs, ``MemPool``), and that a driver may place new segments below
+older ones.
+"""
+
+from collections import defaultdict
+
+from hybridtrain.virtual_gpu.allocator_blocks import BlockState, FreePool, HeapBlock
+from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig, round_size, segment_size
+from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent, AllocatorOutOfMemory, record
+from hybridtrain.virtual_gpu.segment_cache import SegmentCache
+from hybridtrain.virtual_gpu.segment_view import Block, Segment, view_segments
+
+__all__ = [
+    "AllocatorConfig",
+    "AllocatorEvent",
+    "AllocatorOutOfMemory",
+    "Block",
+    "BlockState",
+    "CachingAllocator",
+    "Segment",
+    "round_size",
+    "segment_size",
+]
+
+_EXBIBYTE = 2**60
+# Looked up once: an enum's member costs a call each time.
+_ALLOCATED = BlockState.ACTIVE_ALLOCATED
+_INACTIVE = BlockState.INACTIVE
+
+
+class CachingAllocator:
+    """One device's allocator. All figures are bytes unless they count.
+
+    Args:
+        config: Settings; the defaults are torch's.
+        capacity_bytes: Cap on the reserved bytes, as ``torch.cuda.set_per_process_memory_fraction`` sets it;
+            None: no cap. CUDA's context and other libraries' memory lie outside.
+        record_history: Keep every event, for snapshots.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig | None = None,
+        capacity_bytes: int | None = None,
+        *,
+        record_history: bool = False,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; use None for no cap.")
+        self.config = AllocatorConfig() if config is None else config
+        self.capacity_bytes = capacity_bytes
+        self.history: list[AllocatorEvent] | None = [] if record_history else None
+        self.allocated_bytes = 0
+        """Sizes of the blocks in use, with what rounding and unsplit remainders add."""
+        self.requested_bytes = 0
+        """What was asked for; falls when the free completes, as in torch."""
+        self.active_bytes = 0
+        """Allocated, and freed but waiting for another stream."""
+        self.inactive_split_bytes = 0
+        """Cached blocks whose segment cannot be released; expandable ranges are left out, as in torch."""
+        self.peak_allocated_bytes = 0
+        self.peak_requested_bytes = 0
+        self.peak_active_bytes = 0
+        self.num_alloc_retries = 0
+        self.num_ooms = 0
+        self._cache = SegmentCache(self.config, capacity_bytes, self.history)
+        self._waiting: defaultdict[int, list[HeapBlock]] = defaultdict(list)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory taken from the driver."""
+        return self._cache.reserved_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Largest ``reserved_bytes`` since the start or the last reset."""
+        return self._cache.peak_reserved_bytes
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        """Return the address of a block for ``size`` bytes; 0, which is no block, for a size of 0.
+
+        Raises:
+            AllocatorOutOfMemory: The capacity does not allow it even with nothing cached.
+        """
+        if not 0 < size < _EXBIBYTE:
+            return self._malloc_odd_size(size)
+        rounded = round_size(size, self.config.roundup_power2_divisions)
+        pool = self._cache.pool_for(rounded)
+        block = self._cache.take(pool, rounded, stream)
+        if block is None:
+            block = self._obtain(pool, rounded, stream, size)
+        self._cut(block, rounded)
+        block.state = _ALLOCATED
+        block.requested_size = size
+        if self.history is not None:
+            record(self.history, "alloc", block.address, size, stream)
+        self.requested_bytes += size
+        self.allocated_bytes += block.size
+        self.active_bytes += block.size
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
+        return block.address
+
+    def free(self, address: int) -> None:
+        """Give a block back; it is free at once, unless other streams used it.
+
+        Raises:
+            ValueError: No block in use starts at ``address``.
+        """
+        if address == 0:
+            return
+        block = self._block_in_use(address)
+        self.allocated_bytes -= block.size
+        if self.history is not None:
+            record(self.history, "free_requested", address, block.requested_size, block.stream)
+        if not block.uses:
+            self._complete_free(block)
+            return
+        block.state = BlockState.ACTIVE_PENDING_FREE
+        block.pending_events = len(block.uses)
+        for stream in sorted(block.uses):
+            self._waiting[stream].append(block)
+        block.uses = None
+
+    def record_stream(self, address: int, stream: int) -> None:
+        """Note that ``stream`` uses a block; a later free then waits for that stream.
+
+        Raises:
+            ValueError: No block in use starts at ``address``.
+        """
+        if address == 0:
+            return
+        block = self._block_in_use(address)
+        if stream != block.stream:
+            block.uses = {stream, *(block.uses or ())}
+
+    def complete_stream(self, stream: int) -> None:
+        """Say that all work queued on ``stream`` so far is done; blocks that waited for it alone become free.
+
+        Torch notices at its next ``malloc``; no peak depends on the difference.
+        """
+        for block in self._waiting.pop(stream, ()):
+            block.pending_events -= 1
+            if block.pending_events == 0:
+                self._complete_free(block)
+
+    def empty_cache(self) -> None:
+        """Wait for all streams and release everything that has no user."""
+        for stream in sorted(self._waiting):
+            self.complete_stream(stream)
+        self._cache.release_cached()
+
+    def reset_peaks(self) -> None:
+        """Set every peak to the present value."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_active_bytes = self.active_bytes
+        self._cache.peak_reserved_bytes = self._cache.reserved_bytes
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what is reserved now, by address."""
+        return view_segments(self._cache.heap, is_expandable=self.config.expandable_segments)
+
+    def _malloc_odd_size(self, size: int) -> int:
+        if size == 0:
+            return 0
+        if size < 0:
+            raise ValueError(f"size: {size} is negative; bytes are 0 or more.")
+        raise self._out_of_memory(size)  # torch refuses before it searches or counts
+
+    def _block_in_use(self, address: int) -> HeapBlock:
+        block = self._cache.heap.blocks.get(address)
+        if block is None or block.state is not _ALLOCATED:
+            raise ValueError(
+                f"address {address:#x}: no block in use starts here; addresses come from malloc and live "
+                "until they are freed; free each once."
+            )
+        return block
+
+    def _obtain(self, pool: FreePool, size: int, stream: int, requested: int) -> HeapBlock:
+        """Return a block in new memory, giving cached memory back first when the capacity is reached."""
+        cache = self._cache
+        cache.collect_garbage()
+        block = cache.grow(pool, size, stream)
+        if block is None and cache.release_oversize(pool, size, stream):
+            block = cache.grow(pool, size, stream)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = cache.grow(pool, size, stream)
+        if block is None:
+            self.num_ooms += 1
+            assert self.capacity_bytes is not None, "without a capacity every request is served"
+            # Below 0 when expandable pages ended above the capacity; a card then reports nothing free.
+            free_bytes = max(0, self.capacity_bytes - cache.reserved_bytes)
+            record(self.history, "oom", free_bytes, size, stream)
+            raise self._out_of_memory(requested)
+        return block
+
+    def _out_of_memory(self, requested: int) -> AllocatorOutOfMemory:
+        return AllocatorOutOfMemory(
+            requested_bytes=requested,
+            reserved_bytes=self.reserved_bytes,
+            allocated_bytes=self.allocated_bytes,
+            capacity_bytes=self.capacity_bytes,
+        )
+
+    def _cut(self, block: HeapBlock, size: int) -> None:
+        """Return what a block has beyond ``size`` to its pool, where the rules allow a split."""
+        was_split = block.previous is not None or block.next is not None
+        remaining = block.size - size
+        leaves_cache = block.size
+        if remaining and self.config.splits(size, remaining, is_small=block.pool.is_small):
+            block.pool.insert(self._cache.heap.split(block, size))
+            leaves_cache = size if was_split else -remaining
+        elif not was_split:
+            return
+        if not self.config.expandable_segments:
+            self.inactive_split_bytes -= leaves_cache
+
+    def _complete_free(self, block: HeapBlock) -> None:
+        size = block.size
+        if self.history is not None:
+            record(self.history, "free_completed", block.address, block.requested_size, block.stream)
+        self.requested_bytes -= block.requested_size
+        self.active_bytes -= size
+        block.requested_size = 0
+        block.state = _INACTIVE
+        joined = self._cache.heap.coalesce(block)
+        joined.pool.insert(joined)
+        if not self.config.expandable_segments:
+            neighbours = joined.size - size
+            self.inactive_split_bytes += (joined.size if joined.is_split else 0) - neighbours

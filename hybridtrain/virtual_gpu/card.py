@@ -1,0 +1,107 @@
+"""Graphics cards: the catalogue, and any card a user describes in a TOML file."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from hybridtrain.config.decode import decode, load_toml
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.units import GB, MIB
+
+_HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """Facts about one card, from its vendor."""
+
+    name: str
+    memory_mib: int
+    """Total memory as nvidia-smi reports it."""
+    compute_capability: str
+    tflops_bf16: float
+    """Dense tensor-core rate with fp32 accumulation."""
+    tflops_fp32: float
+    """Rate of the CUDA cores, which fp32 matmuls use unless TF32 is allowed."""
+    memory_gbps: float
+    """GB/s of device memory."""
+    pcie_gbps: float
+    """GB/s of the bus in one direction, theoretical."""
+    sms: int = 0
+    """Multiprocessors; 0: unknown, nothing planned depends on it."""
+    tops_int8: float = 0.0
+    """0: unknown."""
+    context_mib: int = 426
+    """CUDA context, outside the allocator. The default was read on an RTX 6000 Ada with torch 2.10 (unsloth-zoo
+    PR 1053); published figures go from 274 to about 430 with lazy module loading."""
+
+    def __post_init__(self) -> None:
+        numbers = ("memory_mib", "tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
+        faults = [f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0]
+        if self.context_mib < 0 or self.context_mib >= self.memory_mib:
+            faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
+        if not self.compute_capability.replace(".", "", 1).isdigit():
+            faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total memory in bytes."""
+        return self.memory_mib * MIB
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the CUDA context."""
+        return self.context_mib * MIB
+
+    @property
+    def allocator_capacity_bytes(self) -> int:
+        """What is left for the allocator."""
+        return self.memory_bytes - self.context_bytes
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """Per handle and stream, inside the allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+        major = int(self.compute_capability.split(".")[0])
+        return 33_554_432 if major >= _HOPPER else 8_519_680
+
+    @property
+    def flops_per_second(self) -> dict[str, float]:
+        """Peak rate by element type."""
+        tensor_cores = self.tflops_bf16 * 1e12
+        return {"bfloat16": tensor_cores, "float16": tensor_cores, "float32": self.tflops_fp32 * 1e12}
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Peak rate of device memory."""
+        return self.memory_gbps * GB
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Peak rate of the bus, one direction."""
+        return self.pcie_gbps * GB
+
+
+@cache
+def card_catalogue() -> dict[str, Card]:
+    """Return every known card by its short name."""
+    text = resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
+    return {name: decode(Card, table, source=f"hardware.toml [{name}]") for name, table in tomllib.loads(text).items()}
+
+
+def find_card(name: str) -> Card:
+    """Return a card by short name, or read it from a TOML file when ``name`` ends in ``.toml``.
+
+    Raises:
+        ConfigError: unknown name (the nearest one is suggested), or a faulty file.
+    """
+    if name.endswith(".toml"):
+        return load_toml(Card, Path(name))
+    catalogue = card_catalogue()
+    if name not in catalogue:
+        known = unknown_name("card", name, catalogue)
+        raise ConfigError("card", [f"{known} Your own card: a .toml file with its figures."])
+    return catalogue[name]

@@ -1,0 +1,240 @@
+"""A ledger's events through the allocator model: requested bytes become allocated, active and reserved ones."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.profiler.ledger_trace import LedgerTrace
+from hybridtrain.profiler.observer import Stage
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent
+from hybridtrain.virtual_gpu.segment_view import Segment
+
+ClassBytes = dict[TensorClass, int]
+UnitBytes = dict[tuple[TensorClass, str], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Peaks of one optimizer step, in bytes."""
+
+    step: int
+    """Counted from 1."""
+    requested_bytes: int
+    """What was asked for; equals the ledger's count plus library workspaces."""
+    allocated_bytes: int
+    """``torch.cuda.max_memory_allocated``: blocks in use, rounding included."""
+    active_bytes: int
+    """Allocated, and freed blocks that wait for another stream."""
+    reserved_bytes: int
+    """``torch.cuda.max_memory_reserved``: segments taken from the driver."""
+    by_class: ClassBytes
+    """Who holds the allocated bytes at their peak."""
+    by_unit: UnitBytes
+    stage: Stage
+    """Where the peak is."""
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The request that the card could not serve."""
+
+    step: int
+    """Counted from 1; 0 while the model is being built."""
+    stage: Stage
+    unit: str
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int
+    by_class: ClassBytes
+    """Who holds the allocated bytes at that moment."""
+    by_unit: UnitBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What the allocator did with a whole trace."""
+
+    steps: tuple[StepMemory, ...]
+    oom: OutOfMemory | None
+    num_alloc_retries: int
+    history: tuple[AllocatorEvent, ...] = ()
+    owners: dict[int, int] = field(default_factory=dict)
+    """Storage index by the ordinal of its ``alloc``; library workspaces are missing. Empty without history."""
+    segments: tuple[Segment, ...] = ()
+    live_by_class: tuple[tuple[int, ClassBytes], ...] = ()
+    """For the last step: ledger event and allocated bytes by class after it."""
+
+
+def replay_trace(
+    trace: LedgerTrace,
+    *,
+    workspace_bytes: int,
+    config: AllocatorConfig | None = None,
+    capacity_bytes: int | None = None,
+    record_history: bool = False,
+) -> Replay:
+    """Run every event of ``trace`` through the allocator.
+
+    Args:
+        trace: Of a whole run, from the model's construction on.
+        workspace_bytes: cuBLAS workspace per handle; one is taken by the first matmul of a forward pass, one by the
+            first of a backward pass, which torch runs on a thread with a handle of its own.
+        config: Allocator settings.
+        capacity_bytes: Cap on the reserved bytes; None: no cap.
+        record_history: Keep what snapshots need.
+    """
+    allocator = CachingAllocator(config, capacity_bytes, record_history=record_history)
+    run = _Run(trace, allocator, workspace_bytes)
+    return run.finish(run.play())
+
+
+class _Run:
+    def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
+        self._trace = trace
+        self._allocator = allocator
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: list[tuple[int, int]] = []
+        """Event before which a library workspace was taken, and its block's bytes."""
+        self._addresses: dict[int, int] = {}
+        self._block_bytes: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
+        self._position = -1
+        self._peaks: list[tuple[int, int]] = []
+        """Event and allocated bytes at the peak of each step."""
+        self._steps: list[tuple[int, int, int, int]] = []
+
+    def play(self) -> OutOfMemory | None:
+        """Run until the end or the first refusal."""
+        starts = [mark.event for mark in self._trace.steps]
+        matmuls = self._first_matmuls()
+        peak = (-1, 0)
+        try:
+            for position, event in enumerate(self._trace.events):
+                if starts and position == starts[0]:
+                    self._close_step(peak)
+                    starts.pop(0)
+                    peak = (position - 1, self._allocator.allocated_bytes)
+                for _ in range(matmuls.count(position)):
+                    self._take_workspace(position)
+                self._apply(event)
+                self._position = position
+                if self._allocator.allocated_bytes > peak[1]:
+                    peak = (position, self._allocator.allocated_bytes)
+        except AllocatorOutOfMemory as refusal:
+            return self._report(refusal)
+        self._close_step(peak)
+        return None
+
+    def finish(self, oom: OutOfMemory | None) -> Replay:
+        """Return everything that was found; after a refusal only the steps that ended."""
+        steps = tuple(self._step_memory(number) for number in range(1, len(self._steps)))
+        history = self._allocator.history
+        return Replay(
+            steps=steps,
+            oom=oom,
+            num_alloc_retries=self._allocator.num_alloc_retries,
+            history=tuple(history or ()),
+            owners=self._owners,
+            segments=self._allocator.segments() if history is not None else (),
+            live_by_class=tuple(self._walk_last_step()) if oom is None and self._trace.steps else (),
+        )
+
+    def _first_matmuls(self) -> list[int]:
+        """Return the events before which the forward and the backward thread meet their first matmul."""
+        stages = (Stage.FORWARD, Stage.BACKWARD)
+        firsts = (next((op.event for op in self._trace.ops if op.is_matmul and op.stage is stage), None) for stage in stages)
+        return [event for event in firsts if event is not None]
+
+    def _take_workspace(self, event: int) -> None:
+        before = self._allocator.allocated_bytes
+        self._allocator.malloc(self._workspace_bytes)
+        self._workspaces.append((event, self._allocator.allocated_bytes - before))
+
+    def _apply(self, event: int) -> None:
+        allocator = self._allocator
+        if event < 0:
+            allocator.free(self._addresses.pop(~event))
+            return
+        before = allocator.allocated_bytes
+        self._addresses[event] = allocator.malloc(self._trace.sizes[event])
+        self._block_bytes[event] = allocator.allocated_bytes - before
+        if allocator.history is not None:
+            self._owners[allocator.history[-1].ordinal] = event
+
+    def _close_step(self, peak: tuple[int, int]) -> None:
+        allocator = self._allocator
+        self._peaks.append(peak)
+        self._steps.append(
+            (
+                allocator.peak_requested_bytes,
+                allocator.peak_allocated_bytes,
+                allocator.peak_active_bytes,
+                allocator.peak_reserved_bytes,
+            )
+        )
+        allocator.reset_peaks()
+
+    def _step_memory(self, number: int) -> StepMemory:
+        requested, allocated, active, reserved = self._steps[number]
+        event = self._peaks[number][0]
+        by_class, by_unit = self._holders(event)
+        stage, unit = self._place(event)
+        return StepMemory(
+            step=number, requested_bytes=requested, allocated_bytes=allocated, active_bytes=active,
+            reserved_bytes=reserved, by_class=by_class, by_unit=by_unit, stage=stage, unit=unit,
+        )  # fmt: skip
+
+    def _report(self, refusal: AllocatorOutOfMemory) -> OutOfMemory:
+        by_class, by_unit = self._holders(self._position)
+        stage, unit = self._place(self._position + 1)
+        assert refusal.capacity_bytes is not None, "only a cap refuses"
+        return OutOfMemory(
+            step=sum(mark.event <= self._position + 1 for mark in self._trace.steps), stage=stage, unit=unit,
+            requested_bytes=refusal.requested_bytes, allocated_bytes=refusal.allocated_bytes,
+            reserved_bytes=refusal.reserved_bytes, capacity_bytes=refusal.capacity_bytes,
+            by_class=by_class, by_unit=by_unit,
+        )  # fmt: skip
+
+    def _place(self, event: int) -> tuple[Stage, str]:
+        """Return stage and unit of the op that made ``event``: the last one that started at or before it."""
+        place = (Stage.BUILD, "")
+        for op in self._trace.ops:
+            if op.event > event:
+                break
+            place = (op.stage, op.unit)
+        return place
+
+    def _holders(self, event: int) -> tuple[ClassBytes, UnitBytes]:
+        alive: dict[int, int] = {}
+        for entry in self._trace.events[: event + 1]:
+            if entry >= 0:
+                alive[entry] = self._block_bytes[entry]
+            else:
+                del alive[~entry]
+        by_class: ClassBytes = dict.fromkeys(TensorClass, 0)
+        by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
+        for index, size in alive.items():
+            by_class[self._trace.classes[index]] += size
+            by_unit[self._trace.classes[index], self._trace.units[index]] += size
+        self._add_workspaces(event, by_class, by_unit)
+        return by_class, dict(by_unit)
+
+    def _add_workspaces(self, event: int, by_class: ClassBytes, by_unit: UnitBytes) -> None:
+        size = sum(size for first, size in self._workspaces if first <= event)
+        if size:
+            by_class[TensorClass.WORKSPACE] += size
+            by_unit[TensorClass.WORKSPACE, "cublas"] = size
+
+    def _walk_last_step(self) -> Iterator[tuple[int, ClassBytes]]:
+        start = self._trace.steps[-1].event
+        by_class, _ = self._holders(start - 1)
+        for position in range(start, len(self._trace.events)):
+            entry = self._trace.events[position]
+            index = entry if entry >= 0 else ~entry
+            size = self._block_bytes[index]
+            by_class[self._trace.classes[index]] += size if entry >= 0 else -size
+            yield position, dict(by_class)
