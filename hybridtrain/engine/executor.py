@@ -77,7 +77,8 @@ class Executor:
                 visit = _Visit(self, batches, group, seed)
                 losses += visit.run()
         for unit in self._units:
-            self.grads.seal(unit.name)
+            with self._observer.region(Stage.BACKWARD, unit.name):
+                self.grads.seal(unit.name)
         return losses
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class _Visit:
                 self._batches[micro_batch].target_ids_BT, scale=self._scale,
                 chunk_tokens=executor._plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
             )  # fmt: skip
-        executor.grads.accumulate("head", step.unit_grads)
+            executor.grads.accumulate("head", step.unit_grads)
         self._grad[micro_batch] = step.grad_BTD
         if step.tied_grad_VD is not None:
             self._tied_grads[micro_batch] = step.tied_grad_VD
@@ -194,7 +195,7 @@ class _Visit:
                 self._grad[micro_batch], grads = differentiate_block(
                     self._graphs.pop((micro_batch, block)), unit.tensors, self._grad.pop(micro_batch)
                 )
-            executor.grads.accumulate(unit.name, grads)
+                executor.grads.accumulate(unit.name, grads)
 
     def _embed_backward(self, micro_batch: int) -> None:
         executor = self._executor
@@ -205,7 +206,7 @@ class _Visit:
             )
             if executor._is_tied:
                 grads[0] = self._tied_grad(micro_batch).add_(grads[0])
-        executor.grads.accumulate(unit.name, grads)
+            executor.grads.accumulate(unit.name, grads)
 
     def _tied_grad(self, micro_batch: int) -> Tensor:
         """Return the head's contribution to the token embedding's gradient, which is the unit's first parameter."""

@@ -37,7 +37,10 @@ class SegmentCache:
         if config.expandable_segments:
             self._ranges = ExpandableSegments(self.heap, capacity_bytes, history)
         self._unlimited_reuse = config.max_split_size is None
-        self._collects_garbage = capacity_bytes is not None and config.garbage_collection_threshold > 0
+        # Garbage collection needs a capacity to keep away from, and never touches expandable ranges.
+        self._garbage_limit: int | None = None
+        if capacity_bytes is not None and config.garbage_collection_threshold > 0 and self._ranges is None:
+            self._garbage_limit = int(config.garbage_collection_threshold * capacity_bytes)
 
     def pool_for(self, size: int) -> FreePool:
         """Return the pool that serves a rounded size."""
@@ -45,7 +48,7 @@ class SegmentCache:
 
     def take(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
         """Return the best cached block for ``size`` bytes, taken out of its pool; None if none may serve."""
-        if self._collects_garbage:
+        if self._garbage_limit is not None:
             pool.searches += 1
         entries = pool.cached.get(stream)
         if not entries:
@@ -84,11 +87,9 @@ class SegmentCache:
 
     def collect_garbage(self) -> None:
         """Release large segments that were cached for long, when more than the threshold is reserved."""
-        if self._capacity is None or not self._collects_garbage or self._ranges is not None:
+        if self._garbage_limit is None or self.reserved_bytes <= self._garbage_limit:
             return
-        excess = self.reserved_bytes - int(self._config.garbage_collection_threshold * self._capacity)
-        if excess <= 0:
-            return
+        excess = self.reserved_bytes - self._garbage_limit
         searches = self.large.searches
         blocks = [self.heap.blocks[address] for address in self.large.cached_addresses()]
         unsplit = [block for block in blocks if not block.is_split]
@@ -106,18 +107,17 @@ class SegmentCache:
         limit = self._config.max_split_size
         if limit is None or self._ranges is not None:
             return False
-        wanted = max(size, limit)
         entries = pool.cached.get(stream, [])
-        index = bisect_left(entries, (wanted, 0))
-        if index < len(entries):
+        index = bisect_left(entries, (size, 0))
+        if index < len(entries):  # too large for ``take``, so an oversize block
             self._release(self.heap.blocks[entries[index][1]])
             return True
         released = 0
-        while entries and released < wanted and entries[-1][0] >= limit:
+        while entries and released < size and entries[-1][0] >= limit:
             block = self.heap.blocks[entries[-1][1]]
             released += block.size
             self._release(block)
-        return released >= wanted
+        return released >= size
 
     def release_cached(self) -> None:
         """Release every segment without a user, and every page of expandable ranges."""

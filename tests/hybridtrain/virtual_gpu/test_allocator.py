@@ -238,6 +238,19 @@ def test_empty_cache_releases_whole_segments_only() -> None:
     assert allocator.peak_reserved_bytes == 72 * MIB
 
 
+def test_segments_are_released_by_pool_stream_size_and_address() -> None:
+    allocator = CachingAllocator(record_history=True)
+    for stream, size in ((1, 512), (0, 512), (1, 12), (0, 14), (0, 12), (0, 12)):
+        allocator.malloc(size if size == 512 else size * MIB, stream)
+    segments = allocator.segments()
+    for segment in segments:
+        allocator.free(segment.address)
+    allocator.empty_cache()
+    assert allocator.history is not None
+    released = [event.address for event in allocator.history if event.action == "segment_free"]
+    assert released == [segments[place].address for place in (4, 5, 3, 2, 1, 0)]
+
+
 def test_segments_start_at_rising_multiples_of_2_mib_and_blocks_tile_them() -> None:
     allocator = CachingAllocator()
     for size in (512, 12 * MIB + 1, 3 * MIB, 700 * KIB):

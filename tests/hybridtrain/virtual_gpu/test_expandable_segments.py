@@ -154,6 +154,19 @@ def test_a_rejected_oversize_block_is_found_again_by_address() -> None:
     assert actions(allocator) == [("segment_map", 40)]
 
 
+def test_ranges_never_touch() -> None:
+    # The snapshot viewer would take the end of one and the start of the next for one segment.
+    allocator = CachingAllocator(EXPANDABLE, capacity_bytes=102 * MIB)  # six large pages of addresses
+    pages = [allocator.malloc(20 * MIB) for _ in range(5)]
+    allocator.free(pages[0])
+    allocator.free(pages[4])
+    allocator.malloc(30 * MIB)  # in the last two pages, as one alone at the start is too small
+    allocator.malloc(512)
+    middle, small = allocator.segments()
+    assert middle.address + middle.total_size == pages[0] + 120 * MIB
+    assert middle.address + middle.total_size < small.address
+
+
 def test_without_a_capacity_a_range_holds_any_request() -> None:
     allocator = CachingAllocator(EXPANDABLE)
     allocator.malloc(3 * 2**40)

@@ -341,6 +341,7 @@ def test_the_pickle_has_only_what_the_viewer_reads(tmp_path: Path) -> None:
     # Numbers that come out of numpy, and names out of an enumeration, must not reach the file as such.
     allocator = CachingAllocator(capacity_bytes=40 * MIB, record_history=True)
     allocator.malloc(np.int64(3000))  # type: ignore[arg-type]
+    allocator.malloc(np.int64(2000))  # type: ignore[arg-type]
     allocator.malloc(np.int64(5 * MIB))  # type: ignore[arg-type]
     with pytest.raises(AllocatorOutOfMemory):
         allocator.malloc(np.int64(30 * MIB))  # type: ignore[arg-type]

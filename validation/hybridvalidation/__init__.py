@@ -1,0 +1,1 @@
+"""Scenarios in, verdicts out: runs, records, comparisons, tables and plots."""

@@ -1,0 +1,187 @@
+"""What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.errors import unknown_name
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
+
+ANY_STACK = "any"
+"""As a target's stack: it holds when it holds for at least one stack that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A preset by name, or a shape of one's own."""
+
+    preset: str | None = None
+    shape: ModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.preset is None) == (self.shape is None):
+            raise ValueError("give either preset = \"name\" or a table [model.shape], not both and not neither")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset: {unknown_name('model', self.preset, PRESETS)}")
+
+    def resolve(self) -> ModelConfig:
+        """Return the shape."""
+        if self.shape is not None:
+            return self.shape
+        assert self.preset is not None, "checked at construction"
+        return model_preset(self.preset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardSpec:
+    """A card of the catalogue by name, or one's own."""
+
+    name: str | None = None
+    custom: Card | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.custom is None):
+            raise ValueError("give either name = \"card\" or a table [card.custom], not both and not neither")
+        if self.name is not None and self.name not in card_catalogue():
+            raise ValueError(f"name: {unknown_name('card', self.name, card_catalogue())}")
+
+    def resolve(self) -> Card:
+        """Return the card."""
+        if self.custom is not None:
+            return self.custom
+        assert self.name is not None, "checked at construction"
+        return find_card(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWorkload:
+    """The batch of one optimizer step, the same for every stack; accumulation splits it into micro-batches."""
+
+    batch_size: int
+    """Sequences per optimizer step."""
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {value} must be at least 1"
+            for name, value in (("batch_size", self.batch_size), ("seq_len", self.seq_len))
+            if value < 1
+        ]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracySpec:
+    """The paired experiment that tells what a stack costs in quality."""
+
+    proxy: ModelConfig
+    """Small model of the same family, trained for real."""
+    seeds: tuple[int, ...]
+    num_steps: int
+    batch_size: int
+    seq_len: int
+    lr: float
+    validation_batches: int
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {getattr(self, name)} must be at least 1"
+            for name in ("num_steps", "batch_size", "seq_len", "validation_batches")
+            if getattr(self, name) < 1
+        ]
+        if len(set(self.seeds)) < 3:  # noqa: PLR2004  an interval from fewer is no evidence
+            faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
+        if self.lr <= 0:
+            faults.append(f"lr: {self.lr} must be above 0")
+        if self.seq_len > self.proxy.max_seq_len:
+            faults.append(f"seq_len: {self.seq_len} is above proxy.max_seq_len ({self.proxy.max_seq_len})")
+        if self.proxy.vocab_size < 256:  # noqa: PLR2004  byte tokens
+            faults.append(f"proxy.vocab_size: {self.proxy.vocab_size} must be at least 256, the number of byte tokens")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioTarget:
+    """Which stated figure is judged, on which stacks."""
+
+    id: str
+    """Of ``targets.toml``."""
+    stacks: tuple[str, ...] = (ANY_STACK,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One scenario file."""
+
+    name: str
+    says: str
+    model: ModelSpec
+    card: CardSpec
+    workload: BatchWorkload
+    stacks: tuple[str, ...]
+    accuracy: AccuracySpec
+    targets: tuple[ScenarioTarget, ...] = ()
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.stacks:
+            faults.append("stacks: empty; name at least one stack")
+        if len(set(self.stacks)) < len(self.stacks):
+            faults.append(f"stacks: {list(self.stacks)} names a stack twice")
+        model = self.model.resolve()
+        if self.workload.seq_len > model.max_seq_len:
+            faults.append(f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})")
+        if self.accuracy.proxy.family != model.family:
+            faults.append(f"accuracy.proxy.family: '{self.accuracy.proxy.family}' must be the model's family, '{model.family}'")
+        for position, target in enumerate(self.targets):
+            faults += [
+                f"targets[{position}].stacks: {unknown_name('stack', stack, [ANY_STACK, *self.stacks])}"
+                for stack in target.stacks
+                if stack not in {ANY_STACK, *self.stacks}
+            ]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One stack file: a named list of optimizations."""
+
+    name: str
+    says: str
+    optimizations: tuple[Optimization, ...] = ()
+
+    def plan(self) -> MemoryPlan:
+        """Return the composed plan; raises ``PlanConflictError``."""
+        return compose(self.optimizations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One stated figure."""
+
+    id: str
+    source: tuple[str, ...]
+    says: str
+    metric: str
+    direction: Literal["max", "min", "range", "equal"]
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        wanted = (self.low, self.high) if self.direction == "range" else (self.value,)
+        if None in wanted:
+            raise ValueError("range needs low and high, every other direction needs value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFile:
+    """``targets.toml``."""
+
+    target: tuple[Target, ...]

@@ -1,0 +1,92 @@
+"""Finding and reading scenario, stack and target files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtrain.config.decode import load_toml
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import Optimization
+from hybridvalidation.scenario import Scenario, Stack, Target, TargetFile
+
+_UNIONS = {Optimization: OPTIMIZATIONS}
+
+
+def default_folder() -> Path:
+    """Return ``scenarios`` of the working folder if it is there, else the project's own."""
+    here = Path("scenarios")
+    if here.is_dir():
+        return here
+    package = Path(__file__).parent
+    shipped = package / "scenarios"
+    return shipped if shipped.is_dir() else package.parents[1] / "scenarios"
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioFiles:
+    """A folder with scenario files, ``stacks/`` and ``targets.toml``."""
+
+    folder: Path
+
+    def scenario_names(self) -> list[str]:
+        """Return the names of all scenario files."""
+        return sorted(path.stem for path in self.folder.glob("*.toml") if path.stem != "targets")
+
+    def stack_names(self) -> list[str]:
+        """Return the names of all stack files."""
+        return sorted(path.stem for path in (self.folder / "stacks").glob("*.toml"))
+
+    def scenario(self, name: str) -> Scenario:
+        """Read a scenario by name, or by path when ``name`` ends in ``.toml``; checks its stacks and targets too.
+
+        Raises:
+            ConfigError: every fault at once.
+        """
+        path = self._path(name, self.folder, self.scenario_names(), "scenario")
+        scenario = load_toml(Scenario, path)
+        faults = [
+            f"$.stacks: {unknown_name('stack', stack, self.stack_names())}"
+            for stack in scenario.stacks
+            if stack not in self.stack_names()
+        ]
+        known = self.targets()
+        faults += [
+            f"$.targets[{position}].id: {unknown_name('target', target.id, known)}"
+            for position, target in enumerate(scenario.targets)
+            if target.id not in known
+        ]
+        faults += self._batch_faults(scenario) if not faults else []
+        if faults:
+            raise ConfigError(str(path), faults)
+        return scenario
+
+    def stack(self, name: str) -> Stack:
+        """Read a stack by name, or by path when ``name`` ends in ``.toml``."""
+        path = self._path(name, self.folder / "stacks", self.stack_names(), "stack")
+        return load_toml(Stack, path, unions=_UNIONS)
+
+    def targets(self) -> dict[str, Target]:
+        """Read every stated figure."""
+        return {target.id: target for target in load_toml(TargetFile, self.folder / "targets.toml").target}
+
+    def _path(self, name: str, folder: Path, names: list[str], what: str) -> Path:
+        if name.endswith(".toml"):
+            return Path(name)
+        if name not in names:
+            raise ConfigError(str(folder), [unknown_name(what, name, names)])
+        return folder / f"{name}.toml"
+
+    def _batch_faults(self, scenario: Scenario) -> list[str]:
+        faults = []
+        for name in scenario.stacks:
+            steps = self.stack(name).plan().for_phase(Phase.FULL).grad_accum_steps
+            faults += [
+                f"$.{where}.batch_size: {size} must be a multiple of the accumulation steps of stack '{name}' ({steps})"
+                for where, size in (
+                    ("workload", scenario.workload.batch_size),
+                    ("accuracy", scenario.accuracy.batch_size),
+                )
+                if size % steps
+            ]
+        return faults

@@ -1,0 +1,118 @@
+"""A stated figure, judged: holds, refuted or unproven, each with a sentence and the kind of evidence."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybridvalidation.evidence import Evidence
+from hybridvalidation.metrics import Metric, compute_metric
+from hybridvalidation.runner import ScenarioRun
+from hybridvalidation.scenario import ANY_STACK, Target
+
+_EQUAL_TOLERANCE = 0.01
+"""Figures stated to two or three digits are re-derived within one percent."""
+
+
+class Status(StrEnum):
+    """What the evidence says."""
+
+    HOLDS = "holds"
+    REFUTED = "refuted"
+    UNPROVEN = "unproven"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One target on one stack."""
+
+    target: str
+    says: str
+    stack: str
+    status: Status
+    reason: str
+    """A sentence with the figure and the bound."""
+    evidence: Evidence | None
+    value: float | None
+
+
+def judge(run: ScenarioRun, target: Target, stack: str) -> Verdict:
+    """Return the verdict; for ``any`` the stack that does best among those that fit the card."""
+    if stack != ANY_STACK:
+        return _judge_stack(run, target, stack)
+    verdicts = [_judge_stack(run, target, name) for name in run.scenario.stacks]
+    order = (Status.HOLDS, Status.UNPROVEN, Status.REFUTED)
+    return min(verdicts, key=lambda verdict: (order.index(verdict.status), _distance(target, verdict)))
+
+
+def judge_all(run: ScenarioRun, targets: dict[str, Target]) -> list[Verdict]:
+    """Return one verdict per target and stack of the scenario, in file order."""
+    return [judge(run, targets[item.id], stack) for item in run.scenario.targets for stack in item.stacks]
+
+
+def _judge_stack(run: ScenarioRun, target: Target, stack: str) -> Verdict:
+    metric = compute_metric(run, target.metric, stack)
+    if metric is None:
+        status, reason = Status.UNPROVEN, f"no record of {target.metric} for stack {stack}"
+    else:
+        status, reason = _compare(target, stack, metric)
+    return Verdict(
+        target=target.id, says=target.says, stack=stack, status=status, reason=reason,
+        evidence=None if metric is None else metric.evidence, value=None if metric is None else metric.value,
+    )  # fmt: skip
+
+
+def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
+    low, high = _bounds(target)
+    shown = f"{stack}: {_number(metric.value)} {metric.unit}"
+    if metric.interval is not None:
+        shown += f" (95 % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
+    certain_low, certain_high = metric.value, metric.value
+    if metric.interval is not None:
+        certain_low, certain_high = metric.interval.low, metric.interval.high
+    if low <= certain_low and certain_high <= high:
+        status = Status.HOLDS
+    elif certain_high < low or certain_low > high:
+        status = Status.REFUTED
+    else:
+        status = Status.UNPROVEN
+    wanted = _wanted(target)
+    words = {Status.HOLDS: "meets", Status.REFUTED: "misses", Status.UNPROVEN: "cannot be told apart from"}
+    reason = f"{shown} {words[status]} {wanted}, {metric.evidence}"
+    if not metric.fits and target.metric != "peak_vram_reduction_pct":
+        if status is Status.HOLDS:
+            status = Status.REFUTED
+        reason += "; this stack runs out of memory on the card"
+    if metric.remark:
+        reason += f"; {metric.remark}"
+    return status, f"{reason}."
+
+
+def _bounds(target: Target) -> tuple[float, float]:
+    infinity = float("inf")
+    if target.direction == "range":
+        assert target.low is not None, "checked at construction"
+        assert target.high is not None, "checked at construction"
+        return target.low, target.high
+    assert target.value is not None, "checked at construction"
+    if target.direction == "max":
+        return -infinity, target.value
+    if target.direction == "min":
+        return target.value, infinity
+    return target.value * (1 - _EQUAL_TOLERANCE), target.value * (1 + _EQUAL_TOLERANCE)
+
+
+def _wanted(target: Target) -> str:
+    if target.direction == "range":
+        return f"{target.low:g} to {target.high:g}"
+    word = {"max": "at most", "min": "at least", "equal": "the stated"}[target.direction]
+    return f"{word} {target.value:g}"
+
+
+def _distance(target: Target, verdict: Verdict) -> float:
+    """Rank equally judged stacks: the smallest value for an upper bound, the largest for a lower one."""
+    if verdict.value is None:
+        return float("inf")
+    return -verdict.value if target.direction == "min" else verdict.value
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"  # noqa: PLR2004  readable either way
