@@ -2,8 +2,8 @@
 
 It turns a sequence of allocations and frees into allocated, active and reserved bytes without a GPU. Rules:
 ``malloc``, ``alloc_found_block``, ``free`` and ``free_block`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
-2.13. Not modelled: private pools (CUDA graphs, ``MemPool``), and that a driver may place new segments below
-older ones.
+main of 2026. Not modelled: private pools (CUDA graphs, ``MemPool``), and that a driver may place new segments
+below older ones.
 """
 
 from collections import defaultdict

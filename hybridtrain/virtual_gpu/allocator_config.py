@@ -1,7 +1,7 @@
 """Settings of the CUDA caching allocator and its size rules, each a pure function of a size.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h``, torch 2.13.
-All sizes are bytes.
+The limits of the settings are those of torch 2.13, the size rules those of
+``c10/cuda/CUDACachingAllocator.cpp``, torch main of 2026. All sizes are bytes.
 """
 
 from dataclasses import dataclass

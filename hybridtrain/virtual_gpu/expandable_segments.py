@@ -2,7 +2,7 @@
 
 One range per stream and pool, a little larger than the card; blocks without memory are ``UNMAPPED``. Rules:
 ``find_expandable_block``, ``map_block`` and ``unmap_block`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
-2.13.
+main of 2026.
 """
 
 from hybridtrain.virtual_gpu.allocator_blocks import BlockState, FreePool, Heap, HeapBlock

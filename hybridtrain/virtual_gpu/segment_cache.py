@@ -2,7 +2,7 @@
 
 Rules: ``get_free_block``, ``alloc_block``, ``garbage_collect_cached_blocks``,
 ``release_available_cached_blocks`` and ``release_blocks`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
-2.13.
+main of 2026.
 """
 
 from bisect import bisect_left

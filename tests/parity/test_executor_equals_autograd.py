@@ -1,4 +1,4 @@
-"""The executor against plain autograd, to the bit: losses, gradients, norms and weights, in every schedule."""
+"""The executor against plain autograd, to the bit: losses, gradients, norms, weights, in every schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ def fresh_trainer(config: ModelConfig, stack: Sequence[Optimization]) -> Trainer
 
 @cache
 def plain_history(config: ModelConfig, accum_steps: int) -> History:
-    """Train as anyone would: one graph, ``backward()`` per micro-batch, torch's own clipping and optimizer."""
+    """Train as anyone would: one graph and ``backward()`` a micro-batch, torch's clipping and optimizer."""
     model = fresh_trainer(config, []).model
     named = dict(model.named_unit_parameters())
     optimizer = plain_optimizer(list(named.values()))
@@ -148,8 +148,8 @@ def test_training_equals_plain_autograd(
 def test_a_vertical_chunked_tied_loss_equals_the_horizontal_one(
     interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The deferred gradient of the tied weight runs the slices again; plain autograd knows no slices, so this is
-    # compared with the schedule that does not defer.
+    # The deferred gradient of the tied weight runs the slices again; plain autograd knows no slices, so the
+    # schedule that does not defer is the reference.
     histories = [
         executor_history(
             GPT2_TIED_DROPOUT,

@@ -1,4 +1,4 @@
-"""The three kinds of equality: to the bit, within an error bound, and a training curve that follows another."""
+"""Three kinds of equality: to the bit, within an error bound, and a training curve that follows another."""
 
 from collections.abc import Sequence
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp
 
 from hybridtrain.units import GB, GIB
 from hybridvalidation.evidence import Evidence
@@ -38,8 +39,6 @@ def accuracy_retention(run: ScenarioRun, stack: str) -> Interval | None:
 
 def perplexity_ratio(run: ScenarioRun, stack: str) -> Interval | None:
     """Return validation perplexity against the baseline's in percent, paired by seed; above 100 is worse."""
-    from math import exp  # noqa: PLC0415
-
     return _paired(run, stack, lambda figures: [exp(seed.validation_loss) for seed in figures.seeds])
 
 

@@ -14,11 +14,13 @@ from hybridvalidation.record import MemoryFigures
 from hybridvalidation.runner import ScenarioRun
 
 _COLORS = {
-    TensorClass.WEIGHT: "#0072b2", TensorClass.MASTER: "#56b4e9", TensorClass.GRAD: "#d55e00",
-    TensorClass.OPTIM_STATE: "#009e73", TensorClass.BOUNDARY: "#f0e442", TensorClass.ACTIVATION: "#e69f00",
+    TensorClass.WEIGHT: "#0072b2", TensorClass.MASTER: "#56b4e9", TensorClass.OPTIM_STATE: "#009e73",
+    TensorClass.GRAD: "#d55e00", TensorClass.BOUNDARY: "#f0e442", TensorClass.ACTIVATION: "#e69f00",
     TensorClass.WORKSPACE: "#cc79a7",
 }  # fmt: skip
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
+_ORDER = tuple(_COLORS)
+"""From the bottom: what stays for the whole run, then what comes and goes."""
 _CONTEXT_COLOR = "#999999"
 
 
@@ -53,7 +55,7 @@ def _plot_peak(run: ScenarioRun, figure: Figure) -> None:
     stacks = _with_memory(run)
     names = [stack for stack, _ in stacks]
     bottoms = [0.0] * len(stacks)
-    for tensor_class in TensorClass:
+    for tensor_class in _ORDER:
         heights = [to_gib(memory.by_class[tensor_class]) for _, memory in stacks]
         axes.bar(names, heights, bottom=bottoms, label=tensor_class.replace("_", " "), color=_COLORS[tensor_class])
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
@@ -79,10 +81,10 @@ def _plot_timeline(run: ScenarioRun, figure: Figure) -> None:
     for axes, (stack, memory) in zip(rows, stacks, strict=True):
         timeline = memory.timeline
         if timeline is not None:
-            series = [[to_gib(size) for size in timeline.by_class[name]] for name in TensorClass]
+            series = [[to_gib(size) for size in timeline.by_class[name]] for name in _ORDER]
             axes.stackplot(
-                timeline.times_s, series, step="post", colors=[_COLORS[name] for name in TensorClass],
-                labels=[name.replace("_", " ") for name in TensorClass],
+                timeline.times_s, series, step="post", colors=[_COLORS[name] for name in _ORDER],
+                labels=[name.replace("_", " ") for name in _ORDER],
             )  # fmt: skip
             axes.set_xlim(0, memory.step_time_s)
         _card_line(axes, to_gib(card.memory_bytes), card.name if axes is rows[0] else "")
@@ -98,11 +100,13 @@ def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
     axes = figure.subplots()
     found = [(stack, accuracy_retention(run, stack)) for stack in run.scenario.stacks if stack != BASELINE_STACK]
     points = [(stack, interval) for stack, interval in found if interval is not None]
-    for row, (stack, interval) in enumerate(points):
+    for row, (_, interval) in enumerate(points):
         errors = [[interval.mean - interval.low], [interval.high - interval.mean]]
         axes.errorbar([interval.mean], [row], xerr=errors, fmt="o", capsize=4, color="#0072b2")
-        axes.annotate(f"{interval.mean:.2f} %", (interval.mean, row), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9)
-        del stack
+        axes.annotate(
+            f"{interval.mean:.2f} %", (interval.mean, row), textcoords="offset points", xytext=(0, 7), ha="center",
+            fontsize=9,
+        )  # fmt: skip
     axes.axvline(100, color="black", linewidth=1)
     axes.set_yticks(range(len(points)), [stack for stack, _ in points])
     axes.set_ylim(len(points) - 0.5, -0.5)
@@ -111,11 +115,14 @@ def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
     if record is not None and record.accuracy is not None:
         figures = record.accuracy
         proxy = f", proxy of {figures.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds"
-    axes.set_xlabel(f"validation top-1 accuracy, % of {BASELINE_STACK} (executed{proxy}; bars: 95 % interval)")
+    axes.set_xlabel(f"validation top-1 accuracy, % of {BASELINE_STACK} \n(executed{proxy}; bars: 95 % interval)")
     axes.set_title(f"{run.scenario.says}: accuracy kept", fontsize=11)
 
 
 def _card_line(axes: Axes, gib: float, name: str) -> None:
     axes.axhline(gib, color="black", linestyle="--", linewidth=1)
     if name:
-        axes.annotate(f"{name}: {gib:.1f} GiB", (0.01, gib), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.annotate(
+            f"{name}: {gib:.1f} GiB", (0.99, gib), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            fontsize=8, bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from hybridvalidation.plots import write_plots
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.scenario import Target
 from hybridvalidation.tables import (
@@ -44,6 +43,8 @@ def report_text(run: ScenarioRun, targets: dict[str, Target], style: str) -> str
 
 def write_report(run: ScenarioRun, targets: dict[str, Target], results: Path) -> list[Path]:
     """Write ``tables/NAME.md`` and ``plots/NAME-*.png`` below ``results``; return the paths."""
+    from hybridvalidation.plots import write_plots  # noqa: PLC0415  matplotlib takes half a second, a dry run needs none
+
     plots = write_plots(run, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
     table = results / "tables" / f"{run.scenario.name}.md"

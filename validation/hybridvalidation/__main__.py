@@ -1,0 +1,7 @@
+"""``python -m hybridvalidation`` is the ``hybridtrain`` command."""
+
+import sys
+
+from hybridvalidation.cli import main
+
+sys.exit(main())

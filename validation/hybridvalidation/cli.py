@@ -1,0 +1,126 @@
+"""The ``hybridtrain`` command: one function per verb, each returns an exit code.
+
+0 it went well, 1 a run failed or a budget is exceeded, 2 wrong arguments or files; the gate has codes of its own.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hybridtrain.errors import ConfigError, HybridTrainError
+from hybridvalidation import commands
+
+_RESULTS = Path("results")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="hybridtrain", description="Does it fit, how fast is it, what does it cost: training on one card, with evidence."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_validate(verbs)
+    _add_dry_run(verbs)
+    _add_train(verbs)
+    _add_gate(verbs)
+    _add_report(verbs)
+    _add_verb(verbs, "list", commands.list_names, "scenarios, stacks, models, cards and targets")
+    _add_verb(verbs, "doctor", commands.doctor, "what this machine can do, and what is missing")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; faults of the user's end in one clear message and a non-zero code."""
+    options = build_parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except HybridTrainError as error:
+        if options.json:
+            faults = list(error.faults) if isinstance(error, ConfigError) else []
+            sys.stdout.write(json.dumps({"error": type(error).__name__, "message": str(error), "faults": faults}) + "\n")
+        else:
+            sys.stderr.write(f"hybridtrain: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write("hybridtrain: stopped; finished runs are kept\n")
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+_Verbs = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _add_verb(
+    verbs: "_Verbs[argparse.ArgumentParser]", name: str, run: Callable[[argparse.Namespace], int], says: str
+) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=says, description=says)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--scenarios", type=Path, default=None, help="folder with scenario files, stacks/ and targets.toml")
+    return parser
+
+
+def _add_validate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+    parser = _add_verb(verbs, "validate", commands.validate, "run a scenario under all its stacks and judge its targets")
+    parser.add_argument("scenario", help="name of a scenario, or a .toml file")
+    parser.add_argument("--fresh", action="store_true", help="repeat runs that have a record already")
+    _add_results(parser)
+
+
+def _add_dry_run(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+    parser = _add_verb(verbs, "dry-run", commands.dry_run_command, "plan one model, stack and card without a GPU")
+    parser.add_argument("--model", required=True, help="name of a model, or a .toml file with its shape")
+    parser.add_argument("--stack", required=True, help="name of a stack, or a .toml file")
+    parser.add_argument("--card", required=True, help="name of a card, or a .toml file with its figures")
+    parser.add_argument("--micro-batch", type=_positive, required=True, metavar="B", help="sequences per micro-batch")
+    parser.add_argument("--seq", type=_positive, required=True, metavar="T", help="tokens per sequence")
+    parser.add_argument("--accum", type=_positive, default=None, metavar="A", help="micro-batches per step; default: the stack's")
+    parser.add_argument("--expandable-segments", action="store_true", help="plan with torch's expandable_segments:True")
+    parser.add_argument("--snapshot", type=Path, help="write a memory_viz snapshot (.pickle)")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
+
+
+def _add_train(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+    parser = _add_verb(verbs, "train", commands.train_command, "train a model on your own text")
+    parser.add_argument("config", type=Path, help="a training .toml file")
+    parser.add_argument("--data", type=Path, help="text file, folder of text, or token file (.bin); default: the embedded corpus")
+    parser.add_argument("--out", type=Path, default=Path("run"), help="folder for log and saved state (default: run)")
+    parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
+
+
+def _add_gate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+    parser = _add_verb(
+        verbs, "gate", commands.gate_command,
+        "compare dry runs with recorded baselines; exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 could not measure",
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario")
+    parser.add_argument("--accept", action="store_true", help="record today's figures as the new baselines")
+    _add_results(parser)
+
+
+def _add_report(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+    parser = _add_verb(verbs, "report", commands.report_command, "rebuild tables and plots from committed records, nothing is run")
+    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario that has records")
+    _add_results(parser)
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of records, baselines, tables and plots (default: results)")
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What each verb of the command does."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from hybridtrain.config.decode import load_toml
+from hybridtrain.config.encode import encode
+from hybridtrain.data.open_corpus import open_corpus
+from hybridtrain.models.model_config import PRESETS
+from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.plan.compose import Optimization
+from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridvalidation.dry_run_report import plan_run
+from hybridvalidation.environment import read_environment
+from hybridvalidation.evidence import Outcome
+from hybridvalidation.gate import GateExit, run_gate, write_baselines
+from hybridvalidation.record_store import RecordStore
+from hybridvalidation.report import TERMINAL, report_text, write_report
+from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
+from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.train_run import TrainFile, train
+from hybridvalidation.verdict import judge_all
+
+
+def validate(options: argparse.Namespace) -> int:
+    """Run a scenario, print its report, write tables and plots."""
+    files = _files(options)
+    scenario = files.scenario(options.scenario)
+    stacks = [files.stack(name) for name in scenario.stacks]
+    store = RecordStore(options.results / "records")
+    run = run_scenario(scenario, stacks, store, fresh=options.fresh, show_progress=not options.json)
+    paths = write_report(run, files.targets(), options.results)
+    if options.json:
+        _print_json(_run_summary(run, files) | {"files": [path.as_posix() for path in paths]})
+    else:
+        _print(report_text(run, files.targets(), TERMINAL))
+        made = len(run.records) - run.num_cached
+        _print(f"\n{made} runs made, {run.num_cached} read from records. Written: {', '.join(path.as_posix() for path in paths)}")
+    return 1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0
+
+
+def dry_run_command(options: argparse.Namespace) -> int:
+    """Plan one configuration and print where its memory goes."""
+    report = plan_run(
+        _files(options), model=options.model, stack=options.stack, card=options.card, micro_batch_size=options.micro_batch,
+        seq_len=options.seq, accum_steps=options.accum, expandable_segments=options.expandable_segments,
+        snapshot=options.snapshot, trace=options.trace,
+    )  # fmt: skip
+    if options.json:
+        _print_json(report.as_mapping())
+    else:
+        _print(report.as_text())
+    return 0 if report.fits else 1
+
+
+def train_command(options: argparse.Namespace) -> int:
+    """Train a model on text."""
+    file = load_toml(TrainFile, options.config, unions={Optimization: OPTIMIZATIONS})
+    corpus = open_corpus(options.data, vocab_size=file.model.resolve().vocab_size)
+    said: list[str] = []
+    last = train(
+        file, corpus, options.out, resume=options.resume, say=said.append if options.json else _print,
+        show_progress=not options.json,
+    )  # fmt: skip
+    if options.json:
+        _print_json({"last_step": encode(last), "corpus": corpus.name, "said": said, "out": options.out.as_posix()})
+    else:
+        _print(f"{last.step} steps, loss {last.loss:.3f}; log and state in {options.out}")
+    return 0
+
+
+def gate_command(options: argparse.Namespace) -> int:
+    """Compare dry runs with baselines."""
+    files = _files(options)
+    names = options.names or files.scenario_names()
+    folder = options.results / "baselines"
+    with tqdm(desc="gate", unit="run", disable=options.json, leave=False) as bar:
+
+        def on_run(name: str) -> None:
+            bar.set_postfix_str(name)
+            bar.update()
+
+        result = run_gate(files, names, folder, on_run)
+    exit_code = result.exit_code
+    unmeasured = [finding for finding in result.findings if "no baseline" not in finding.message and finding.exit is GateExit.COULD_NOT_MEASURE]
+    written: list[Path] = []
+    if options.accept and not unmeasured:
+        written = write_baselines(result.replacements, folder, accept=True)
+        exit_code = GateExit.OK
+    elif exit_code is not GateExit.OK:
+        written = write_baselines(result.replacements, folder, accept=False)
+    if options.json:
+        findings = [encode(finding) for finding in result.findings]
+        _print_json({"exit": exit_code.name.lower(), "findings": findings, "written": [path.as_posix() for path in written]})
+    else:
+        for finding in result.findings:
+            _print(f"{finding.exit.name.lower()}: {finding.scenario} {finding.stack}: {finding.message}")
+        _print(f"gate: {exit_code.name.lower()}, {result.num_runs} dry runs of {len(names)} scenarios compared")
+        if written:
+            hint = "" if options.accept else "; if the change is meant, run: hybridtrain gate --accept"
+            _print(f"written: {', '.join(path.as_posix() for path in written)}{hint}")
+    return int(exit_code)
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """Rebuild tables and plots from records."""
+    files = _files(options)
+    store = RecordStore(options.results / "records")
+    names = options.names or [name for name in store.scenarios() if name in files.scenario_names()]
+    written = []
+    for name in names:
+        scenario = files.scenario(name)
+        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+        written += write_report(run, files.targets(), options.results)
+    if options.json:
+        _print_json({"files": [path.as_posix() for path in written]})
+    else:
+        _print("\n".join(path.as_posix() for path in written) or "no records yet; run: hybridtrain validate SCENARIO")
+    return 0
+
+
+def list_names(options: argparse.Namespace) -> int:
+    """Print every name that files and arguments may use."""
+    files = _files(options)
+    names: dict[str, list[str]] = {
+        "scenarios": files.scenario_names(),
+        "stacks": files.stack_names(),
+        "optimizations": sorted(OPTIMIZATIONS),
+        "models": list(PRESETS),
+        "cards": list(card_catalogue()),
+        "targets": list(files.targets()),
+    }
+    if options.json:
+        _print_json(names)
+    else:
+        _print("\n".join(f"{kind}:\n  " + "\n  ".join(values) for kind, values in names.items()))
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this machine can do."""
+    environment = read_environment()
+    checks = {
+        "CUDA card": environment.gpu or "none: memory is planned, speed is estimated, accuracy is executed on the CPU",
+        "bitsandbytes": _version("bitsandbytes") or "missing: int8_optimizer on CUDA needs it (pip install 'hybridtrain[cuda]')",
+        "8-bit update on the CPU": {
+            "compiled": "compiled with this machine's C compiler",
+            "reference": "no C compiler found: plain torch, about 100 times slower (install gcc)",
+        }[environment.int8_update],
+        "Memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB, {environment.num_cpus} processors",
+        "Free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
+        "Scenario files": str(_files(options).folder),
+    }
+    if torch.cuda.is_available() and not _version("bitsandbytes"):
+        checks["int8_optimizer"] = "cannot run on this card before bitsandbytes is installed"
+    if options.json:
+        _print_json({"environment": encode(environment), "checks": checks})
+    else:
+        _print("\n".join(f"{name}: {value}" for name, value in checks.items()))
+        _print(f"python {environment.python}, torch {environment.torch}, {environment.system}, {environment.cpu}")
+    return 0
+
+
+def _run_summary(run: ScenarioRun, files: ScenarioFiles) -> dict[str, object]:
+    return {
+        "scenario": run.scenario.name,
+        "records": [encode(record) for record in run.records.values()],
+        "verdicts": [encode(verdict) for verdict in judge_all(run, files.targets())],
+        "num_cached": run.num_cached,
+    }
+
+
+def _files(options: argparse.Namespace) -> ScenarioFiles:
+    return ScenarioFiles(options.scenarios or default_folder())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _print_json(mapping: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(mapping, allow_nan=False) + "\n")

@@ -1,0 +1,195 @@
+"""The memory gate: dry runs of today against committed baselines. A regression fails, and so does an unrecorded win."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import to_json
+from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.errors import HybridTrainError, RecordError
+from hybridtrain.phase import Phase
+from hybridtrain.units import format_bytes
+from hybridvalidation.figures import memory_figures
+from hybridvalidation.record import MemoryFigures
+from hybridvalidation.scenario import Scenario, Stack
+from hybridvalidation.scenario_files import ScenarioFiles
+
+ALLOCATED_TOLERANCE = 0.0
+"""Relative; the count is deterministic."""
+RESERVED_TOLERANCE = 0.02
+"""Relative; reserved bytes depend on the order of allocations."""
+TIME_TOLERANCE = 0.05
+"""Relative; an estimate."""
+_SHOWN_CHANGES = 6
+
+
+class GateExit(IntEnum):
+    """Exit codes of the gate, worst first in precedence."""
+
+    OK = 0
+    OVER_BUDGET = 3
+    """A stack that fitted its card does not fit any more."""
+    REGRESSED = 4
+    IMPROVED = 5
+    """Better than the baseline: record the win, or it can be lost unseen."""
+    COULD_NOT_MEASURE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackBaseline:
+    """What the gate compares of one stack."""
+
+    fits: bool
+    allocated_bytes: tuple[int, ...]
+    """Peak per step: the first, which allocates optimizer state, and a later one."""
+    reserved_bytes: tuple[int, ...]
+    step_time_s: float
+    by_unit: Mapping[str, int]
+    """Holders of the peak's bytes, as ``class/unit``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The baseline file of one scenario."""
+
+    scenario: str
+    stacks: Mapping[str, StackBaseline]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One figure that left its tolerance, or a run that could not be made."""
+
+    scenario: str
+    stack: str
+    exit: GateExit
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """All findings, and the baselines that today's runs would make."""
+
+    findings: tuple[Finding, ...]
+    replacements: Mapping[str, Baseline]
+    num_runs: int
+
+    @property
+    def exit_code(self) -> GateExit:
+        """The most serious finding's code."""
+        order = (GateExit.COULD_NOT_MEASURE, GateExit.OVER_BUDGET, GateExit.REGRESSED, GateExit.IMPROVED)
+        found = {finding.exit for finding in self.findings}
+        return next((code for code in order if code in found), GateExit.OK)
+
+
+def run_gate(files: ScenarioFiles, names: list[str], baselines: Path, on_run: Callable[[str], None]) -> GateResult:
+    """Dry-run every stack of the named scenarios and compare; ``on_run`` hears of each run before it starts."""
+    findings: list[Finding] = []
+    replacements: dict[str, Baseline] = {}
+    num_runs = 0
+    for name in names:
+        scenario = files.scenario(name)
+        recorded = _read_baseline(baselines, scenario.name)
+        stacks: dict[str, StackBaseline] = {}
+        for stack_name in scenario.stacks:
+            on_run(f"{scenario.name} {stack_name}")
+            num_runs += 1
+            try:
+                stacks[stack_name] = measure_stack(scenario, files.stack(stack_name))
+            except (HybridTrainError, ValueError, RuntimeError) as error:
+                findings.append(_finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, f"{type(error).__name__}: {error}"))
+                continue
+            if recorded is None or stack_name not in recorded.stacks:
+                findings.append(_finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, "there is no baseline to compare with"))
+            else:
+                findings += compare(scenario.name, stack_name, recorded.stacks[stack_name], stacks[stack_name])
+        replacements[scenario.name] = Baseline(scenario=scenario.name, stacks=stacks)
+    return GateResult(findings=tuple(findings), replacements=replacements, num_runs=num_runs)
+
+
+def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
+    """Return today's figures of a stack."""
+    plan = stack.plan()
+    micro_batch_size = scenario.workload.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps
+    workload = Workload(micro_batch_size=micro_batch_size, seq_len=scenario.workload.seq_len)
+    run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload)
+    return _baseline(memory_figures(run, with_timeline=False))
+
+
+def compare(scenario: str, stack: str, old: StackBaseline, new: StackBaseline) -> list[Finding]:
+    """Return what left its tolerance, with the tensor classes and blocks that moved."""
+    findings = []
+    moved = _moved(old.by_unit, new.by_unit)
+    if old.fits and not new.fits:
+        findings.append(_finding(scenario, stack, GateExit.OVER_BUDGET, f"does not fit the card any more; {moved}"))
+    figures: list[tuple[str, float, float, float, bool]] = []
+    for kind, olds, news, tolerance in (
+        ("allocated", old.allocated_bytes, new.allocated_bytes, ALLOCATED_TOLERANCE),
+        ("reserved", old.reserved_bytes, new.reserved_bytes, RESERVED_TOLERANCE),
+    ):
+        steps = ("first step", "later step")
+        figures += [(f"{kind}, {step}", a, b, tolerance, True) for step, a, b in zip(steps, olds, news, strict=True)]
+    figures.append(("estimated step time", old.step_time_s, new.step_time_s, TIME_TOLERANCE, False))
+    for what, before, after, tolerance, is_bytes in figures:
+        change = after / before - 1
+        if abs(change) <= tolerance:
+            continue
+        code = GateExit.REGRESSED if change > 0 else GateExit.IMPROVED
+        shown = f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,.0f} B)" if is_bytes else f"{before:.4f} s -> {after:.4f} s"
+        findings.append(_finding(scenario, stack, code, f"{what}: {shown}, {100 * change:+.3f} %" + (f"; {moved}" if is_bytes else "")))
+    return findings
+
+
+def write_baselines(replacements: Mapping[str, Baseline], folder: Path, *, accept: bool) -> list[Path]:
+    """Write the baselines themselves (``accept``) or ``NAME.replacement.json`` beside them; return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, baseline in replacements.items():
+        path = folder / (f"{name}.json" if accept else f"{name}.replacement.json")
+        path.write_text(_indented(baseline), encoding="utf-8")
+        if accept:
+            (folder / f"{name}.replacement.json").unlink(missing_ok=True)
+        paths.append(path)
+    return paths
+
+
+def _indented(baseline: Baseline) -> str:
+    return json.dumps(json.loads(to_json(baseline)), indent=1, sort_keys=True) + "\n"
+
+
+def _read_baseline(folder: Path, name: str) -> Baseline | None:
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    try:
+        return decode(Baseline, json.loads(path.read_text(encoding="utf-8")), source=str(path))
+    except ValueError as error:
+        raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error
+
+
+def _baseline(figures: MemoryFigures) -> StackBaseline:
+    return StackBaseline(
+        fits=figures.fits,
+        allocated_bytes=tuple(step.allocated_bytes for step in figures.steps),
+        reserved_bytes=tuple(step.reserved_bytes for step in figures.steps),
+        step_time_s=figures.step_time_s,
+        by_unit=figures.by_unit,
+    )
+
+
+def _moved(old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    """Name the holders whose bytes at the peak changed, largest change first."""
+    changes = {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
+    ranked = sorted(((name, change) for name, change in changes.items() if change), key=lambda item: (-abs(item[1]), item[0]))
+    if not ranked:
+        return "nothing moved at the peak"
+    shown = ", ".join(f"{name} {change:+,} B" for name, change in ranked[:_SHOWN_CHANGES])
+    rest = len(ranked) - _SHOWN_CHANGES
+    return f"moved: {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _finding(scenario: str, stack: str, code: GateExit, message: str) -> Finding:
+    return Finding(scenario=scenario, stack=stack, exit=code, message=message)
