@@ -104,7 +104,7 @@ def check_workload(model: ModelConfig, workload: Workload) -> None:
     if workload.seq_len > model.max_seq_len:
         raise ConfigError(
             "workload",
-            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower one or raise the other"],
+            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"],
         )
 
 

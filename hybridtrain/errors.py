@@ -1,4 +1,7 @@
-"""Every exception a user may meet. Each message has three clauses: what is wrong (path and value), what is allowed, what to do."""
+"""Every exception a user may meet.
+
+Each message has three clauses: what is wrong (path and value), what is allowed, what to do.
+"""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

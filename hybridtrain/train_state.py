@@ -1,4 +1,4 @@
-"""Saving and resuming a run: weights, master copies, moments and the step count, in one file that is whole or absent."""
+"""Saving and resuming a run: weights, master copies, moments, step count, in one file that is whole or absent."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,12 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
                 tensors[f"{unit}/{index}/companion"] = state.companion
             for number, moment in enumerate(state.moments):
                 tensors[f"{unit}/{index}/moment{number}"] = moment
-    content = {"schema": _SCHEMA, "run": _run_digest(trainer), "steps_done": trainer.steps_done, "tensors": tensors}
+    content = {
+        "schema": _SCHEMA,
+        "run": _run_digest(trainer),
+        "steps_done": trainer.steps_done,
+        "tensors": tensors,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -48,7 +53,8 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         raise ConfigError(str(path), [f"not a whole saved state ({error}); use an older one or start anew"]) from error
     if content.get("schema") != _SCHEMA or content.get("run") != _run_digest(trainer):
         raise ConfigError(
-            str(path), ["saved by a run with another model, plan, optimizer or seed; resume with that configuration"]
+            str(path),
+            ["saved by a run with another model, plan, optimizer or seed; resume with that configuration"],
         )
     tensors = content["tensors"]
     for unit, states in trainer.states.items():

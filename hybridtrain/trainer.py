@@ -126,5 +126,5 @@ class Trainer:
                 self.executor.drop()
                 raise DivergenceError(
                     f"step {step}: {name} is {value}; it must be a finite number. The step was not applied. "
-                    f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check the data."
+                    f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data."
                 )

@@ -205,9 +205,7 @@ class _Decoder:
             if name in value:
                 arguments[name] = self.value(hints[name], value[name], _child(path, name))
             elif _is_required(field):
-                arguments[name] = self._fault(
-                    _child(path, name), f"is missing; {_words(hints[name])} is required"
-                )
+                arguments[name] = self._fault(_child(path, name), f"is missing; {_words(hints[name])} is required")
         return _FAILED if _FAILED in arguments.values() else self._build(cls, arguments, path)
 
     def _check_keys(

@@ -111,9 +111,7 @@ def _encode_value(value: object, path: str, *, nulls: bool) -> JsonValue:
     if isinstance(value, tuple):
         return [_encode_value(item, f"{path}[{index}]", nulls=nulls) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {
-            _key(key, path): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()
-        }
+        return {_key(key, path): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()}
     return _encode_scalar(value, path, nulls=nulls)
 
 
@@ -125,9 +123,7 @@ def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | flo
         case None | bool():
             return value
         case float() if not math.isfinite(value):
-            raise ValueError(
-                f"{path}: {value} cannot be written; only finite numbers are, so make it an outcome"
-            )
+            raise ValueError(f"{path}: {value} cannot be written; only finite numbers are, so make it an outcome")
         case PurePath():
             return value.as_posix()
         case int():

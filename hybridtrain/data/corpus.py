@@ -30,9 +30,7 @@ MIN_TOKENS: Final = 20
 """Smallest corpus: a tenth of it is one input token and its target."""
 
 _SEPARATOR: Final = b"\0"  # after each document; GPT-2's end-of-text token is no byte
-_SKIPPED_FOLDERS: Final = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-)
+_SKIPPED_FOLDERS: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 # These describe how this machine's Python was built; without them equal Python versions give equal corpora.
 _SKIPPED_PREFIXES: Final = ("_sysconfigdata", "config-", "sitecustomize")
 
@@ -146,9 +144,7 @@ def _python_files(root: Path) -> Iterator[str]:
     """Yield the relative POSIX path of every library source, skipping tests and installed packages."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+            name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
         ]
         for name in names:
             if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES):

@@ -48,9 +48,7 @@ def _token_folder_corpus(path: Path, vocab_size: int) -> Corpus:
     """Return ``train.bin`` and ``val.bin`` of a folder as a corpus."""
     missing = [name for name in ("train.bin", "val.bin") if not (path / name).exists()]
     if missing:
-        raise DataError(
-            f"{path} lacks {missing[0]}; add it, or name one *.bin file to validate on its last tenth"
-        )
+        raise DataError(f"{path} lacks {missing[0]}; add it, or name one *.bin file to validate on its last tenth")
     train = open_token_file(path / "train.bin", vocab_size=vocab_size)
     validation = open_token_file(path / "val.bin", vocab_size=vocab_size)
     return Corpus(

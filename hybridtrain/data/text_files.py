@@ -27,9 +27,7 @@ def text_corpus(path: Path) -> Corpus:
     try:
         return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
     except OSError as error:
-        raise DataError(
-            f"{error.filename} cannot be read ({error.strerror}); check its permissions"
-        ) from error
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _file_corpus(path: Path) -> Corpus:
@@ -59,9 +57,7 @@ def _folder_corpus(root: Path) -> Corpus:
             "text, or a single token file"
         )
     source = f"{len(documents)} text files below {root}, {num_skipped} other files skipped"
-    return corpus_of_documents(
-        documents, name=root.resolve().name, source=source, num_skipped_files=num_skipped
-    )
+    return corpus_of_documents(documents, name=root.resolve().name, source=source, num_skipped_files=num_skipped)
 
 
 def _visible_files(root: Path) -> Iterator[Path]:

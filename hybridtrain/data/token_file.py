@@ -102,14 +102,10 @@ def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = N
         token_format = _detect(path, dtype)
         layout = _LAYOUTS[token_format]
         num_tokens = _count_tokens(path, layout)
-        tokens: TokenArray = np.memmap(
-            path, dtype=layout.stored, mode="r", offset=layout.offset, shape=(num_tokens,)
-        )
+        tokens: TokenArray = np.memmap(path, dtype=layout.stored, mode="r", offset=layout.offset, shape=(num_tokens,))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    return TokenFile(
-        path=path, tokens=tokens, format=token_format, digest=_check(tokens, layout, path, vocab_size)
-    )
+    return TokenFile(path=path, tokens=tokens, format=token_format, digest=_check(tokens, layout, path, vocab_size))
 
 
 def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: TokenFormat) -> None:

@@ -1,12 +1,12 @@
-"""AdamW (Loshchilov and Hutter, 1711.05101): fp32 arithmetic inside, any storage outside. P elements of a flat slice."""
+"""AdamW (Loshchilov and Hutter, 1711.05101): fp32 arithmetic inside, any storage outside. P elements of a slice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_
 from torch import Tensor
 
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_
 from hybridtrain.memory.master_codec import MasterCodec
 from hybridtrain.memory.state_store import ParameterState
 
@@ -43,7 +43,12 @@ class AdamWConfig:
 
 
 def update_unit(
-    states: Sequence[ParameterState], grads: Sequence[Tensor], codec: MasterCodec, config: AdamWConfig, lr: float, step: int
+    states: Sequence[ParameterState],
+    grads: Sequence[Tensor],
+    codec: MasterCodec,
+    config: AdamWConfig,
+    lr: float,
+    step: int,
 ) -> None:
     """Apply one update to all parameters of a unit, in place; ``step`` counts from 1."""
     for decays in (True, False):
@@ -68,14 +73,26 @@ def _update_whole(
     """Update fp32 tensors in one fused call, nothing temporary."""
     values = [codec.load(state.parameter.data, state.companion) for state, _ in pairs]
     _fused_adamw(
-        values, [grad for _, grad in pairs], [state.moments for state, _ in pairs], config, lr, weight_decay, step
+        values,
+        [grad for _, grad in pairs],
+        [state.moments for state, _ in pairs],
+        config,
+        lr,
+        weight_decay,
+        step,
     )
     for (state, _), value in zip(pairs, values, strict=True):
         codec.store(value, state.parameter.data, state.companion)
 
 
 def _update_in_slices(
-    state: ParameterState, grad: Tensor, codec: MasterCodec, config: AdamWConfig, lr: float, weight_decay: float, step: int
+    state: ParameterState,
+    grad: Tensor,
+    codec: MasterCodec,
+    config: AdamWConfig,
+    lr: float,
+    weight_decay: float,
+    step: int,
 ) -> None:
     weight_P = state.parameter.data.view(-1)
     companion_P = None if state.companion is None else state.companion.view(-1)

@@ -51,7 +51,10 @@ class Executor:
         vertical = plan.schedule is Schedule.VERTICAL and plan.grad_accum_steps > 1
         kept_dtype = to_torch_dtype(plan.grad.codec)
         self.grads = GradStore(
-            self._units, sum_dtype=torch.float32 if vertical else kept_dtype, kept_dtype=kept_dtype, observer=observer
+            self._units,
+            sum_dtype=torch.float32 if vertical else kept_dtype,
+            kept_dtype=kept_dtype,
+            observer=observer,
         )
         interval = plan.recompute_every or 1
         self._segments = [

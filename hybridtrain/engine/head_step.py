@@ -1,4 +1,7 @@
-"""Loss and its gradients, with a tied weight summed as plain autograd sums it. B batch, T sequence, D width, V vocabulary."""
+"""Loss and its gradients, with a tied weight summed as plain autograd sums it.
+
+B batch, T sequence, D width, V vocabulary.
+"""
 
 from dataclasses import dataclass
 
@@ -23,7 +26,14 @@ class HeadStep:
 
 
 def differentiate_head(
-    head: Head, unit: Unit, hidden_BTD: Tensor, target_ids_BT: Tensor, *, scale: float, chunk_tokens: int, wants_tied: bool
+    head: Head,
+    unit: Unit,
+    hidden_BTD: Tensor,
+    target_ids_BT: Tensor,
+    *,
+    scale: float,
+    chunk_tokens: int,
+    wants_tied: bool,
 ) -> HeadStep:
     """Run the head and differentiate ``scale`` times its loss."""
     hidden_BTD = hidden_BTD.detach().requires_grad_()

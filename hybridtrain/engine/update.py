@@ -1,4 +1,4 @@
-"""The update: global norm, clipping, then AdamW unit by unit, so that a unit's gradients go as soon as they are used."""
+"""The update: global norm, clipping, then AdamW unit by unit, so that gradients go as soon as they are used."""
 
 from dataclasses import dataclass
 
@@ -45,5 +45,10 @@ class Update:
                 with self.observer.region(Stage.UPDATE, unit.name):
                     self.transfer.seed(random_key(seed, index))
                     update_unit(
-                        self.states.acquire(unit), grads.take(unit.name), self.states.master, self.config, lr, step
+                        self.states.acquire(unit),
+                        grads.take(unit.name),
+                        self.states.master,
+                        self.config,
+                        lr,
+                        step,
                     )

@@ -21,7 +21,12 @@ class GradStore:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, sum_dtype: torch.dtype, kept_dtype: torch.dtype, observer: MemoryObserver
+        self,
+        units: Sequence[Unit],
+        *,
+        sum_dtype: torch.dtype,
+        kept_dtype: torch.dtype,
+        observer: MemoryObserver,
     ) -> None:
         self._units = {unit.name: unit for unit in units}
         self._sum_dtype = sum_dtype
@@ -48,7 +53,8 @@ class GradStore:
         """Return the global L2 norm, a scalar float32; every unit must be sealed."""
         every = [grad for name in self._units for grad in self._grads[name]]
         norms = torch._foreach_norm(every, 2, dtype=torch.float32)
-        return torch.linalg.vector_norm(torch.stack(norms), 2)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2)
+        return norm
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar of the device, in place."""

@@ -66,7 +66,7 @@ class Float32Master:
 
 
 class Split16Master:
-    """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower bits add or take."""
+    """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower ones add."""
 
     in_place = False
 
@@ -116,7 +116,7 @@ class StochasticWeight:
 
 
 def master_codec(weight: Codec, master: Codec) -> MasterCodec:
-    """Return the codec for a plan's weight and master cells; raises ``ValueError`` for a pair that loses the updates."""
+    """Return the codec for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates."""
     if weight is Codec.FLOAT32 and master is Codec.ABSENT:
         return ExactWeight()
     if weight is Codec.BFLOAT16:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from torch import Tensor, nn
 
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.memory.master_codec import MasterCodec
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.tensor_class import Codec, TensorClass
@@ -26,7 +26,7 @@ class ParameterState:
     companion: Tensor | None
     """The master codec's, shape of the parameter."""
     moments: tuple[Tensor, ...] = ()
-    """fp32: m, v with the shape of the parameter. int8: m_codes, m_scale, v_codes, v_scale, flat. Empty before step 1."""
+    """fp32: m, v, shaped like the parameter. int8: m_codes, m_scale, v_codes, v_scale, flat. Empty before step 1."""
 
     @property
     def is_int8(self) -> bool:

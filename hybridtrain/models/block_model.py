@@ -43,7 +43,10 @@ class BlockModel(nn.Module):
 
     def units(self) -> tuple[Unit, ...]:
         """Return embedding, blocks and head in forward order, every parameter in exactly one of them."""
-        named = [("embedding", self.embedding), *((f"block.{i}", block) for i, block in enumerate(self.blocks))]
+        named = [
+            ("embedding", self.embedding),
+            *((f"block.{i}", block) for i, block in enumerate(self.blocks)),
+        ]
         seen: set[int] = set()
         units = []
         for name, module in [*named, ("head", self.head)]:

@@ -23,7 +23,12 @@ class Head(nn.Module):
         return functional.linear(self.norm(hidden_BTD), self.weight)
 
     def forward(
-        self, hidden_BTD: Tensor, target_ids_BT: Tensor, *, chunk_tokens: int = 0, weight_VD: Tensor | None = None
+        self,
+        hidden_BTD: Tensor,
+        target_ids_BT: Tensor,
+        *,
+        chunk_tokens: int = 0,
+        weight_VD: Tensor | None = None,
     ) -> Tensor:
         """Return the mean cross entropy in nats per token, a scalar float32.
 
@@ -75,7 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss / num_tokens
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_MD, grad_VD = ctx.grads
         ctx.grads = (None, None)
         for grad in (grad_MD, grad_VD):

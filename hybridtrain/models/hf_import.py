@@ -47,7 +47,7 @@ def is_transposed(family: str, name: str) -> bool:
 
 @torch.no_grad()
 def load_hf_weights(model: BlockModel, state: Mapping[str, Tensor]) -> None:
-    """Copy a transformers state dict into ``model``; raises ``ConfigError`` listing every missing or misshapen weight."""
+    """Copy a transformers state dict into ``model``; raises ``ConfigError`` with every missing or misshapen weight."""
     family = model.config.family
     faults = []
     for name, parameter in model.named_unit_parameters():

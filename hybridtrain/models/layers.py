@@ -1,15 +1,14 @@
 """The few layers both families share. B batch, T sequence, D width, V vocabulary, R half a head dim."""
 
 import torch
+from hybridkernels.layer_norm import layer_norm
+from hybridkernels.rms_norm import rms_norm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridkernels.layer_norm import layer_norm
-from hybridkernels.rms_norm import rms_norm
-
 
 class Linear(nn.Module):
-    """``x @ weight^T + bias`` with uninitialised parameters (torch's own layer initialises, which costs minutes at 7B)."""
+    """``x @ weight^T + bias`` with uninitialised parameters; torch's own layer initialises, minutes at 7B."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()

@@ -32,7 +32,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         faults = [
             f"{name}: {value} must be at least 1"
-            for name in ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
+            for name in (
+                "vocab_size",
+                "max_seq_len",
+                "num_blocks",
+                "width",
+                "num_heads",
+                "num_kv_heads",
+                "ffn_width",
+            )
             if (value := getattr(self, name)) < 1
         ]
         if not faults:

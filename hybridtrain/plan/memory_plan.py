@@ -53,8 +53,8 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
     stored weights are less exact than fp32; moments are fp32.
     """
-    compute_dtype = Codec(claims.get("compute_dtype", Codec.FLOAT32))
-    weight_codec = Codec(claims.get("weight.codec", compute_dtype))
+    compute_dtype = Codec(str(claims.get("compute_dtype", Codec.FLOAT32)))
+    weight_codec = Codec(str(claims.get("weight.codec", compute_dtype)))
     default_codecs = {
         "weight": weight_codec,
         "master": Codec.ABSENT if weight_codec is Codec.FLOAT32 else Codec.FLOAT32,
@@ -65,8 +65,8 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
 
     def cell(name: str) -> Cell:
         return Cell(
-            placement=Placement(claims.get(f"{name}.placement", Placement.DEVICE)),
-            codec=Codec(claims.get(f"{name}.codec", default_codecs[name])),
+            placement=Placement(str(claims.get(f"{name}.placement", Placement.DEVICE))),
+            codec=Codec(str(claims.get(f"{name}.codec", default_codecs[name]))),
         )
 
     return PhasePlan(
@@ -78,6 +78,6 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
         compute_dtype=compute_dtype,
         recompute_every=int(claims.get("recompute_every", 0)),
         grad_accum_steps=int(claims.get("grad_accum_steps", 1)),
-        schedule=Schedule(claims.get("schedule", Schedule.HORIZONTAL)),
+        schedule=Schedule(str(claims.get("schedule", Schedule.HORIZONTAL))),
         loss_chunk_tokens=int(claims.get("loss_chunk_tokens", 0)),
     )

@@ -10,7 +10,12 @@ from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
 _NO_TRAFFIC = frozenset(
-    {_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.new_empty.default, _ATEN.empty_strided.default}
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.empty_like.default,
+        _ATEN.new_empty.default,
+        _ATEN.empty_strided.default,
+    }
 )
 _ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_loss_forward.default})
 """Ops that read single rows or elements of their first operand."""

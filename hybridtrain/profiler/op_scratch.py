@@ -1,16 +1,15 @@
 """Scratch that CUDA kernels take from the allocator inside one op, where no dispatcher sees it.
 
-The rules are the kernels' own (torch's flash-attention backward, bitsandbytes' gradient cast); they are counted on every
-device, so that a CPU run, a dry run and a plan speak of the same bytes.
+The rules are the kernels' own (torch's flash-attention backward, bitsandbytes' gradient cast); they are counted on
+every device, so that a CPU run, a dry run and a plan speak of the same bytes.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
-
 from hybridkernels.adamw_int8 import adamw_int8_  # noqa: F401  registers the op
 from hybridkernels.flash_attention import backward_workspace_bytes
+from torch import Tensor
 
 
 def _attention_backward(args: Sequence[Tensor]) -> int:

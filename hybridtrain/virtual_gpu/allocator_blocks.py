@@ -103,9 +103,7 @@ class Heap:
         self.heads: dict[int, HeapBlock] = {}
         self._next_address = FIRST_ADDRESS
 
-    def add_segment(
-        self, size: int, stream: int, pool: FreePool, state: BlockState, alignment: int
-    ) -> HeapBlock:
+    def add_segment(self, size: int, stream: int, pool: FreePool, state: BlockState, alignment: int) -> HeapBlock:
         """Return the one block, in no pool yet, of a new segment at a multiple of ``alignment``."""
         address = -(-self._next_address // alignment) * alignment
         # The gap keeps two segments from looking like one: the snapshot viewer joins ranges that touch.

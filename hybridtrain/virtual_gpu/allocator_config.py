@@ -44,9 +44,7 @@ class AllocatorConfig:
         """Refuse what torch refuses."""
         _require_whole_mib("large_segment_size", self.large_segment_size)
         if self.large_segment_size <= MIN_LARGE_BYTES:
-            raise ValueError(
-                f"large_segment_size: {self.large_segment_size} is too small; exceed {MIN_LARGE_BYTES}."
-            )
+            raise ValueError(f"large_segment_size: {self.large_segment_size} is too small; exceed {MIN_LARGE_BYTES}.")
         if self.expandable_segments and self.large_segment_size % SEGMENT_STEP_BYTES:
             raise ValueError(
                 f"large_segment_size: {self.large_segment_size} cannot be mapped; with expandable_segments "
@@ -71,9 +69,7 @@ class AllocatorConfig:
 
     def _require_segment_size(self, name: str, value: int) -> None:
         if value < self.large_segment_size:
-            raise ValueError(
-                f"{name}: {value} is too small; reach large_segment_size, {self.large_segment_size}."
-            )
+            raise ValueError(f"{name}: {value} is too small; reach large_segment_size, {self.large_segment_size}.")
 
     def allows_reuse(self, size: int, block_size: int) -> bool:
         """Tell whether a cached block may serve a rounded size: oversize blocks serve oversize sizes only."""

@@ -32,9 +32,7 @@ class AllocatorEvent(NamedTuple):
     stream: int
 
 
-def record(
-    history: list[AllocatorEvent] | None, action: Action, address: int, size: int, stream: int
-) -> None:
+def record(history: list[AllocatorEvent] | None, action: Action, address: int, size: int, stream: int) -> None:
     """Append an event with the next ordinal; do nothing when no history is kept."""
     if history is not None:
         history.append(AllocatorEvent(len(history), action, address, size, stream))

@@ -39,9 +39,7 @@ class Card:
 
     def __post_init__(self) -> None:
         numbers = ("memory_mib", "tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
-        faults = [
-            f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0
-        ]
+        faults = [f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0]
         if self.context_mib < 0 or self.context_mib >= self.memory_mib:
             faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
         if not self.compute_capability.replace(".", "", 1).isdigit():
@@ -91,10 +89,7 @@ class Card:
 def card_catalogue() -> dict[str, Card]:
     """Return every known card by its short name."""
     text = resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return {
-        name: decode(Card, table, source=f"hardware.toml [{name}]")
-        for name, table in tomllib.loads(text).items()
-    }
+    return {name: decode(Card, table, source=f"hardware.toml [{name}]") for name, table in tomllib.loads(text).items()}
 
 
 def find_card(name: str) -> Card:

@@ -147,8 +147,7 @@ class _Run:
         """Return the events before which the forward and the backward thread meet their first matmul."""
         stages = (Stage.FORWARD, Stage.BACKWARD)
         firsts = (
-            next((op.event for op in self._trace.ops if op.is_matmul and op.stage is stage), None)
-            for stage in stages
+            next((op.event for op in self._trace.ops if op.is_matmul and op.stage is stage), None) for stage in stages
         )
         return [event for event in firsts if event is not None]
 

@@ -77,9 +77,7 @@ class SegmentCache:
             block = self._ranges.allocate(pool, size, stream)
             self.reserved_bytes = self._ranges.mapped_bytes
         else:
-            block = self.heap.add_segment(
-                num_bytes, stream, pool, BlockState.INACTIVE, alignment=SEGMENT_STEP_BYTES
-            )
+            block = self.heap.add_segment(num_bytes, stream, pool, BlockState.INACTIVE, alignment=SEGMENT_STEP_BYTES)
             self.reserved_bytes += num_bytes
             record(self._history, "segment_alloc", block.address, num_bytes, stream)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)

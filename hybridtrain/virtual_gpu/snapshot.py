@@ -128,9 +128,7 @@ def _replay(history: Sequence[AllocatorEvent]) -> _EndState:
 
 
 def _require_same_end(end: _EndState, segments: Sequence[Segment]) -> None:
-    by_history = {
-        address: (event.size, event.stream, address in end.pending) for address, event in end.in_use.items()
-    }
+    by_history = {address: (event.size, event.stream, address in end.pending) for address, event in end.in_use.items()}
     by_segments = {
         block.address: (block.requested_size, segment.stream, block.state is BlockState.ACTIVE_PENDING_FREE)
         for segment in segments
@@ -206,9 +204,7 @@ def _segment_entry(segment: Segment, device: int, end: _EndState, table: _FrameT
 
 
 def _settings(config: AllocatorConfig) -> AllocatorSettings:
-    intervals = (
-        str(2**exponent) for exponent in range(16)
-    )  # MiB, 1 to 32768: torch keeps divisions per interval
+    intervals = (str(2**exponent) for exponent in range(16))  # MiB, 1 to 32768: torch keeps divisions per interval
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.to_environment(),
         "max_split_size": -1 if config.max_split_size is None else config.max_split_size,

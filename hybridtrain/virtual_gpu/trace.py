@@ -109,10 +109,7 @@ def build_trace(
     return {
         "traceEvents": [
             _metadata("process_name", None, {"name": process_name}),
-            *(
-                _metadata("thread_name", threads[stream], {"name": name})
-                for stream, name in stream_names.items()
-            ),
+            *(_metadata("thread_name", threads[stream], {"name": name}) for stream, name in stream_names.items()),
             *(_metadata("thread_sort_index", thread, {"sort_index": thread}) for thread in threads.values()),
             *events,
         ],

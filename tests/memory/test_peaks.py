@@ -90,8 +90,8 @@ def test_recomputing_peaks_at_the_head_like_torch_checkpoint(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_keeping_everything_peaks_in_a_block_one_boundary_above_plain_autograd(name: str) -> None:
-    # The graph of a block holds the block's output until its backward pass ends; plain autograd has dropped it
-    # with the next block. Less one scalar: the executor differentiates without a unit gradient of the loss.
+    # The graph of a block holds the block's output until its backward pass ends; plain autograd has dropped
+    # it with the next block. Less a scalar: the executor has no unit gradient of the loss at that time.
     config = small_vocabulary(MODELS[name])
     extra = executor_peak(config, []) - plain_peak(config, call)
     assert -SCALAR_BYTES <= extra <= boundary_bytes(config) - SCALAR_BYTES
@@ -101,8 +101,8 @@ def test_keeping_everything_peaks_in_a_block_one_boundary_above_plain_autograd(n
 def test_recomputing_peaks_in_a_block_one_boundary_above_torch_checkpoint(name: str) -> None:
     config = small_vocabulary(MODELS[name])
     extra = executor_peak(config, [GradientCheckpointing(interval=1)]) - plain_peak(config, checkpointed)
-    # The bound of the test above, and one more vector of the feed-forward's width: the gradient of its bias is
-    # made at the peak of one and just after the peak of the other.
+    # The bound of the test above, and one vector of the feed-forward's width: the gradient of its bias is made
+    # at the peak of one and just after the peak of the other.
     bias_bytes = 4 * config.ffn_width
     assert -SCALAR_BYTES <= extra <= boundary_bytes(config) + bias_bytes
 

@@ -47,7 +47,7 @@ def test_forward_flops_of_the_blocks_are_those_of_the_formula(name: str) -> None
 
 @pytest.mark.parametrize("name", MODELS)
 def test_keeping_everything_costs_two_forwards_in_the_backward_pass(name: str) -> None:
-    # Exactly two for matmuls (by input, by weight); attention needs five products for its two: the scores again.
+    # Exactly two for a matmul (by input, by weight); attention makes five products for its two.
     ops = step_ops(MODELS[name], [])
     forward = block_flops(ops, Stage.FORWARD)
     assert block_flops(ops, Stage.BACKWARD) == 2 * forward + attention_flops(ops) // 2

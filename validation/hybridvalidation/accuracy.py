@@ -41,9 +41,10 @@ def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int) 
     sampler = BatchSampler(
         corpus.train, micro_batch_size=spec.batch_size // accum_steps, seq_len=spec.seq_len, seed=seed
     )
-    losses = []
-    for step in range(spec.num_steps):
-        losses.append(trainer.step([sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]).loss)
+    losses = [
+        trainer.step([sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]).loss
+        for step in range(spec.num_steps)
+    ]
     loss, accuracy = _validate(spec, trainer, corpus)
     return SeedResult(
         seed=seed, validation_loss=loss, validation_accuracy=accuracy,
@@ -67,7 +68,10 @@ def _validate(spec: AccuracySpec, trainer: Trainer, corpus: Corpus) -> tuple[flo
 
 def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     batches = validation_batches(
-        corpus.validation, micro_batch_size=spec.batch_size, seq_len=spec.seq_len, max_batches=spec.validation_batches
+        corpus.validation,
+        micro_batch_size=spec.batch_size,
+        seq_len=spec.seq_len,
+        max_batches=spec.validation_batches,
     )
     for batch in batches:
         yield torch.from_numpy(batch.token_ids_BT), torch.from_numpy(batch.target_ids_BT)

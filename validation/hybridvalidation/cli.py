@@ -18,7 +18,8 @@ _RESULTS = Path("results")
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(
-        prog="hybridtrain", description="Does it fit, how fast is it, what does it cost: training on one card, with evidence."
+        prog="hybridtrain",
+        description="Does it fit, how fast is it, what does it cost: training on one card, with evidence.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_validate(verbs)
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HybridTrainError as error:
         if options.json:
             faults = list(error.faults) if isinstance(error, ConfigError) else []
-            sys.stdout.write(json.dumps({"error": type(error).__name__, "message": str(error), "faults": faults}) + "\n")
+            sys.stdout.write(
+                json.dumps({"error": type(error).__name__, "message": str(error), "faults": faults}) + "\n"
+            )
         else:
             sys.stderr.write(f"hybridtrain: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
@@ -60,12 +63,16 @@ def _add_verb(
     parser = verbs.add_parser(name, help=says, description=says)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--scenarios", type=Path, default=None, help="folder with scenario files, stacks/ and targets.toml")
+    parser.add_argument(
+        "--scenarios", type=Path, default=None, help="folder with scenario files, stacks/ and targets.toml"
+    )
     return parser
 
 
 def _add_validate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
-    parser = _add_verb(verbs, "validate", commands.validate, "run a scenario under all its stacks and judge its targets")
+    parser = _add_verb(
+        verbs, "validate", commands.validate, "run a scenario under all its stacks and judge its targets"
+    )
     parser.add_argument("scenario", help="name of a scenario, or a .toml file")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that have a record already")
     _add_results(parser)
@@ -78,7 +85,13 @@ def _add_dry_run(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     parser.add_argument("--card", required=True, help="name of a card, or a .toml file with its figures")
     parser.add_argument("--micro-batch", type=_positive, required=True, metavar="B", help="sequences per micro-batch")
     parser.add_argument("--seq", type=_positive, required=True, metavar="T", help="tokens per sequence")
-    parser.add_argument("--accum", type=_positive, default=None, metavar="A", help="micro-batches per step; default: the stack's")
+    parser.add_argument(
+        "--accum",
+        type=_positive,
+        default=None,
+        metavar="A",
+        help="micro-batches per step; default: the stack's",
+    )
     parser.add_argument("--expandable-segments", action="store_true", help="plan with torch's expandable_segments:True")
     parser.add_argument("--snapshot", type=Path, help="write a memory_viz snapshot (.pickle)")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
@@ -87,7 +100,11 @@ def _add_dry_run(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
 def _add_train(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     parser = _add_verb(verbs, "train", commands.train_command, "train a model on your own text")
     parser.add_argument("config", type=Path, help="a training .toml file")
-    parser.add_argument("--data", type=Path, help="text file, folder of text, or token file (.bin); default: the embedded corpus")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="text file, folder of text, or token file (.bin); default: the embedded corpus",
+    )
     parser.add_argument("--out", type=Path, default=Path("run"), help="folder for log and saved state (default: run)")
     parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
 
@@ -95,7 +112,7 @@ def _add_train(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
 def _add_gate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     parser = _add_verb(
         verbs, "gate", commands.gate_command,
-        "compare dry runs with recorded baselines; exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 could not measure",
+        "compare dry runs with baselines; exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured",
     )  # fmt: skip
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario")
     parser.add_argument("--accept", action="store_true", help="record today's figures as the new baselines")
@@ -103,13 +120,23 @@ def _add_gate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
 
 
 def _add_report(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
-    parser = _add_verb(verbs, "report", commands.report_command, "rebuild tables and plots from committed records, nothing is run")
+    parser = _add_verb(
+        verbs,
+        "report",
+        commands.report_command,
+        "rebuild tables and plots from committed records, nothing is run",
+    )
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario that has records")
     _add_results(parser)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of records, baselines, tables and plots (default: results)")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=_RESULTS,
+        help="folder of records, baselines, tables and plots (default: results)",
+    )
 
 
 def _positive(text: str) -> int:

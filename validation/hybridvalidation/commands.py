@@ -18,6 +18,7 @@ from hybridtrain.data.open_corpus import open_corpus
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.dry_run_report import plan_run
 from hybridvalidation.environment import read_environment
@@ -44,15 +45,16 @@ def validate(options: argparse.Namespace) -> int:
     else:
         _print(report_text(run, files.targets(), TERMINAL))
         made = len(run.records) - run.num_cached
-        _print(f"\n{made} runs made, {run.num_cached} read from records. Written: {', '.join(path.as_posix() for path in paths)}")
+        written = ", ".join(path.as_posix() for path in paths)
+        _print(f"\n{made} runs made, {run.num_cached} read from records. Written: {written}")
     return 1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0
 
 
 def dry_run_command(options: argparse.Namespace) -> int:
     """Plan one configuration and print where its memory goes."""
     report = plan_run(
-        _files(options), model=options.model, stack=options.stack, card=options.card, micro_batch_size=options.micro_batch,
-        seq_len=options.seq, accum_steps=options.accum, expandable_segments=options.expandable_segments,
+        _files(options), model=options.model, stack=options.stack, card=options.card,
+        micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum, expandable_segments=options.expandable_segments,
         snapshot=options.snapshot, trace=options.trace,
     )  # fmt: skip
     if options.json:
@@ -91,7 +93,11 @@ def gate_command(options: argparse.Namespace) -> int:
 
         result = run_gate(files, names, folder, on_run)
     exit_code = result.exit_code
-    unmeasured = [finding for finding in result.findings if "no baseline" not in finding.message and finding.exit is GateExit.COULD_NOT_MEASURE]
+    unmeasured = [
+        finding
+        for finding in result.findings
+        if "no baseline" not in finding.message and finding.exit is GateExit.COULD_NOT_MEASURE
+    ]
     written: list[Path] = []
     if options.accept and not unmeasured:
         written = write_baselines(result.replacements, folder, accept=True)
@@ -100,7 +106,13 @@ def gate_command(options: argparse.Namespace) -> int:
         written = write_baselines(result.replacements, folder, accept=False)
     if options.json:
         findings = [encode(finding) for finding in result.findings]
-        _print_json({"exit": exit_code.name.lower(), "findings": findings, "written": [path.as_posix() for path in written]})
+        _print_json(
+            {
+                "exit": exit_code.name.lower(),
+                "findings": findings,
+                "written": [path.as_posix() for path in written],
+            }
+        )
     else:
         for finding in result.findings:
             _print(f"{finding.exit.name.lower()}: {finding.scenario} {finding.stack}: {finding.message}")
@@ -149,15 +161,17 @@ def list_names(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can do."""
     environment = read_environment()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     checks = {
         "CUDA card": environment.gpu or "none: memory is planned, speed is estimated, accuracy is executed on the CPU",
-        "bitsandbytes": _version("bitsandbytes") or "missing: int8_optimizer on CUDA needs it (pip install 'hybridtrain[cuda]')",
+        "bitsandbytes": _version("bitsandbytes")
+        or "missing: int8_optimizer on CUDA needs it (pip install 'hybridtrain[cuda]')",
         "8-bit update on the CPU": {
             "compiled": "compiled with this machine's C compiler",
             "reference": "no C compiler found: plain torch, about 100 times slower (install gcc)",
         }[environment.int8_update],
-        "Memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB, {environment.num_cpus} processors",
-        "Free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
+        "Memory": f"{to_gib(memory):.1f} GiB, {environment.num_cpus} processors",
+        "Free disk here": f"{to_gib(shutil.disk_usage('.').free):.1f} GiB",
         "Scenario files": str(_files(options).folder),
     }
     if torch.cuda.is_available() and not _version("bitsandbytes"):

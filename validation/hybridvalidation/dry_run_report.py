@@ -75,23 +75,34 @@ class DryRunReport:
         run, figures = self.run, self.figures
         rows = [[name.replace("_", " "), f"{to_gib(figures.by_class[name]):.3f}"] for name in TensorClass]
         steps = "; ".join(
-            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip() for step in figures.steps
+            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
+            for step in figures.steps
         )
-        lines = [
-            f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, {figures.tokens_per_step} tokens per step",
-            tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
-            f"allocated {to_gib(figures.peak_allocated_bytes):.2f}, reserved {to_gib(figures.peak_reserved_bytes):.2f}, "
-            f"device {to_gib(figures.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned; {steps})",
-            f"step {format_seconds(figures.step_time_s)}, {figures.tokens_per_s:,.0f} tokens/s, {figures.bound}-bound (estimated)",
-            "fits" if figures.fits else self._oom_text(),
-        ]
+        title = (
+            f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, "
+            f"{figures.tokens_per_step} tokens per step\n"
+        )
+        memory = (
+            f"\nallocated {to_gib(figures.peak_allocated_bytes):.2f}, "
+            f"reserved {to_gib(figures.peak_reserved_bytes):.2f}, "
+            f"device {to_gib(figures.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
+        )
+        speed = (
+            f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
+            f"{figures.bound}-bound (estimated)"
+        )
+        table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
+        answer = "fits" if figures.fits else self._oom_text()
+        lines = [title, table, memory, steps, speed, answer]
         return "\n".join(lines)
 
     def _oom_text(self) -> str:
         oom = self.figures.oom
         assert oom is not None, "a run that does not fit was refused something"
         place = f"step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
-        holders = "\n".join(f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN])
+        holders = "\n".join(
+            f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]
+        )
         classes = ", ".join(f"{name} {format_bytes(size)}" for name, size in oom.by_class.items() if size)
         advice = f"stacks that would fit: {', '.join(self.fitting_stacks)}" if self.fitting_stacks else (
             "no stack at hand fits; lower --micro-batch or --seq, or choose a smaller model or a larger card"
@@ -130,7 +141,11 @@ def plan_run(
         write_run_trace(run, trace)
     fitting = () if run.fits else _fitting_stacks(files, chosen.name, shape, run, workload, accum_steps)
     return DryRunReport(
-        run=run, figures=memory_figures(run, with_timeline=False), stack=chosen.name, model=model, fitting_stacks=tuple(fitting)
+        run=run,
+        figures=memory_figures(run, with_timeline=False),
+        stack=chosen.name,
+        model=model,
+        fitting_stacks=tuple(fitting),
     )
 
 
@@ -147,7 +162,12 @@ def with_accumulation(plan: MemoryPlan, accum_steps: int | None) -> MemoryPlan:
 
 
 def _fitting_stacks(
-    files: ScenarioFiles, refused: str, shape: ModelConfig, run: DryRun, workload: Workload, accum_steps: int | None
+    files: ScenarioFiles,
+    refused: str,
+    shape: ModelConfig,
+    run: DryRun,
+    workload: Workload,
+    accum_steps: int | None,
 ) -> Sequence[str]:
     fitting = []
     for name in files.stack_names():
@@ -157,5 +177,3 @@ def _fitting_stacks(
         if dry_run(shape, plan, run.card, workload).fits:
             fitting.append(name)
     return fitting
-
-

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 import hybridkernels
-import hybridtrain
+import torch
 from hybridkernels.adamw_int8 import cpu_backend
+
+import hybridtrain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

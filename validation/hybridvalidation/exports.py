@@ -37,15 +37,26 @@ def write_run_trace(run: DryRun, path: Path) -> None:
         Slice(
             name=timed.op.name, category=timed.bound, stream=_COMPUTE_STREAM, start_us=timed.start_s * 1e6,
             duration_us=timed.duration_s * 1e6,
-            args={"stage": timed.op.stage, "unit": timed.op.unit, "flops": timed.op.flops, "bytes": timed.op.bytes_moved},
+            args={
+                "stage": timed.op.stage, "unit": timed.op.unit, "flops": timed.op.flops, "bytes": timed.op.bytes_moved,
+            },
         )
         for timed in run.time.ops
     ]  # fmt: skip
     slices.append(
-        Slice(name="batch", category="transfer", stream=_COPY_IN_STREAM, start_us=0.0, duration_us=run.time.upload_seconds * 1e6)
+        Slice(
+            name="batch",
+            category="transfer",
+            stream=_COPY_IN_STREAM,
+            start_us=0.0,
+            duration_us=run.time.upload_seconds * 1e6,
+        )
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_trace(path, build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=_STREAM_NAMES))
+    write_trace(
+        path,
+        build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=_STREAM_NAMES),
+    )
 
 
 def _counters(run: DryRun) -> list[Counter]:

@@ -45,7 +45,9 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
 def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]:
     """Return holders as ``class/unit``, largest first."""
     ranked = sorted(by_unit.items(), key=lambda item: (-item[1], item[0]))
-    return {f"{tensor_class.value}/{unit}" if unit else tensor_class.value: size for (tensor_class, unit), size in ranked}
+    return {
+        f"{tensor_class.value}/{unit}" if unit else tensor_class.value: size for (tensor_class, unit), size in ranked
+    }
 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:

@@ -100,10 +100,24 @@ def run_gate(files: ScenarioFiles, names: list[str], baselines: Path, on_run: Ca
             try:
                 stacks[stack_name] = measure_stack(scenario, files.stack(stack_name))
             except (HybridTrainError, ValueError, RuntimeError) as error:
-                findings.append(_finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, f"{type(error).__name__}: {error}"))
+                findings.append(
+                    _finding(
+                        scenario.name,
+                        stack_name,
+                        GateExit.COULD_NOT_MEASURE,
+                        f"{type(error).__name__}: {error}",
+                    )
+                )
                 continue
             if recorded is None or stack_name not in recorded.stacks:
-                findings.append(_finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, "there is no baseline to compare with"))
+                findings.append(
+                    _finding(
+                        scenario.name,
+                        stack_name,
+                        GateExit.COULD_NOT_MEASURE,
+                        "there is no baseline to compare with",
+                    )
+                )
             else:
                 findings += compare(scenario.name, stack_name, recorded.stacks[stack_name], stacks[stack_name])
         replacements[scenario.name] = Baseline(scenario=scenario.name, stacks=stacks)
@@ -138,8 +152,19 @@ def compare(scenario: str, stack: str, old: StackBaseline, new: StackBaseline) -
         if abs(change) <= tolerance:
             continue
         code = GateExit.REGRESSED if change > 0 else GateExit.IMPROVED
-        shown = f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,.0f} B)" if is_bytes else f"{before:.4f} s -> {after:.4f} s"
-        findings.append(_finding(scenario, stack, code, f"{what}: {shown}, {100 * change:+.3f} %" + (f"; {moved}" if is_bytes else "")))
+        shown = (
+            f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,.0f} B)"
+            if is_bytes
+            else f"{before:.4f} s -> {after:.4f} s"
+        )
+        findings.append(
+            _finding(
+                scenario,
+                stack,
+                code,
+                f"{what}: {shown}, {100 * change:+.3f} %" + (f"; {moved}" if is_bytes else ""),
+            )
+        )
     return findings
 
 
@@ -183,7 +208,10 @@ def _baseline(figures: MemoryFigures) -> StackBaseline:
 def _moved(old: Mapping[str, int], new: Mapping[str, int]) -> str:
     """Name the holders whose bytes at the peak changed, largest change first."""
     changes = {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
-    ranked = sorted(((name, change) for name, change in changes.items() if change), key=lambda item: (-abs(item[1]), item[0]))
+    ranked = sorted(
+        ((name, change) for name, change in changes.items() if change),
+        key=lambda item: (-abs(item[1]), item[0]),
+    )
     if not ranked:
         return "nothing moved at the peak"
     shown = ", ".join(f"{name} {change:+,} B" for name, change in ranked[:_SHOWN_CHANGES])

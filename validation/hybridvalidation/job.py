@@ -50,7 +50,14 @@ def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) ->
         environment = read_environment()
         machine = f"{environment.cpu} {environment.int8_update} {environment.gpu} {corpus.digest}"
     key = digest(
-        _Key(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan()), source_digest(), torch.__version__, machine)
+        _Key(
+            kind,
+            tuple(digest(item) for item in inputs),
+            plan_figures(stack.plan()),
+            source_digest(),
+            torch.__version__,
+            machine,
+        )
     )
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card,

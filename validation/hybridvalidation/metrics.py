@@ -88,7 +88,11 @@ def _relative_throughput(run: ScenarioRun, stack: str) -> Metric | None:
     own, baseline = _memory(run, stack), _memory(run, BASELINE_STACK)
     if own is None or baseline is None:
         return None
-    remark = "" if baseline.fits else "the unoptimised run does not fit this card; its speed is a roofline of one that holds it"
+    remark = (
+        ""
+        if baseline.fits
+        else "the unoptimised run does not fit this card; its speed is a roofline of one that holds it"
+    )
     return Metric(own.tokens_per_s / baseline.tokens_per_s, Evidence.ESTIMATED, "x", fits=own.fits, remark=remark)
 
 
@@ -97,7 +101,9 @@ def _retention(run: ScenarioRun, stack: str) -> Metric | None:
     figures = _accuracy(run, stack)
     if interval is None or figures is None:
         return None
-    remark = f"proxy of {figures.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds, {figures.num_tokens} tokens each"
+    remark = (
+        f"proxy of {figures.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds, {figures.num_tokens} tokens"
+    )
     return Metric(interval.mean, Evidence.EXECUTED, "%", interval=interval, remark=remark)
 
 

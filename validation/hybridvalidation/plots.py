@@ -77,7 +77,7 @@ def _plot_peak(run: ScenarioRun, figure: Figure) -> None:
 def _plot_timeline(run: ScenarioRun, figure: Figure) -> None:
     stacks = _with_memory(run)
     card = run.scenario.card.resolve()
-    rows = figure.subplots(len(stacks), 1, squeeze=False)[:, 0] if stacks else []
+    rows: list[Axes] = list(figure.subplots(len(stacks), 1, squeeze=False)[:, 0]) if stacks else []
     for axes, (stack, memory) in zip(rows, stacks, strict=True):
         timeline = memory.timeline
         if timeline is not None:

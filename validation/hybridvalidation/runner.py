@@ -57,7 +57,9 @@ def run_scenario(
         kinds.append("measured")
     jobs = [make_job(kind, scenario, stack, corpus) for kind in kinds for stack in stacks]
     cached = {} if fresh else {job.key: record for job in jobs if (record := store.find(scenario.name, job.key))}
-    records = {(job.kind, job.stack.name): cached[job.key] for job in jobs if job.key in cached}
+    records: dict[tuple[str, str], Record] = {
+        (job.kind, job.stack.name): cached[job.key] for job in jobs if job.key in cached
+    }
     missing = [job for job in jobs if job.key not in cached]
     with tqdm(total=len(missing), desc=scenario.name, unit="run", disable=not show_progress, leave=False) as bar:
         for job, record in _run_all(missing):

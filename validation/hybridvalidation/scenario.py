@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from hybridtrain.errors import unknown_name
+from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
@@ -22,7 +22,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if (self.preset is None) == (self.shape is None):
-            raise ValueError("give either preset = \"name\" or a table [model.shape], not both and not neither")
+            raise ValueError('give either preset = "name" or a table [model.shape], not both and not neither')
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset: {unknown_name('model', self.preset, PRESETS)}")
 
@@ -43,7 +43,7 @@ class CardSpec:
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.custom is None):
-            raise ValueError("give either name = \"card\" or a table [card.custom], not both and not neither")
+            raise ValueError('give either name = "card" or a table [card.custom], not both and not neither')
         if self.name is not None and self.name not in card_catalogue():
             raise ValueError(f"name: {unknown_name('card', self.name, card_catalogue())}")
 
@@ -92,13 +92,13 @@ class AccuracySpec:
             for name in ("num_steps", "batch_size", "seq_len", "validation_batches")
             if getattr(self, name) < 1
         ]
-        if len(set(self.seeds)) < 3:  # noqa: PLR2004  an interval from fewer is no evidence
+        if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
         if self.lr <= 0:
             faults.append(f"lr: {self.lr} must be above 0")
         if self.seq_len > self.proxy.max_seq_len:
             faults.append(f"seq_len: {self.seq_len} is above proxy.max_seq_len ({self.proxy.max_seq_len})")
-        if self.proxy.vocab_size < 256:  # noqa: PLR2004  byte tokens
+        if self.proxy.vocab_size < 256:
             faults.append(f"proxy.vocab_size: {self.proxy.vocab_size} must be at least 256, the number of byte tokens")
         if faults:
             raise ValueError("\n".join(faults))
@@ -134,9 +134,13 @@ class Scenario:
             faults.append(f"stacks: {list(self.stacks)} names a stack twice")
         model = self.model.resolve()
         if self.workload.seq_len > model.max_seq_len:
-            faults.append(f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})")
+            faults.append(
+                f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})"
+            )
         if self.accuracy.proxy.family != model.family:
-            faults.append(f"accuracy.proxy.family: '{self.accuracy.proxy.family}' must be the model's family, '{model.family}'")
+            faults.append(
+                f"accuracy.proxy.family: '{self.accuracy.proxy.family}' must be the model's family, '{model.family}'"
+            )
         for position, target in enumerate(self.targets):
             faults += [
                 f"targets[{position}].stacks: {unknown_name('stack', stack, [ANY_STACK, *self.stacks])}"

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.config.decode import load_toml
+from hybridtrain.config.decode import Unions, load_toml
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.scenario import Scenario, Stack, Target, TargetFile
 
-_UNIONS = {Optimization: OPTIMIZATIONS}
+_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 
 
 def default_folder() -> Path:

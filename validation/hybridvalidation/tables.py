@@ -37,7 +37,10 @@ def class_table(run: ScenarioRun, style: str) -> str:
         cells = ["-"] * (len(TensorClass) + 1)
         if memory is not None:
             peak = max(memory.steps, key=lambda step: step.allocated_bytes)
-            cells = [*(f"{to_gib(memory.by_class[name]):.2f}" for name in TensorClass), f"step {peak.step}, {peak.stage} {peak.unit}".strip()]
+            cells = [
+                *(f"{to_gib(memory.by_class[name]):.2f}" for name in TensorClass),
+                f"step {peak.step}, {peak.stage} {peak.unit}".strip(),
+            ]
         rows.append([stack, *cells])
     headers = ["stack", *(name.replace("_", " ") for name in TensorClass), "peak at"]
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
@@ -71,7 +74,13 @@ def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:
     """Return one row per target: what is stated, the verdict, why."""
     rows = [[v.target, v.status, v.evidence or "-", v.reason] for v in verdicts]
     widths = [None, None, None, 90] if style == TERMINAL else None
-    return tabulate(rows, headers=["target", "verdict", "evidence", "because"], tablefmt=style, maxcolwidths=widths, disable_numparse=True)
+    return tabulate(
+        rows,
+        headers=["target", "verdict", "evidence", "because"],
+        tablefmt=style,
+        maxcolwidths=widths,
+        disable_numparse=True,
+    )
 
 
 def outcome_lines(run: ScenarioRun) -> list[str]:
@@ -133,6 +142,6 @@ def headline(run: ScenarioRun) -> str:
     model, card = scenario.model.resolve(), scenario.card.resolve()
     tokens = scenario.workload.batch_size * scenario.workload.seq_len
     return (
-        f"{scenario.says}: {format_count(model.num_params)} parameters on {card.name} ({to_gib(card.memory_bytes):.2f} GiB), "
-        f"{tokens} tokens per step ({scenario.workload.batch_size} x {scenario.workload.seq_len})"
+        f"{scenario.says}: {format_count(model.num_params)} parameters on {card.name} "
+        f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step ({scenario.workload.batch_size} x {scenario.workload.seq_len})"
     )

@@ -1,6 +1,5 @@
 """``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
 
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,10 +50,14 @@ class TrainFile:
         ]
         steps = compose(self.optimizations).for_phase(Phase.FULL).grad_accum_steps
         if self.workload.batch_size % steps:
-            faults.append(f"workload.batch_size: {self.workload.batch_size} must be a multiple of the accumulation steps ({steps})")
+            faults.append(
+                f"workload.batch_size: {self.workload.batch_size} must be a multiple of accumulation's steps ({steps})"
+            )
         model = self.model.resolve()
         if self.workload.seq_len > model.max_seq_len:
-            faults.append(f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})")
+            faults.append(
+                f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})"
+            )
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -72,7 +75,15 @@ class StepLog:
     """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
 
 
-def train(file: TrainFile, corpus: Corpus, out: Path, *, resume: bool, say: Callable[[str], None], show_progress: bool) -> StepLog:
+def train(
+    file: TrainFile,
+    corpus: Corpus,
+    out: Path,
+    *,
+    resume: bool,
+    say: Callable[[str], None],
+    show_progress: bool,
+) -> StepLog:
     """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``; return the last step's line.
 
     Raises:
@@ -112,10 +123,18 @@ def _run(
     )  # fmt: skip
     first = trainer.steps_done
     if first >= file.num_steps:
-        raise ConfigError(str(state_path), [f"the run is done: {first} of {file.num_steps} steps; raise num_steps to go on"])
+        raise ConfigError(
+            str(state_path), [f"the run is done: {first} of {file.num_steps} steps; raise num_steps to go on"]
+        )
     log: StepLog | None = None
     with log_path.open("a", encoding="utf-8") as log_file:
-        bar = tqdm(range(first, file.num_steps), initial=first, total=file.num_steps, unit="step", disable=not show_progress)
+        bar = tqdm(
+            range(first, file.num_steps),
+            initial=first,
+            total=file.num_steps,
+            unit="step",
+            disable=not show_progress,
+        )
         for step in bar:
             log = _step(trainer, ledger, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)])
             log_file.write(to_json(log) + "\n")
@@ -146,4 +165,3 @@ def _step(trainer: Trainer, ledger: StorageLedger, batches: list[TokenBatch]) ->
         step=result.step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm,
         tokens_per_s=result.num_tokens / seconds, peak_bytes=peak,
     )  # fmt: skip
-

@@ -115,4 +115,4 @@ def _distance(target: Target, verdict: Verdict) -> float:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"  # noqa: PLR2004  readable either way
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"

@@ -1,7 +1,7 @@
 """The dynamic 8-bit map: seven decades, each with twice the values of the one below (Dettmers et al., 2110.02861).
 
 Signed for first moments, unsigned for second ones. A code is the index of the nearest value; values are relative to
-the largest magnitude of a group of 256. Layout and values are those of bitsandbytes, so states move between CPU and CUDA.
+the largest magnitude of a group of 256. Layout and values are those of bitsandbytes: states move between CPU and CUDA.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ def _borders(*, signed: bool) -> tuple[float, ...]:
 
 def _first_index(decade: int, *, signed: bool) -> int:
     """Return the index, among magnitudes, of a decade's smallest value; 0 is the value zero."""
-    return 1 + (1 if signed else 2) * (2**decade - 1)
+    return 1 + (1 if signed else 2) * ((1 << decade) - 1)
 
 
 BORDERS = {signed: _borders(signed=signed) for signed in (True, False)}
@@ -49,8 +49,8 @@ BORDERS = {signed: _borders(signed=signed) for signed in (True, False)}
 def quantize(values_GS: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return (codes_GS uint8, scale_G float32) of (G, 256) float32 values; an all-zero group has scale 0.
 
-    No search and no table: decade d holds ``c * 2**d`` equal cells between 0.1 and 1 times ``10**(d - 6)``, so the index
-    is linear in the magnitude with a slope of ``0.2**d``. Compares and multiplies vectorise, gathers do not.
+    No search and no table: decade d holds ``c * 2**d`` equal cells between 0.1 and 1 times ``10**(d - 6)``, so the
+    index is linear in the magnitude with a slope of ``0.2**d``. Compares and multiplies vectorise, gathers do not.
     """
     cells = 1.0 if signed else 2.0
     scale_G = values_GS.abs().amax(-1)

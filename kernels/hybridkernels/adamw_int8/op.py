@@ -16,7 +16,7 @@ def cpu_backend() -> str:
     return "compiled" if find_compiler() else "reference"
 
 
-def _compiled_update(tensors: tuple[Tensor, ...], hyper: Tensor) -> bool:
+def _compiled_update(tensors: list[Tensor], hyper: Tensor) -> bool:
     """Update whole groups in place; False where there is no kernel for this machine or dtype."""
     library = load_cpu_kernel()
     param_GS, grad_GS, *moments = tensors
@@ -52,19 +52,22 @@ def _adamw_int8(
 ) -> None:
     corrections = (1 - beta1**step, math.sqrt(1 - beta2**step))
     hyper = torch.tensor([lr, beta1, beta2, eps, weight_decay, *corrections, 0.0])
-    moments = (m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale)
+    moments = [m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale]
     whole = param.numel() // QUANT_GROUP_SIZE
     end = whole * QUANT_GROUP_SIZE
     if whole:
-        body = (param[:end].view(whole, -1), grad[:end].contiguous().view(whole, -1), *(part[:whole] for part in moments))
+        body = [
+            param[:end].view(whole, -1),
+            grad[:end].contiguous().view(whole, -1),
+            *(part[:whole] for part in moments),
+        ]
         if not _compiled_update(body, hyper):
-            adamw_int8_reference(*body, hyper)
+            adamw_int8_reference(*[*body, hyper])
     if end < param.numel():
         padding = (0, QUANT_GROUP_SIZE - (param.numel() - end))
-        tail_GS = torch.nn.functional.pad(param[end:], padding)[None]
-        grad_GS = torch.nn.functional.pad(grad[end:], padding)[None]
-        adamw_int8_reference(tail_GS, grad_GS, *(part[whole:] for part in moments), hyper)
-        param[end:].copy_(tail_GS[0, : param.numel() - end])
+        tail = [torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad)]
+        adamw_int8_reference(*[*tail, *(part[whole:] for part in moments), hyper])
+        param[end:].copy_(tail[0][0, : param.numel() - end])
 
 
 @_adamw_int8.register_kernel("cuda")
@@ -124,7 +127,8 @@ def adamw_int8_(
     Args:
         param: (P,) float32, contiguous.
         grad: (P,) float32 or bfloat16.
-        moments: m_codes, m_scale, v_codes, v_scale; codes uint8 (ceil(P / 256) * 256,), scales float32 (ceil(P / 256),).
+        moments: m_codes, m_scale, v_codes, v_scale; G = ceil(P / 256) groups, codes
+            uint8 (256 * G,), scales float32 (G,).
         lr: Learning rate of this step.
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.

@@ -42,14 +42,16 @@ def _attention_cuda(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Ten
             q_BNTH, k_BNTH, v_BNTH, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
         )
     else:
-        out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(
-            q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True
-        )
+        out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True)
     return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
 
 
 @_attention.register_fake
-def _attention_fake(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
+def _attention_fake(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,  # noqa: ARG001  an op's fake has the op's signature
+    v_BTKH: Tensor,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
     batch, _, num_heads, _ = q_BTNH.shape
     lse_BNR = q_BTNH.new_empty(batch, num_heads, _lse_rows(q_BTNH), dtype=torch.float32)
     return q_BTNH.new_empty(q_BTNH.shape), lse_BNR
@@ -82,7 +84,18 @@ def _attention_backward_cuda(
         k_BNTH, v_BNTH = _repeat_heads(k_BKTH, q_BNTH), _repeat_heads(v_BKTH, q_BNTH)
         needs_grad = [True, True, True, False]
         dq_BNTH, dk_BNTH, dv_BNTH, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-            grad_BNTH, q_BNTH, k_BNTH, v_BNTH, None, out_BNTH, lse_BNR, no_rng, no_rng, 0.0, needs_grad, is_causal=True
+            grad_BNTH,
+            q_BNTH,
+            k_BNTH,
+            v_BNTH,
+            None,
+            out_BNTH,
+            lse_BNR,
+            no_rng,
+            no_rng,
+            0.0,
+            needs_grad,
+            is_causal=True,
         )
         dk_BKTH, dv_BKTH = _sum_heads(dk_BNTH, k_BKTH), _sum_heads(dv_BNTH, v_BKTH)
     else:
@@ -121,7 +134,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 
 def _differentiate(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _attention_backward(grad_BTNH, *ctx.saved_tensors)
+    grads: tuple[Tensor, Tensor, Tensor] = _attention_backward(grad_BTNH, *ctx.saved_tensors)
+    return grads
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
@@ -140,7 +154,7 @@ def causal_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
 
     Memory: saves q, k, v, out and 4*B*N*T bytes of log-sum-exp for the backward pass, never the T x T scores.
     """
-    out_BTNH, _ = _attention(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH: Tensor = _attention(q_BTNH, k_BTKH, v_BTKH)[0]
     return out_BTNH
 
 

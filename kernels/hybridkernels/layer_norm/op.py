@@ -65,5 +65,5 @@ _layer_norm.register_autograd(_differentiate, setup_context=_save)
 
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
     """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 8 bytes a row."""
-    out, _, _ = _layer_norm(x, weight_D, bias_D, eps)
+    out: Tensor = _layer_norm(x, weight_D, bias_D, eps)[0]
     return out

@@ -32,4 +32,5 @@ _rotary.register_autograd(_differentiate, setup_context=_save)
 
 def rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Return x_BTNH turned by the angles of the first T positions; tables are (T, H/2) float32."""
-    return _rotary(x_BTNH, cos_TR, sin_TR)
+    turned_BTNH: Tensor = _rotary(x_BTNH, cos_TR, sin_TR)
+    return turned_BTNH

@@ -1,0 +1,83 @@
+"""Sessions: tests, lint, types, gate, report, validate, and one named session per scenario."""
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "types", "gate"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+SCENARIOS = sorted(path.stem for path in Path("scenarios").glob("*.toml") if path.stem != "targets")
+
+
+def install(session: nox.Session, *groups: str) -> None:
+    """Install the project as it is here, with dependency groups, pinned by constraints.txt."""
+    packages = nox.project.dependency_groups(PYPROJECT, *groups)
+    session.install("--constraint", "constraints.txt", "--editable", ".", *packages)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the test suite."""
+    install(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and the direction of imports."""
+    install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    install(session, "types")
+    session.run("mypy")
+
+
+@nox.session
+def gate(session: nox.Session) -> None:
+    """Compare dry runs of every scenario and stack with results/baselines."""
+    install(session)
+    session.run("hybridtrain", "gate", *session.posargs)
+
+
+@nox.session(default=False)
+def report(session: nox.Session) -> None:
+    """Rebuild tables and plots from committed records."""
+    install(session)
+    session.run("hybridtrain", "report", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Print dry-run times and CPU training throughput against transformers."""
+    install(session, "test")
+    session.run("python", "benchmarks/dry_run_speed.py", *session.posargs)
+    session.run("python", "benchmarks/cpu_throughput.py", *session.posargs)
+
+
+@nox.session(default=False)
+def validate(session: nox.Session) -> None:
+    """Run any scenario: nox -s validate -- NAME [--fresh]."""
+    install(session)
+    session.run("hybridtrain", "validate", *session.posargs)
+
+
+def _named_session(scenario: str) -> None:
+    def run(session: nox.Session) -> None:
+        install(session)
+        session.run("hybridtrain", "validate", scenario, *session.posargs)
+
+    run.__doc__ = f"Run the scenario {scenario} under all its stacks and judge its targets."
+    nox.session(run, name=f"validate-{scenario}", default=False)
+
+
+for _scenario in SCENARIOS:
+    _named_session(_scenario)

@@ -1,0 +1,106 @@
+"""Root-mean-square normalisation against torch in float64, its reference, and its fake."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from numerics import assert_bitwise, assert_error_bound
+from torch import Tensor
+from torch.nn import functional
+
+from hybridkernels.rms_norm import rms_norm
+from hybridkernels.rms_norm.reference import rms_norm_reference
+
+OP = torch.ops.hybridkernels.rms_norm.default
+BACKWARD_OP = torch.ops.hybridkernels.rms_norm_backward.default
+EPS = 1e-5
+SHAPES = [(2, 5, 64), (3, 17, 36), (1, 1, 7), (13, 33)]
+FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+"""About one rounding of a result near 1, for cases where the reference happens to be exact."""
+
+
+def random_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (torch.randn(shape) * 2).to(dtype), torch.rand(shape[-1]).add(0.5).to(dtype)
+
+
+def exact_rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+def with_gradients(
+    norm: Callable[[Tensor, Tensor, float], Tensor], inputs: tuple[Tensor, ...], weight: Tensor
+) -> dict[str, Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = norm(*leaves, EPS)
+    grads = torch.autograd.grad(out, leaves, weight.to(out.dtype))
+    return {"out": out.detach(), "dx": grads[0], "dweight": grads[1]}
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_as_exact_as_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    inputs = random_inputs(shape, dtype)
+    weight = torch.randn(shape).to(dtype)
+    actual = with_gradients(rms_norm, inputs, weight)
+    same_dtype = with_gradients(rms_norm_reference, inputs, weight)
+    exact = with_gradients(exact_rms_norm, tuple(tensor.double() for tensor in inputs), weight)
+    for name, tensor in actual.items():
+        assert_error_bound(tensor, same_dtype[name], exact[name], floor=FLOORS[dtype], name=name)
+
+
+def test_tiny_inputs_are_governed_by_eps() -> None:
+    x = torch.full((1, 8), 1e-4)
+    # mean(x^2) = 1e-8 is a thousandth of eps: x / sqrt(1.001e-5); the band is float32's rounding.
+    expected = torch.full((1, 8), 1e-4 / (1e-8 + EPS) ** 0.5)
+    torch.testing.assert_close(rms_norm(x, torch.ones(8), EPS), expected, rtol=1e-6, atol=0)
+
+
+def test_a_transposed_input_gives_what_a_contiguous_one_gives() -> None:
+    x, weight_D = random_inputs((4, 6, 36), torch.float32)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    out_weight = torch.randn(x.shape)
+    results = []
+    for version in (strided, x):
+        leaf = version.detach().requires_grad_()
+        out = rms_norm(leaf, weight_D, EPS)
+        results.append((out, torch.autograd.grad(out, leaf, out_weight)[0]))
+    for actual, expected in zip(*results, strict=True):
+        assert_bitwise(actual.contiguous(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_the_saved_statistic_is_float32(dtype: torch.dtype) -> None:
+    _, rstd = OP(*random_inputs((2, 5, 64), dtype), EPS)
+    assert rstd.dtype == torch.float32
+    assert rstd.shape == (2, 5, 1)
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_op_passes_torchs_own_checks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    inputs = tuple(tensor.requires_grad_() for tensor in random_inputs(shape, dtype))
+    torch.library.opcheck(OP, (*inputs, EPS), test_utils=checks)
+
+
+def test_the_fake_has_the_strides_of_the_op_for_a_transposed_input() -> None:
+    x, weight_D = random_inputs((4, 6, 36), torch.float32)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.library.opcheck(OP, (strided, weight_D, EPS), test_utils="test_faketensor")
+
+
+def test_the_op_can_be_traced_with_its_gradient() -> None:
+    inputs = tuple(tensor.requires_grad_() for tensor in random_inputs((3, 17, 36), torch.float32))
+    torch.library.opcheck(OP, (*inputs, EPS), test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_backward_op_passes_torchs_own_checks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight_D = random_inputs(shape, dtype)
+    _, rstd = OP(x, weight_D, EPS)
+    arguments = (torch.randn_like(x), x, rstd, weight_D)
+    torch.library.opcheck(BACKWARD_OP, arguments, test_utils=("test_schema", "test_faketensor"))
