@@ -94,18 +94,14 @@ def test_gpt2_small_is_planned_as_it_is_executed(stack: str) -> None:
 def test_gpt2_small_has_the_same_peak_and_holders(stack: str, step: int) -> None:
     executed, planned = record_gpt2_small(stack)
     peak = find_peak(executed, executed.step_range(step))
-    assert (
-        peak.total_bytes > PRESETS["gpt2-small"].num_params * 2
-    )  # the weights alone, in the smallest format
+    assert peak.total_bytes > PRESETS["gpt2-small"].num_params * 2  # the weights alone, in the smallest format
     assert find_peak(planned, planned.step_range(step)) == peak
 
 
 @pytest.mark.parametrize("stack", REAL_STACKS)
 def test_gpt2_small_gives_the_allocator_the_same_work(stack: str) -> None:
     # Ops place the library workspaces, so this also compares what assert_same_trace leaves out.
-    replays: list[Replay] = [
-        replay_trace(trace, workspace_bytes=WORKSPACE_BYTES) for trace in record_gpt2_small(stack)
-    ]
+    replays: list[Replay] = [replay_trace(trace, workspace_bytes=WORKSPACE_BYTES) for trace in record_gpt2_small(stack)]
     assert len(replays[0].steps) == NUM_STEPS
     assert replays[1] == replays[0]
 

@@ -146,9 +146,7 @@ def test_boundaries_are_kept_in_the_compute_dtype() -> None:
 
 
 @pytest.mark.parametrize(("tied", "num_head_inputs"), [(False, 0), (True, 1)])
-def test_a_vertical_schedule_keeps_the_boundaries_of_every_micro_batch(
-    tied: bool, num_head_inputs: int
-) -> None:
+def test_a_vertical_schedule_keeps_the_boundaries_of_every_micro_batch(tied: bool, num_head_inputs: int) -> None:
     # A tied head's input waits as well: its weight gradient is computed when the embedding's is at hand.
     config = replace(large_vocabulary(GPT2_UNTIED), tied=tied)
     stack = [GradientCheckpointing(interval=2), GradAccumulation(steps=3, schedule="vertical")]

@@ -145,9 +145,7 @@ def test_training_equals_plain_autograd(
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-def test_a_vertical_chunked_tied_loss_equals_the_horizontal_one(
-    interval: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vertical_chunked_tied_loss_equals_the_horizontal_one(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The deferred gradient of the tied weight runs the slices again; plain autograd knows no slices, so the
     # schedule that does not defer is the reference.
     histories = [

@@ -19,9 +19,7 @@ MODELS = {"gpt2": GPT2_UNTIED, "llama": LLAMA_GROUPED}
 BATCH_SIZE, SEQ_LEN = 2, 16
 
 
-def step_ops(
-    config: ModelConfig, stack: Sequence[Optimization], accum_steps: int = 1
-) -> tuple[OpRecord, ...]:
+def step_ops(config: ModelConfig, stack: Sequence[Optimization], accum_steps: int = 1) -> tuple[OpRecord, ...]:
     batches = random_steps(config, 1, accum_steps, BATCH_SIZE, SEQ_LEN)
     return record_steps(config, compose(stack), batches, VirtualTransfer()).step_ops(0)
 

@@ -15,9 +15,7 @@ def assert_bitwise(actual: Tensor, expected: Tensor, name: str = "tensor") -> No
     differs = _bits(actual) != _bits(expected)
     if differs.any():
         gap = (actual.double() - expected.double()).abs().max().item()
-        raise AssertionError(
-            f"{name}: {int(differs.sum())} of {differs.numel()} elements differ, by up to {gap:.3g}"
-        )
+        raise AssertionError(f"{name}: {int(differs.sum())} of {differs.numel()} elements differ, by up to {gap:.3g}")
 
 
 def assert_error_bound(

@@ -27,9 +27,7 @@ LLAMA_ODD = ModelConfig(
 )  # fmt: skip
 
 
-def random_batch(
-    config: ModelConfig, rng: np.random.Generator, batch_size: int = 2, seq_len: int = 17
-) -> TokenBatch:
+def random_batch(config: ModelConfig, rng: np.random.Generator, batch_size: int = 2, seq_len: int = 17) -> TokenBatch:
     """Return independent random tokens and targets."""
     shape = (batch_size, seq_len)
     return TokenBatch(
@@ -43,6 +41,4 @@ def random_steps(
 ) -> list[list[TokenBatch]]:
     """Return the micro-batches of each step; the same for every call."""
     rng = np.random.default_rng(0)
-    return [
-        [random_batch(config, rng, batch_size, seq_len) for _ in range(accum_steps)] for _ in range(num_steps)
-    ]
+    return [[random_batch(config, rng, batch_size, seq_len) for _ in range(accum_steps)] for _ in range(num_steps)]

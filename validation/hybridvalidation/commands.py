@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
@@ -24,6 +23,7 @@ from hybridvalidation.dry_run_report import plan_run
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Outcome
 from hybridvalidation.gate import GateExit, run_gate, write_baselines
+from hybridvalidation.progress import progress_bar
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.report import TERMINAL, report_text, write_report
 from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
@@ -38,7 +38,7 @@ def validate(options: argparse.Namespace) -> int:
     scenario = files.scenario(options.scenario)
     stacks = [files.stack(name) for name in scenario.stacks]
     store = RecordStore(options.results / "records")
-    run = run_scenario(scenario, stacks, store, fresh=options.fresh, show_progress=not options.json)
+    run = run_scenario(scenario, stacks, store, fresh=options.fresh, progress=not options.json)
     paths = write_report(run, files.targets(), options.results)
     if options.json:
         _print_json(_run_summary(run, files) | {"files": [path.as_posix() for path in paths]})
@@ -54,7 +54,8 @@ def dry_run_command(options: argparse.Namespace) -> int:
     """Plan one configuration and print where its memory goes."""
     report = plan_run(
         _files(options), model=options.model, stack=options.stack, card=options.card,
-        micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum, expandable_segments=options.expandable_segments,
+        micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum,
+        expandable_segments=options.expandable_segments,
         snapshot=options.snapshot, trace=options.trace,
     )  # fmt: skip
     if options.json:
@@ -71,7 +72,7 @@ def train_command(options: argparse.Namespace) -> int:
     said: list[str] = []
     last = train(
         file, corpus, options.out, resume=options.resume, say=said.append if options.json else _print,
-        show_progress=not options.json,
+        progress=not options.json,
     )  # fmt: skip
     if options.json:
         _print_json({"last_step": encode(last), "corpus": corpus.name, "said": said, "out": options.out.as_posix()})
@@ -85,7 +86,8 @@ def gate_command(options: argparse.Namespace) -> int:
     files = _files(options)
     names = options.names or files.scenario_names()
     folder = options.results / "baselines"
-    with tqdm(desc="gate", unit="run", disable=options.json, leave=False) as bar:
+    runs = [stack for name in names for stack in files.scenario(name).stacks]
+    with progress_bar(runs, desc="gate", unit="run", shown=not options.json) as bar:
 
         def on_run(name: str) -> None:
             bar.set_postfix_str(name)

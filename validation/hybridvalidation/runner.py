@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
@@ -22,6 +21,7 @@ from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Evidence, Outcome
 from hybridvalidation.figures import plan_figures
 from hybridvalidation.job import Job, JobKind, make_job
+from hybridvalidation.progress import progress_bar
 from hybridvalidation.record import Record
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.scenario import Scenario, Stack
@@ -47,7 +47,7 @@ class ScenarioRun:
 
 
 def run_scenario(
-    scenario: Scenario, stacks: Iterable[Stack], store: RecordStore, *, fresh: bool, show_progress: bool
+    scenario: Scenario, stacks: Iterable[Stack], store: RecordStore, *, fresh: bool, progress: bool
 ) -> ScenarioRun:
     """Run what has no record yet and return everything; ``fresh`` repeats all."""
     stacks = list(stacks)
@@ -61,7 +61,7 @@ def run_scenario(
         (job.kind, job.stack.name): cached[job.key] for job in jobs if job.key in cached
     }
     missing = [job for job in jobs if job.key not in cached]
-    with tqdm(total=len(missing), desc=scenario.name, unit="run", disable=not show_progress, leave=False) as bar:
+    with progress_bar(missing, desc=scenario.name, unit="run", shown=progress) as bar:
         for job, record in _run_all(missing):
             store.append(record)
             records[job.kind, job.stack.name] = record

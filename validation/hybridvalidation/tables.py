@@ -143,5 +143,6 @@ def headline(run: ScenarioRun) -> str:
     tokens = scenario.workload.batch_size * scenario.workload.seq_len
     return (
         f"{scenario.says}: {format_count(model.num_params)} parameters on {card.name} "
-        f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step ({scenario.workload.batch_size} x {scenario.workload.seq_len})"
+        f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step "
+        f"({scenario.workload.batch_size} x {scenario.workload.seq_len})"
     )

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.batches import BatchSampler, TokenBatch
@@ -23,6 +22,7 @@ from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
+from hybridvalidation.progress import progress_bar
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
 
 
@@ -82,7 +82,7 @@ def train(
     *,
     resume: bool,
     say: Callable[[str], None],
-    show_progress: bool,
+    progress: bool,
 ) -> StepLog:
     """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``; return the last step's line.
 
@@ -101,7 +101,7 @@ def train(
     if resume:
         load_train_state(trainer, state_path)
         say(f"resumed after step {trainer.steps_done}")
-    last = _run(file, trainer, corpus, ledger, state_path, log_path, show_progress=show_progress)
+    last = _run(file, trainer, corpus, ledger, state_path, log_path, progress=progress)
     if file.sample_tokens:
         say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
     return last
@@ -114,7 +114,7 @@ def _build(file: TrainFile, device: torch.device) -> Trainer:
 
 def _run(
     file: TrainFile, trainer: Trainer, corpus: Corpus, ledger: StorageLedger, state_path: Path, log_path: Path,
-    *, show_progress: bool,
+    *, progress: bool,
 ) -> StepLog:  # fmt: skip
     accum_steps = trainer.plan.grad_accum_steps
     sampler = BatchSampler(
@@ -128,13 +128,7 @@ def _run(
         )
     log: StepLog | None = None
     with log_path.open("a", encoding="utf-8") as log_file:
-        bar = tqdm(
-            range(first, file.num_steps),
-            initial=first,
-            total=file.num_steps,
-            unit="step",
-            disable=not show_progress,
-        )
+        bar = progress_bar(range(first, file.num_steps), initial=first, unit="step", shown=progress)
         for step in bar:
             log = _step(trainer, ledger, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)])
             log_file.write(to_json(log) + "\n")

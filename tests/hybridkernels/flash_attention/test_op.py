@@ -1,13 +1,14 @@
 """Causal attention against its plain definition, and the op's fake against the op."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
+from hybridkernels.flash_attention.reference import causal_attention_reference
 from numerics import assert_bitwise, assert_error_bound
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-
-from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
-from hybridkernels.flash_attention.reference import causal_attention_reference
 
 OP = torch.ops.hybridkernels.causal_attention.default
 BACKWARD_OP = torch.ops.hybridkernels.causal_attention_backward.default
@@ -40,7 +41,9 @@ def split_qkv(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(part.view(2, 19, 4, 8) for part in qkv.split(32, dim=-1))
 
 
-def with_gradients(attention: object, inputs: tuple[Tensor, ...], weight: Tensor) -> dict[str, Tensor]:
+def with_gradients(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Tensor, ...], weight: Tensor
+) -> dict[str, Tensor]:
     """Return output and gradients of the weighted sum of the output, all in the dtype of the inputs."""
     leaves = [tensor.detach().clone(memory_format=torch.preserve_format) for tensor in inputs]
     for leaf in leaves:
@@ -72,7 +75,8 @@ def test_slices_of_a_fused_projection_give_what_contiguous_tensors_give(dtype: t
     weight = torch.randn(dense[0].shape).to(dtype)
     strided = [tensor.detach().requires_grad_() for tensor in sliced]
     out = causal_attention(*strided)
-    actual = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, strided, weight)))}
+    grads = torch.autograd.grad(out, strided, weight)
+    actual = {"out": out.detach(), "dq": grads[0], "dk": grads[1], "dv": grads[2]}
     for name, expected in with_gradients(causal_attention, dense, weight).items():
         assert_bitwise(actual[name], expected, name)
 
@@ -118,9 +122,7 @@ def test_the_op_can_be_traced_with_its_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_backward_op_passes_torchs_own_checks(
-    shape: tuple[int, int, int, int, int], dtype: torch.dtype
-) -> None:
+def test_the_backward_op_passes_torchs_own_checks(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     inputs = random_qkv(shape, dtype)
     out, lse = OP(*inputs)
     arguments = (torch.randn_like(out), *inputs, out, lse)
@@ -132,9 +134,7 @@ def test_meta_returns_the_strides_of_the_cpu_for_slices_of_a_fused_projection(dt
     sliced = split_qkv(dtype)
     torch.library.opcheck(OP, sliced, test_utils="test_faketensor")
     out, lse = OP(*sliced)
-    torch.library.opcheck(
-        BACKWARD_OP, (torch.randn_like(out), *sliced, out, lse), test_utils="test_faketensor"
-    )
+    torch.library.opcheck(BACKWARD_OP, (torch.randn_like(out), *sliced, out, lse), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 64), (torch.bfloat16, 33)], ids=str)
@@ -162,7 +162,7 @@ def test_flop_formulas_count_half_of_every_matmul() -> None:
     [
         # fp32: one row sum per head, 33 rows padded to 64.
         ("grouped", torch.float32, 4 * 2 * 6 * 64),
-        # bf16: rows padded to 128, head dim 16 to 32: dq in fp32 and a row sum; dk and dv per query head in bf16.
+        # bf16: rows padded to 128, head dim to 32: dq in fp32 and a row sum; dk and dv per query head.
         ("grouped", torch.bfloat16, 4 * 2 * 6 * 128 * 32 + 4 * 2 * 6 * 128 + 2 * 2 * 2 * 33 * 6 * 16),
         ("plain", torch.bfloat16, 4 * 2 * 4 * 128 * 32 + 4 * 2 * 4 * 128),
     ],

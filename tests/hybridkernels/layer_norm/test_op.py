@@ -4,17 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hybridkernels.layer_norm import layer_norm
+from hybridkernels.layer_norm.reference import layer_norm_reference
 from numerics import assert_bitwise, assert_error_bound
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels.layer_norm import layer_norm
-from hybridkernels.layer_norm.reference import layer_norm_reference
-
 OP = torch.ops.hybridkernels.layer_norm.default
 BACKWARD_OP = torch.ops.hybridkernels.layer_norm_backward.default
 EPS = 1e-5
-SHAPES = [(2, 5, 64), (3, 17, 36), (1, 1, 7), (13, 33)]
+SHAPES = [(2, 5, 64), (3, 17, 36), (1, 1, 7), (300, 33)]
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 """About one rounding of a result near 1, for cases where the reference happens to be exact."""
 
@@ -40,9 +39,7 @@ def with_gradients(
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_gradients_are_as_exact_as_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_output_and_gradients_are_as_exact_as_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = random_inputs(shape, dtype)
     weight = torch.randn(shape).to(dtype)
     actual = with_gradients(layer_norm, inputs, weight)
@@ -67,10 +64,23 @@ def test_a_transposed_input_gives_what_a_contiguous_one_gives() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
-def test_saved_statistics_are_float32(dtype: torch.dtype) -> None:
-    _, mean, rstd = OP(*random_inputs((2, 5, 64), dtype), EPS)
+def test_saved_statistics_are_float32_and_not_rounded_further(dtype: torch.dtype) -> None:
+    x, weight_D, bias_D = random_inputs((2, 5, 64), dtype)
+    _, mean, rstd = OP(x, weight_D, bias_D, EPS)
     assert (mean.dtype, rstd.dtype) == (torch.float32, torch.float32)
-    assert mean.shape == rstd.shape == (2, 5, 1)
+    variance, expected_mean = torch.var_mean(x.double(), dim=-1, correction=0, keepdim=True)
+    # A few roundings of float32; one rounding to bfloat16 would be 4e-3.
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(rstd.double(), (variance + EPS).rsqrt(), rtol=1e-5, atol=0)
+
+
+def test_the_fakes_have_the_strides_of_the_ops_for_a_transposed_input() -> None:
+    x, weight_D, bias_D = random_inputs((4, 6, 36), torch.float32)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.library.opcheck(OP, (strided, weight_D, bias_D, EPS), test_utils="test_faketensor")
+    _, mean, rstd = OP(x, weight_D, bias_D, EPS)
+    arguments = (strided, x, mean, rstd, weight_D, bias_D)
+    torch.library.opcheck(BACKWARD_OP, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)

@@ -4,17 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hybridkernels.rms_norm import rms_norm
+from hybridkernels.rms_norm.reference import rms_norm_reference
 from numerics import assert_bitwise, assert_error_bound
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels.rms_norm import rms_norm
-from hybridkernels.rms_norm.reference import rms_norm_reference
-
 OP = torch.ops.hybridkernels.rms_norm.default
 BACKWARD_OP = torch.ops.hybridkernels.rms_norm_backward.default
 EPS = 1e-5
-SHAPES = [(2, 5, 64), (3, 17, 36), (1, 1, 7), (13, 33)]
+SHAPES = [(2, 5, 64), (3, 17, 36), (1, 1, 7), (300, 33)]
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 """About one rounding of a result near 1, for cases where the reference happens to be exact."""
 
@@ -38,9 +37,7 @@ def with_gradients(
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_gradients_are_as_exact_as_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_output_and_gradients_are_as_exact_as_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = random_inputs(shape, dtype)
     weight = torch.randn(shape).to(dtype)
     actual = with_gradients(rms_norm, inputs, weight)
@@ -90,6 +87,13 @@ def test_the_fake_has_the_strides_of_the_op_for_a_transposed_input() -> None:
     x, weight_D = random_inputs((4, 6, 36), torch.float32)
     strided = x.transpose(0, 1).contiguous().transpose(0, 1)
     torch.library.opcheck(OP, (strided, weight_D, EPS), test_utils="test_faketensor")
+
+
+def test_the_backward_fake_has_the_strides_of_the_op_for_a_transposed_gradient() -> None:
+    x, weight_D = random_inputs((4, 6, 36), torch.float32)
+    strided = torch.randn(6, 4, 36).transpose(0, 1)
+    _, rstd = OP(x, weight_D, EPS)
+    torch.library.opcheck(BACKWARD_OP, (strided, x, rstd, weight_D), test_utils="test_faketensor")
 
 
 def test_the_op_can_be_traced_with_its_gradient() -> None:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from numerics import assert_bitwise, assert_error_bound, largest_error
-from torch import Tensor
-
 from hybridkernels.rotary import rotary
 from hybridkernels.rotary.reference import rotary_reference
+from numerics import assert_bitwise, assert_error_bound, largest_error
+from torch import Tensor
 
 OP = torch.ops.hybridkernels.rotary.default
 SHAPES = [(2, 5, 4, 16), (1, 17, 3, 12), (2, 1, 1, 2)]
@@ -36,16 +35,12 @@ def turned(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_pair_is_turned_like_a_complex_number(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = random_inputs(shape, dtype)
-    assert_error_bound(
-        rotary(*inputs), rotary_reference(*inputs), turned(*inputs), floor=FLOORS[dtype], name="out"
-    )
+    assert_error_bound(rotary(*inputs), rotary_reference(*inputs), turned(*inputs), floor=FLOORS[dtype], name="out")
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gradient_is_the_one_autograd_finds_for_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_the_gradient_is_the_one_autograd_finds_for_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x_BTNH, cos_TR, sin_TR = random_inputs(shape, dtype)
     x_BTNH.requires_grad_()
     weight = torch.randn(shape).to(dtype)

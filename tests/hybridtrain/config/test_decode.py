@@ -97,9 +97,7 @@ def test_a_full_mapping_becomes_the_dataclasses() -> None:
     )
     assert scenario == Scenario(
         name="tiny",
-        workload=Workload(
-            seq_len=64, learning_rate=1.0, schedule=Schedule.VERTICAL, compute_dtype="bfloat16"
-        ),
+        workload=Workload(seq_len=64, learning_rate=1.0, schedule=Schedule.VERTICAL, compute_dtype="bfloat16"),
         features=(Stream(prefetch_depth=2), Recompute(every=1)),
         seeds=(1, 2),
         bounds={"peak": 3.0},
@@ -112,9 +110,7 @@ def test_a_full_mapping_becomes_the_dataclasses() -> None:
 
 
 def test_absent_keys_take_their_defaults() -> None:
-    assert read({"name": "tiny", "workload": {"seq_len": 1}}) == Scenario(
-        name="tiny", workload=Workload(seq_len=1)
-    )
+    assert read({"name": "tiny", "workload": {"seq_len": 1}}) == Scenario(name="tiny", workload=Workload(seq_len=1))
 
 
 def test_nine_faults_are_reported_at_once() -> None:
@@ -215,9 +211,7 @@ def test_an_integer_too_large_for_a_float_is_refused() -> None:
 
 def test_null_is_none_only_where_optional() -> None:
     assert read({"name": "n", "workload": {"seq_len": 1}, "corpus": None}).corpus is None
-    assert faults_of({"name": None, "workload": {"seq_len": 1}}) == (
-        "$.name: found None (null); a string is required",
-    )
+    assert faults_of({"name": None, "workload": {"seq_len": 1}}) == ("$.name: found None (null); a string is required",)
 
 
 def test_a_root_that_is_no_table_is_a_fault() -> None:

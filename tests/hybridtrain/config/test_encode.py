@@ -70,9 +70,7 @@ bicycles = st.builds(
     sold=st.booleans(),
     colour=st.sampled_from(Colour),
     size=st.sampled_from(["small", "large"]),
-    manual=st.lists(st.sampled_from(["a", "b c", "..", "x.toml"]), max_size=3).map(
-        lambda parts: Path(*parts)
-    ),
+    manual=st.lists(st.sampled_from(["a", "b c", "..", "x.toml"]), max_size=3).map(lambda parts: Path(*parts)),
     frame=frames,
     parts=st.lists(wheels | frames, max_size=3).map(tuple),
     rows=st.lists(st.lists(wheels, max_size=2).map(tuple), max_size=2).map(tuple),
@@ -118,9 +116,7 @@ def test_encode_keeps_none_and_leaves_out_derived_fields() -> None:
 
 
 def test_canonical_json_is_sorted_compact_and_ascii() -> None:
-    assert to_json(Small(names={"b": 1, "\u00e4": 2})) == (
-        '{"limit":null,"names":{"b":1,"\\u00e4":2},"rate":0.5}'
-    )
+    assert to_json(Small(names={"b": 1, "\u00e4": 2})) == ('{"limit":null,"names":{"b":1,"\\u00e4":2},"rate":0.5}')
 
 
 def test_equal_objects_have_equal_digests() -> None:

@@ -37,9 +37,7 @@ def test_faults_in_a_file_name_the_file(tmp_path: Path) -> None:
     path.write_text("seq_len = true\n")
     with pytest.raises(ConfigError) as caught:
         load_toml(Model, path)
-    assert (
-        str(caught.value) == f"{path}: 1 fault\n  $.seq_len: found True (a boolean); an integer is required"
-    )
+    assert str(caught.value) == f"{path}: 1 fault\n  $.seq_len: found True (a boolean); an integer is required"
 
 
 @pytest.mark.parametrize(

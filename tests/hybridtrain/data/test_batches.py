@@ -72,12 +72,8 @@ def test_changing_a_batch_does_not_change_the_corpus() -> None:
     assert batch.target_ids_BT.tolist() == [list(range(1, 9))]
 
 
-def validation(
-    num_tokens: int, *, size: int = 2, seq_len: int = 4, max_batches: int = 100
-) -> Iterator[TokenBatch]:
-    return validation_batches(
-        TOKENS[:num_tokens], micro_batch_size=size, seq_len=seq_len, max_batches=max_batches
-    )
+def validation(num_tokens: int, *, size: int = 2, seq_len: int = 4, max_batches: int = 100) -> Iterator[TokenBatch]:
+    return validation_batches(TOKENS[:num_tokens], micro_batch_size=size, seq_len=seq_len, max_batches=max_batches)
 
 
 def test_validation_covers_consecutive_windows_once() -> None:

@@ -59,9 +59,7 @@ def test_max_bytes_bounds_the_text_and_takes_a_mixture() -> None:
     assert corpus.num_documents == 50
     assert corpus.train.size + corpus.validation.size == 50 * 10, "9 bytes and a separator each"
     packages = [int(text[4:]) % 3 for text in texts(corpus.train) + texts(corpus.validation)]
-    assert np.bincount(packages, minlength=3).min() > 10, (
-        "17 of each expected; in folder order one would be missing"
-    )
+    assert np.bincount(packages, minlength=3).min() > 10, "17 of each expected; in folder order one would be missing"
 
 
 def test_tests_packages_and_build_details_are_passed_over(library: Path) -> None:
@@ -149,13 +147,9 @@ def test_one_document_keeps_its_last_tenth() -> None:
     assert corpus.num_documents == 1
 
 
-@pytest.mark.parametrize(
-    "documents", [{"a": b"x" * 18}, {"a": b"x" * 4, "b": b"y" * 4}, {"a": b"", "b": b"y" * 90}]
-)
+@pytest.mark.parametrize("documents", [{"a": b"x" * 18}, {"a": b"x" * 4, "b": b"y" * 4}, {"a": b"", "b": b"y" * 90}])
 def test_too_little_text_is_refused(documents: dict[str, bytes]) -> None:
-    with pytest.raises(
-        DataError, match=r"s: \d+ tokens to train and .*to validate on are too few; at least 20"
-    ):
+    with pytest.raises(DataError, match=r"s: \d+ tokens to train and .*to validate on are too few; at least 20"):
         corpus_of(documents)
 
 

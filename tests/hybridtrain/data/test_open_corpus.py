@@ -45,9 +45,7 @@ def test_a_folder_with_train_and_val_uses_both(tmp_path: Path) -> None:
     corpus = open_corpus(tmp_path, vocab_size=30)
     assert corpus.train.tolist() == list(range(30))
     assert corpus.validation.tolist() == list(range(5))
-    digests = [
-        open_token_file(tmp_path / name, vocab_size=30).digest.encode() for name in ("train.bin", "val.bin")
-    ]
+    digests = [open_token_file(tmp_path / name, vocab_size=30).digest.encode() for name in ("train.bin", "val.bin")]
     assert corpus.digest == sha256(b"".join(digests)).hexdigest()
     assert corpus.name == tmp_path.name
 

@@ -30,9 +30,7 @@ def u16(*tokens: int) -> bytes:
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    tokens=st.lists(st.integers(0, 50256), min_size=2, max_size=50), token_format=st.sampled_from(TokenFormat)
-)
+@given(tokens=st.lists(st.integers(0, 50256), min_size=2, max_size=50), token_format=st.sampled_from(TokenFormat))
 def test_what_is_written_is_read_back(tmp_path: Path, tokens: list[int], token_format: TokenFormat) -> None:
     path = tmp_path / ("t.uint32.bin" if token_format == TokenFormat.RAW_UINT32 else "t.bin")
     write_token_file(path, np.array(tokens), token_format)
@@ -154,9 +152,7 @@ def test_an_unreadable_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_token_file(path, vocab_size=9)
 
 
-@pytest.mark.parametrize(
-    ("token", "token_format"), [(65536, "raw_uint16"), (-1, "raw_uint32"), (2**32, "raw_uint32")]
-)
+@pytest.mark.parametrize(("token", "token_format"), [(65536, "raw_uint16"), (-1, "raw_uint32"), (2**32, "raw_uint32")])
 def test_a_token_that_does_not_fit_leaves_the_old_file(tmp_path: Path, token: int, token_format: str) -> None:
     path = write(tmp_path / "t.bin", b"old")
     with pytest.raises(DataError, match=f"the token at position 1 is {token}"):

@@ -152,9 +152,7 @@ def test_small_blocks_are_split_down_to_512_bytes() -> None:
         (19 * MIB - 512, [(19 * MIB - 512, USED), (MIB + 512, FREE)]),
     ],
 )
-def test_large_blocks_are_split_when_more_than_1_mib_remains(
-    size: int, expected: list[tuple[int, BlockState]]
-) -> None:
+def test_large_blocks_are_split_when_more_than_1_mib_remains(size: int, expected: list[tuple[int, BlockState]]) -> None:
     allocator = CachingAllocator()
     cache(allocator, 5 * MIB)
     allocator.malloc(size)
@@ -361,9 +359,7 @@ def test_one_exbibyte_is_refused_without_a_capacity() -> None:
 
 def collectable(threshold: float) -> CachingAllocator:
     """Return an allocator with 62 of 100 MiB reserved; the cached 12 MiB are older than the cached 16."""
-    allocator = CachingAllocator(
-        AllocatorConfig(garbage_collection_threshold=threshold), capacity_bytes=100 * MIB
-    )
+    allocator = CachingAllocator(AllocatorConfig(garbage_collection_threshold=threshold), capacity_bytes=100 * MIB)
     old, young = allocator.malloc(12 * MIB), allocator.malloc(16 * MIB)
     allocator.malloc(14 * MIB)
     cache(allocator, 2 * MIB, stream=1)
@@ -446,9 +442,7 @@ def test_max_non_split_rounding_widens_what_an_oversize_block_serves() -> None:
         (32 * MIB + 512, [(34 * MIB, USED)]),
     ],
 )
-def test_requests_from_max_split_size_on_are_not_split(
-    size: int, expected: list[tuple[int, BlockState]]
-) -> None:
+def test_requests_from_max_split_size_on_are_not_split(size: int, expected: list[tuple[int, BlockState]]) -> None:
     allocator = CachingAllocator(OVERSIZE)
     allocator.malloc(size)
     assert blocks(allocator) == [expected]

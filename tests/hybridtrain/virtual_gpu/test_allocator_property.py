@@ -275,9 +275,7 @@ class ReferenceAllocator:
         strip.cells = joined
 
     def at(self, address: int) -> Found:
-        return next(
-            Found(strip, cell) for strip in self.strips for cell in strip.cells if cell.start == address
-        )
+        return next(Found(strip, cell) for strip in self.strips for cell in strip.cells if cell.start == address)
 
     def free(self, address: int) -> None:
         strip, cell = self.at(address)

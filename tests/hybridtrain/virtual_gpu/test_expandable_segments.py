@@ -14,11 +14,7 @@ def sizes(segments: tuple[Segment, ...]) -> list[list[tuple[int, str]]]:
 
 def actions(allocator: CachingAllocator) -> list[tuple[str, int]]:
     assert allocator.history is not None
-    return [
-        (event.action, event.size // MIB)
-        for event in allocator.history
-        if event.action.startswith("segment_")
-    ]
+    return [(event.action, event.size // MIB) for event in allocator.history if event.action.startswith("segment_")]
 
 
 def test_one_range_per_pool_and_stream_grows_by_pages() -> None:

@@ -58,9 +58,7 @@ def random_run(name: str) -> tuple[CachingAllocator, list[Moment]]:
         call = rng.choices(["malloc", "free", "use", "complete", "empty"], weights=[50, 42, 6, 4, 2])[0]
         if call == "malloc":
             try:
-                live.append(
-                    allocator.malloc(rng.choice([100, 3000, MIB, 5 * MIB, 31 * MIB]), rng.choice([0, 7]))
-                )
+                live.append(allocator.malloc(rng.choice([100, 3000, MIB, 5 * MIB, 31 * MIB]), rng.choice([0, 7])))
             except AllocatorOutOfMemory:
                 continue
         elif call == "free" and live:
@@ -151,9 +149,7 @@ def test_backward_replay_meets_every_recorded_moment(name: str, tmp_path: Path) 
         while len(rewinder.trace) > num_events:
             rewinder.check_blocks_lie_in_segments()
             rewinder.undo()
-        assert rewinder.segments == {
-            segment.address: (segment.total_size, segment.stream) for segment in segments
-        }
+        assert rewinder.segments == {segment.address: (segment.total_size, segment.stream) for segment in segments}
         assert rewinder.blocks == {
             block.address: (block.requested_size, block.state is BlockState.ACTIVE_PENDING_FREE)
             for segment in segments
@@ -200,9 +196,7 @@ def small_snapshot(
 def test_entries_tell_what_happened() -> None:
     allocator = small_run()
     first, second = allocator.segments()
-    snapshot = build_snapshot(
-        history_of(allocator), allocator.segments(), times_us=lambda ordinal: 1000 + 10 * ordinal
-    )
+    snapshot = build_snapshot(history_of(allocator), allocator.segments(), times_us=lambda ordinal: 1000 + 10 * ordinal)
     entries = snapshot["device_traces"][0]
     base = first.address
     assert [(entry["action"], entry["addr"], entry["size"], entry["stream"]) for entry in entries] == [

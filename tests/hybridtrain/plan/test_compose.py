@@ -1,0 +1,192 @@
+"""A stack becomes one plan: the order never matters, two owners of one cell are named, defaults fill the rest."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, combinations, permutations
+from typing import ClassVar
+
+import pytest
+
+from hybridtrain.errors import PlanConflictError
+from hybridtrain.optimizations import (
+    OPTIMIZATIONS,
+    ChunkedLoss,
+    GradAccumulation,
+    GradientCheckpointing,
+    Int8Optimizer,
+    MixedPrecision,
+)
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import PLAN_PATHS, Claim, Schedule
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import Cell, PhasePlan, resolve
+from hybridtrain.plan.tensor_class import Codec, Placement
+
+STACK: tuple[Optimization, ...] = (
+    GradientCheckpointing(interval=2),
+    MixedPrecision(master="split16"),
+    Int8Optimizer(),
+    GradAccumulation(steps=4, schedule="vertical"),
+    ChunkedLoss(chunk_tokens=256),
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """An optimization made of given claims."""
+
+    kind: ClassVar[str] = "wish"
+    wanted: tuple[Claim, ...]
+
+    def claims(self) -> Iterable[Claim]:
+        return self.wanted
+
+
+class OtherWish(Wish):
+    """A second owner."""
+
+    kind: ClassVar[str] = "other_wish"
+
+
+def on_device(codec: Codec) -> Cell:
+    return Cell(placement=Placement.DEVICE, codec=codec)
+
+
+def test_the_stack_of_this_file_holds_every_optimization() -> None:
+    assert {optimization.kind for optimization in STACK} == set(OPTIMIZATIONS)
+
+
+def test_the_order_of_a_stack_never_matters() -> None:
+    expected = compose(STACK)
+    assert all(compose(order) == expected for order in permutations(STACK))
+
+
+@pytest.mark.parametrize("size", range(len(STACK) + 1))
+def test_every_subset_composes_to_a_plan_of_its_own(size: int) -> None:
+    plans = [compose(subset) for subset in combinations(STACK, size)]
+    assert all(plan not in plans[:index] for index, plan in enumerate(plans))
+
+
+def test_a_subset_changes_only_what_its_members_claim() -> None:
+    everything, nothing = compose(STACK).for_phase(Phase.FULL), compose([]).for_phase(Phase.FULL)
+    without_int8 = compose([item for item in STACK if item.kind != "int8_optimizer"]).for_phase(Phase.FULL)
+    assert everything.optim_state == on_device(Codec.INT8_BLOCKS)
+    assert without_int8.optim_state == nothing.optim_state == on_device(Codec.FLOAT32)
+    assert without_int8.master == everything.master
+
+
+def test_a_conflict_names_the_cell_both_owners_and_both_values() -> None:
+    wish = Wish((Claim("recompute_every", 3),))
+    with pytest.raises(PlanConflictError) as raised:
+        compose([GradientCheckpointing(interval=2), wish])
+    assert str(raised.value) == (
+        "recompute_every: 'gradient_checkpointing' asks for 2, 'wish' asks for 3; "
+        "a cell has one value: drop one of them or make them agree."
+    )
+
+
+def test_owners_that_agree_do_not_conflict() -> None:
+    plan = compose([GradientCheckpointing(interval=2), Wish((Claim("recompute_every", 2),))])
+    assert plan.for_phase(Phase.FULL).recompute_every == 2
+
+
+def test_a_conflict_within_one_phase_is_found() -> None:
+    first = Wish((Claim("recompute_every", 1, Phase.PREDICT),))
+    second = OtherWish((Claim("recompute_every", 2, Phase.PREDICT),))
+    with pytest.raises(PlanConflictError, match="'wish' asks for 1, 'other_wish' asks for 2"):
+        compose([first, second])
+
+
+def test_claims_for_different_phases_do_not_conflict() -> None:
+    first = Wish((Claim("recompute_every", 1, Phase.WARMUP),))
+    second = OtherWish((Claim("recompute_every", 2, Phase.PREDICT),))
+    plan = compose([first, second])
+    assert {phase: plan.for_phase(phase).recompute_every for phase in Phase} == {
+        Phase.WARMUP: 1,
+        Phase.FULL: 0,
+        Phase.PREDICT: 2,
+        Phase.CORRECT: 0,
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_claim_for_one_phase_wins_over_one_for_every_phase(*, reverse: bool) -> None:
+    stack = [GradientCheckpointing(interval=2), Wish((Claim("recompute_every", 5, Phase.PREDICT),))]
+    plan = compose(stack[::-1] if reverse else stack)
+    assert plan.for_phase(Phase.PREDICT).recompute_every == 5
+    assert plan.for_phase(Phase.FULL).recompute_every == 2
+
+
+def test_one_owner_may_differ_from_itself_in_one_phase() -> None:
+    wish = Wish((Claim("loss_chunk_tokens", 64), Claim("loss_chunk_tokens", 0, Phase.CORRECT)))
+    plan = compose([wish])
+    assert plan.for_phase(Phase.FULL).loss_chunk_tokens == 64
+    assert plan.for_phase(Phase.CORRECT).loss_chunk_tokens == 0
+
+
+def test_one_kind_twice_is_refused_even_with_equal_settings() -> None:
+    stack = [Int8Optimizer(), MixedPrecision(), Int8Optimizer()]
+    with pytest.raises(PlanConflictError, match="'int8_optimizer' stands 2 times in the stack; keep one of them"):
+        compose(stack)
+
+
+def test_a_claim_on_a_path_that_does_not_exist_is_a_programming_error() -> None:
+    with pytest.raises(AssertionError, match=r"no such path in the memory plan: weight\.colour"):
+        Claim("weight.colour", 1)
+
+
+def test_nothing_claimed_is_plain_fp32_training() -> None:
+    assert resolve({}) == PhasePlan(
+        weight=on_device(Codec.FLOAT32),
+        master=on_device(Codec.ABSENT),
+        grad=on_device(Codec.FLOAT32),
+        optim_state=on_device(Codec.FLOAT32),
+        boundary=on_device(Codec.FLOAT32),
+        compute_dtype=Codec.FLOAT32,
+        recompute_every=0,
+        grad_accum_steps=1,
+        schedule=Schedule.HORIZONTAL,
+        loss_chunk_tokens=0,
+    )
+
+
+def test_a_compute_dtype_brings_its_storage_and_a_master() -> None:
+    plan = resolve({"compute_dtype": Codec.BFLOAT16})
+    assert plan.weight == plan.grad == plan.boundary == on_device(Codec.BFLOAT16)
+    assert plan.master == plan.optim_state == on_device(Codec.FLOAT32)
+
+
+def test_weights_kept_exact_need_no_master() -> None:
+    plan = resolve({"compute_dtype": Codec.BFLOAT16, "weight.codec": Codec.FLOAT32})
+    assert plan.weight == plan.grad == on_device(Codec.FLOAT32)
+    assert plan.master == on_device(Codec.ABSENT)
+    assert plan.boundary == on_device(Codec.BFLOAT16)
+
+
+CELL_VALUES = {"placement": Placement.HOST, "codec": Codec.FLOAT16}
+SETTING_VALUES = {
+    "compute_dtype": Codec.FLOAT16,
+    "recompute_every": 7,
+    "grad_accum_steps": 9,
+    "schedule": Schedule.VERTICAL,
+    "loss_chunk_tokens": 11,
+}
+
+
+@pytest.mark.parametrize("path", PLAN_PATHS)
+def test_a_claim_reaches_its_cell_or_setting(path: str) -> None:
+    name, _, column = path.partition(".")
+    value = CELL_VALUES[column] if column else SETTING_VALUES[name]
+    plan = resolve({path: value})
+    found = getattr(getattr(plan, name), column) if column else getattr(plan, name)
+    assert found == value
+
+
+def test_every_phase_has_a_table() -> None:
+    assert list(compose(STACK).phases) == list(Phase)
+
+
+def test_every_claim_of_every_optimization_is_for_a_known_path() -> None:
+    claims = list(chain.from_iterable(optimization.claims() for optimization in STACK))
+    assert {claim.path for claim in claims} <= set(PLAN_PATHS)
+    assert len({claim.path for claim in claims}) == len(claims)  # no two of them ever meet in one cell
