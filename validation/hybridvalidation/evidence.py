@@ -18,6 +18,10 @@ class Evidence(StrEnum):
     """Derived by hand."""
 
 
+EVIDENCE_OF_KIND = {"dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED}
+"""How the figures of each kind of run are got."""
+
+
 class Outcome(StrEnum):
     """How a run ended."""
 

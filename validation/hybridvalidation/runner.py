@@ -18,7 +18,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
 from hybridvalidation.environment import read_environment
-from hybridvalidation.evidence import Evidence, Outcome
+from hybridvalidation.evidence import EVIDENCE_OF_KIND, Outcome
 from hybridvalidation.figures import plan_figures
 from hybridvalidation.job import Job, JobKind, make_job
 from hybridvalidation.progress import progress_bar
@@ -99,14 +99,14 @@ def run_in_process(job: Job) -> Record:
         job_path, record_path = Path(folder, "job.json"), Path(folder, "record.json")
         job_path.write_text(to_json(job), encoding="utf-8")
         done = subprocess.run(  # noqa: S603  our own module
-            [sys.executable, "-m", "hybridvalidation.worker", str(job_path), str(record_path)],
+            [sys.executable, "-P", "-m", "hybridvalidation.worker", str(job_path), str(record_path)],
             capture_output=True, text=True, check=False, env=os.environ | _ONE_THREAD,
         )  # fmt: skip
         if done.returncode == 0:
             return decode(Record, json.loads(record_path.read_text(encoding="utf-8")), source="worker")
     tail = "\n".join(done.stderr.strip().splitlines()[-_ERROR_LINES:])
     return Record(
-        key="", kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=Evidence.EXECUTED,
+        key="", kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=Outcome.ERROR, message=f"worker ended with code {done.returncode}: {tail}",
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
         environment=read_environment(), plan=plan_figures(job.stack.plan()),

@@ -1,5 +1,6 @@
 """Finding and reading scenario, stack and target files."""
 
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,9 @@ _UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 
 def default_folder() -> Path:
     """Return ``scenarios`` of the working folder if it is there, else the project's own."""
-    here = Path("scenarios")
-    if here.is_dir():
-        return here
-    package = Path(__file__).parent
-    shipped = package / "scenarios"
-    return shipped if shipped.is_dir() else package.parents[1] / "scenarios"
+    installed = Path(sysconfig.get_path("data"), "share", "hybridtrain", "scenarios")
+    candidates = (Path("scenarios"), Path(__file__).parents[2] / "scenarios", installed)
+    return next((folder for folder in candidates if (folder / "stacks").is_dir()), candidates[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,11 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.accuracy import train_proxies
 from hybridvalidation.environment import read_environment
-from hybridvalidation.evidence import Evidence, Outcome
+from hybridvalidation.evidence import EVIDENCE_OF_KIND, Outcome
 from hybridvalidation.figures import memory_figures, plan_figures
 from hybridvalidation.job import Job
 from hybridvalidation.measure import measure_on_cuda
 from hybridvalidation.record import AccuracyFigures, MeasuredFigures, MemoryFigures, Record
-
-_EVIDENCE = {"dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED}
 
 
 def run_job(job: Job) -> Record:
@@ -51,7 +49,7 @@ def run_job(job: Job) -> Record:
     except torch.OutOfMemoryError as error:
         outcome, message = Outcome.OUT_OF_MEMORY, str(error)
     return Record(
-        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=_EVIDENCE[job.kind],
+        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
         plan=plan_figures(job.stack.plan()), memory=memory, accuracy=accuracy, measured=measured,

@@ -127,9 +127,10 @@ def source_names(model: BlockModel) -> Iterator[tuple[str, str]]:
 
 
 def assert_close_to_exact(name: str, actual: Tensor, same_dtype: Tensor, exact: Tensor) -> None:
-    # Twice transformers' own float32 error, and two roundings of the largest element: the float64 LLaMA still
-    # normalises and turns in float32, so "exact" has an error of its own.
-    floor = 2.4e-7 * exact.abs().max().item()
+    # Twice transformers' own float32 error, and ten roundings of the largest element: a gradient went through about
+    # fifty sums, whose errors walk at random (up to six roundings were seen over twelve seeds), and the float64 LLaMA
+    # still normalises and turns in float32.
+    floor = 1.2e-6 * exact.abs().max().item()
     assert_error_bound(actual, same_dtype, exact, floor=floor, name=name)
     assert exact.abs().max() > 1e-4, f"{name}: too small to compare"
 

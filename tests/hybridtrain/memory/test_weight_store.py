@@ -1,0 +1,15 @@
+"""The owner of weights hands out the model's own parts."""
+
+import torch
+from tiny_models import LLAMA_GROUPED
+
+from hybridtrain.memory.weight_store import WeightStore
+from hybridtrain.models import build_model
+
+
+def test_every_part_is_the_models_own() -> None:
+    model = build_model(LLAMA_GROUPED, torch.float32, torch.device("meta"))
+    store = WeightStore(model)
+    assert store.acquire_embedding() is model.embedding
+    assert [store.acquire(block) for block in range(4)] == list(model.blocks)
+    assert store.acquire_head() is model.head
