@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
@@ -30,11 +31,7 @@ class Workload:
     seq_len: int
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be at least 1"
-            for name, value in (("micro_batch_size", self.micro_batch_size), ("seq_len", self.seq_len))
-            if value < 1
-        ]
+        faults = below_least(self, ("micro_batch_size", "seq_len"))
         if faults:
             raise ValueError("\n".join(faults))
 

@@ -1,11 +1,11 @@
 """Saving and resuming a run: weights, master copies, moments, step count, in one file that is whole or absent."""
 
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
 from hybridtrain.trainer import Trainer
@@ -29,13 +29,8 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
         "steps_done": trainer.steps_done,
         "tensors": tensors,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replaced_file(path) as partial:
         torch.save(content, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @torch.no_grad()

@@ -42,6 +42,18 @@ class AdamWConfig:
             raise ValueError("\n".join(faults))
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all parameters of one kind share in one update."""
+
+    codec: MasterCodec
+    config: AdamWConfig
+    lr: float
+    weight_decay: float
+    number: int
+    """Counted from 1."""
+
+
 def update_unit(
     states: Sequence[ParameterState],
     grads: Sequence[Tensor],
@@ -52,64 +64,47 @@ def update_unit(
 ) -> None:
     """Apply one update to all parameters of a unit, in place; ``step`` counts from 1."""
     for decays in (True, False):
+        now = _Step(codec, config, lr, config.weight_decay if decays else 0.0, step)
         chosen = [pair for pair in zip(states, grads, strict=True) if (pair[0].parameter.dim() >= 2) is decays]
-        weight_decay = config.weight_decay if decays else 0.0
-        whole = [pair for pair in chosen if codec.in_place and not pair[0].is_int8 and pair[1].dtype == torch.float32]
+        whole = [pair for pair in chosen if _is_whole(*pair, codec)]
         if whole:
-            _update_whole(whole, codec, config, lr, weight_decay, step)
+            _update_whole(whole, now)
         for state, grad in chosen:
-            if not any(state is done for done, _ in whole):
-                _update_in_slices(state, grad, codec, config, lr, weight_decay, step)
+            if not _is_whole(state, grad, codec):
+                _update_in_slices(state, grad, now)
 
 
-def _update_whole(
-    pairs: Sequence[tuple[ParameterState, Tensor]],
-    codec: MasterCodec,
-    config: AdamWConfig,
-    lr: float,
-    weight_decay: float,
-    step: int,
-) -> None:
+def _is_whole(state: ParameterState, grad: Tensor, codec: MasterCodec) -> bool:
+    """Return whether everything is fp32 and stored, so that the fused kernel can work on it directly."""
+    return codec.in_place and not state.is_int8 and grad.dtype == torch.float32
+
+
+def _update_whole(pairs: Sequence[tuple[ParameterState, Tensor]], step: _Step) -> None:
     """Update fp32 tensors in one fused call, nothing temporary."""
-    values = [codec.load(state.parameter.data, state.companion) for state, _ in pairs]
-    _fused_adamw(
-        values,
-        [grad for _, grad in pairs],
-        [state.moments for state, _ in pairs],
-        config,
-        lr,
-        weight_decay,
-        step,
-    )
+    values = [step.codec.load(state.parameter.data, state.companion) for state, _ in pairs]
+    _fused_adamw(values, [grad for _, grad in pairs], [state.moments for state, _ in pairs], step)
     for (state, _), value in zip(pairs, values, strict=True):
-        codec.store(value, state.parameter.data, state.companion)
+        step.codec.store(value, state.parameter.data, state.companion)
 
 
-def _update_in_slices(
-    state: ParameterState,
-    grad: Tensor,
-    codec: MasterCodec,
-    config: AdamWConfig,
-    lr: float,
-    weight_decay: float,
-    step: int,
-) -> None:
+def _update_in_slices(state: ParameterState, grad: Tensor, step: _Step) -> None:
     weight_P = state.parameter.data.view(-1)
     companion_P = None if state.companion is None else state.companion.view(-1)
     grad_P = grad.reshape(-1)
     for start in range(0, weight_P.numel(), SLICE_ELEMENTS):
         part = slice(start, min(start + SLICE_ELEMENTS, weight_P.numel()))
         companion = None if companion_P is None else companion_P[part]
-        value_P = codec.load(weight_P[part], companion)
+        value_P = step.codec.load(weight_P[part], companion)
         if state.is_int8:
             adamw_int8_(
-                value_P, grad_P[part], _moment_slices(state, part), lr=lr, betas=(config.beta1, config.beta2),
-                eps=config.eps, weight_decay=weight_decay, step=step,
+                value_P, grad_P[part], _moment_slices(state, part), lr=step.lr,
+                betas=(step.config.beta1, step.config.beta2), eps=step.config.eps, weight_decay=step.weight_decay,
+                step=step.number,
             )  # fmt: skip
         else:
             moments = tuple(moment.view(-1)[part] for moment in state.moments)
-            _fused_adamw([value_P], [grad_P[part].float()], [moments], config, lr, weight_decay, step)
-        codec.store(value_P, weight_P[part], companion)
+            _fused_adamw([value_P], [grad_P[part].float()], [moments], step)
+        step.codec.store(value_P, weight_P[part], companion)
 
 
 def _moment_slices(state: ParameterState, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,18 +114,11 @@ def _moment_slices(state: ParameterState, part: slice) -> tuple[Tensor, Tensor, 
     return m_codes[codes], m_scale[groups], v_codes[codes], v_scale[groups]
 
 
-def _fused_adamw(
-    values: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[tuple[Tensor, ...]],
-    config: AdamWConfig,
-    lr: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    step_count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
+def _fused_adamw(values: list[Tensor], grads: list[Tensor], moments: Sequence[tuple[Tensor, ...]], step: _Step) -> None:
+    step_count = torch.full((), float(step.number), dtype=torch.float32, device=values[0].device)
+    config = step.config
     torch._fused_adamw_(
         values, grads, [m for m, _ in moments], [v for _, v in moments], [], [step_count] * len(values),
-        lr=lr, beta1=config.beta1, beta2=config.beta2, weight_decay=weight_decay, eps=config.eps,
+        lr=step.lr, beta1=config.beta1, beta2=config.beta2, weight_decay=step.weight_decay, eps=config.eps,
         amsgrad=False, maximize=False,
     )  # fmt: skip

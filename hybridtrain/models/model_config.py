@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hybridtrain.config.rules import below_least
 from hybridtrain.errors import ConfigError, unknown_name
 
 
@@ -30,19 +31,9 @@ class ModelConfig:
     """Base of the rotary angles; LLaMA only."""
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be at least 1"
-            for name in (
-                "vocab_size",
-                "max_seq_len",
-                "num_blocks",
-                "width",
-                "num_heads",
-                "num_kv_heads",
-                "ffn_width",
-            )
-            if (value := getattr(self, name)) < 1
-        ]
+        faults = below_least(
+            self, ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
+        )
         if not faults:
             faults = self._shape_faults()
         if faults:

@@ -1,5 +1,6 @@
 """Graphics cards: the catalogue, and any card a user describes in a TOML file."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -42,7 +43,7 @@ class Card:
         faults = [f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0]
         if self.context_mib < 0 or self.context_mib >= self.memory_mib:
             faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
-        if not self.compute_capability.replace(".", "", 1).isdigit():
+        if not re.fullmatch(r"\d+\.\d+", self.compute_capability):
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
         if faults:
             raise ValueError("\n".join(faults))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.virtual_gpu.allocator_blocks import BlockState
 from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent
-from hybridtrain.virtual_gpu.atomic_write import replace_file
 from hybridtrain.virtual_gpu.segment_view import Segment
 from hybridtrain.virtual_gpu.snapshot_format import (
     AllocatorSettings,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
-from hybridtrain.virtual_gpu.atomic_write import replace_file
+from hybridtrain.atomic_write import replace_file
 
 _PROCESS = 1
 # Viewers take thread 0 for the idle thread and leave it out.

@@ -27,7 +27,6 @@ def write_run_snapshot(run: DryRun, path: Path, config: AllocatorConfig) -> None
         ),
         frames=_frames(run),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_snapshot(path, snapshot)
 
 
@@ -52,7 +51,6 @@ def write_run_trace(run: DryRun, path: Path) -> None:
             duration_us=run.time.upload_seconds * 1e6,
         )
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_trace(
         path,
         build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=_STREAM_NAMES),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.dry_run import Workload, dry_run
@@ -170,11 +171,10 @@ def compare(scenario: str, stack: str, old: StackBaseline, new: StackBaseline) -
 
 def write_baselines(replacements: Mapping[str, Baseline], folder: Path, *, accept: bool) -> list[Path]:
     """Write the baselines themselves (``accept``) or ``NAME.replacement.json`` beside them; return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, baseline in replacements.items():
         path = folder / (f"{name}.json" if accept else f"{name}.replacement.json")
-        path.write_text(_indented(baseline), encoding="utf-8")
+        replace_file(path, _indented(baseline).encode())
         if accept:
             (folder / f"{name}.replacement.json").unlink(missing_ok=True)
         paths.append(path)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hybridtrain.atomic_write import replace_file
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.scenario import Target
 from hybridvalidation.tables import (
@@ -48,8 +49,7 @@ def write_report(run: ScenarioRun, targets: dict[str, Target], results: Path) ->
     plots = write_plots(run, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
     table = results / "tables" / f"{run.scenario.name}.md"
-    table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(f"{report_text(run, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n", encoding="utf-8")
+    replace_file(table, f"{report_text(run, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n".encode())
     return [table, *plots]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hybridtrain.config.rules import below_least
 from hybridtrain.errors import unknown_name
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from hybridtrain.plan.compose import Optimization, compose
@@ -64,11 +65,7 @@ class BatchWorkload:
     seq_len: int
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be at least 1"
-            for name, value in (("batch_size", self.batch_size), ("seq_len", self.seq_len))
-            if value < 1
-        ]
+        faults = below_least(self, ("batch_size", "seq_len"))
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -87,11 +84,7 @@ class AccuracySpec:
     validation_batches: int
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {getattr(self, name)} must be at least 1"
-            for name in ("num_steps", "batch_size", "seq_len", "validation_batches")
-            if getattr(self, name) < 1
-        ]
+        faults = below_least(self, ("num_steps", "batch_size", "seq_len", "validation_batches"))
         if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
         if self.lr <= 0:

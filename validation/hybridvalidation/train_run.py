@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hybridtrain.config.encode import to_json
+from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.adamw import AdamWConfig
@@ -43,11 +44,7 @@ class TrainFile:
     sample_tokens: int = 200
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {getattr(self, name)} must be at least {least}"
-            for name, least in (("num_steps", 1), ("save_every", 1), ("sample_tokens", 0))
-            if getattr(self, name) < least
-        ]
+        faults = below_least(self, ("num_steps", "save_every")) + below_least(self, ("sample_tokens",), least=0)
         steps = compose(self.optimizations).for_phase(Phase.FULL).grad_accum_steps
         if self.workload.batch_size % steps:
             faults.append(

@@ -76,12 +76,16 @@ def test_the_random_state_outside_survives_seeding_inside() -> None:
     assert_bitwise(torch.get_rng_state(), before, "random state")
 
 
-def test_the_random_state_outside_survives_an_error_inside() -> None:
-    transfer = direct()
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="inside"), transfer.keyed_random():
+def fail_inside(transfer: Transfer) -> None:
+    with transfer.keyed_random():
         transfer.seed(3)
         raise RuntimeError("inside")
+
+
+def test_the_random_state_outside_survives_an_error_inside() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside(direct())
     assert_bitwise(torch.get_rng_state(), before, "random state")
 
 

@@ -1,0 +1,228 @@
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.phase import Phase
+from hybridvalidation import metrics
+from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
+from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+
+SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
+SCENARIO = """\
+name = "mine"
+says = "a tiny model"
+stacks = ["plain", "lean"]
+model = { preset = "gpt2-small" }
+card = { name = "rtx-3090" }
+workload = { batch_size = 4, seq_len = 16 }
+
+[accuracy]
+seeds = [0, 1, 2]
+num_steps = 3
+batch_size = 4
+seq_len = 8
+lr = 1e-3
+validation_batches = 1
+
+[accuracy.proxy]
+family = "gpt2"
+vocab_size = 256
+max_seq_len = 8
+num_blocks = 1
+width = 8
+num_heads = 1
+num_kv_heads = 1
+ffn_width = 8
+
+[[targets]]
+id = "small"
+stacks = ["lean"]
+"""
+PLAIN = 'name = "plain"\nsays = "nothing on"\n'
+LEAN = """\
+name = "lean"
+says = "in four pieces"
+
+[[optimizations]]
+kind = "grad_accumulation"
+steps = 4
+"""
+TARGETS = """\
+[[target]]
+id = "small"
+source = ["000"]
+says = "small"
+metric = "peak_vram_gib"
+direction = "max"
+value = 4.0
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ScenarioFiles:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "mine.toml").write_text(SCENARIO)
+    (tmp_path / "stacks" / "plain.toml").write_text(PLAIN)
+    (tmp_path / "stacks" / "lean.toml").write_text(LEAN)
+    (tmp_path / "targets.toml").write_text(TARGETS)
+    return ScenarioFiles(tmp_path)
+
+
+def change(files: ScenarioFiles, old: str, new: str, name: str = "mine.toml") -> None:
+    path = files.folder / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def faults_of(files: ScenarioFiles, name: str = "mine") -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        files.scenario(name)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize("name", SHIPPED.scenario_names())
+def test_a_shipped_scenario_is_sound(name: str) -> None:
+    scenario = SHIPPED.scenario(name)
+    assert scenario.name == name
+    assert "vanilla" in scenario.stacks, "accuracy and savings are told against it"
+    assert len(scenario.accuracy.seeds) >= 5
+
+
+@pytest.mark.parametrize("name", SHIPPED.scenario_names())
+def test_every_target_of_a_shipped_scenario_can_be_judged(name: str) -> None:
+    scenario, targets = SHIPPED.scenario(name), SHIPPED.targets()
+    assert scenario.targets
+    for item in scenario.targets:
+        assert targets[item.id].metric in metrics._METRICS, item.id
+        assert set(item.stacks) <= {ANY_STACK, *scenario.stacks}
+
+
+@pytest.mark.parametrize("name", SHIPPED.stack_names())
+def test_every_shipped_stack_composes(name: str) -> None:
+    stack = SHIPPED.stack(name)
+    assert stack.name == name
+    assert stack.says
+    assert set(stack.plan().phases) == set(Phase)
+
+
+def test_every_stated_figure_is_there_once() -> None:
+    text = (SHIPPED.folder / "targets.toml").read_text()
+    assert len(SHIPPED.targets()) == text.count("[[target]]") >= 50
+
+
+def test_the_same_stacks_are_tried_everywhere() -> None:
+    assert SHIPPED.stack_names() == ["conservative", "mixed", "phase2-lite", "tight", "vanilla"]
+    assert {"1b-16gb", "gpt2-small"} <= set(SHIPPED.scenario_names())
+
+
+def test_the_working_folders_scenarios_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ScenarioFiles(default_folder()).scenario_names() == SHIPPED.scenario_names()
+    (tmp_path / "scenarios" / "stacks").mkdir(parents=True)
+    assert default_folder().resolve() == tmp_path / "scenarios"
+
+
+def test_a_folder_of_ones_own_is_read(files: ScenarioFiles) -> None:
+    assert files.scenario_names() == ["mine"]
+    assert files.stack_names() == ["lean", "plain"]
+    scenario = files.scenario("mine")
+    assert scenario.targets == (ScenarioTarget(id="small", stacks=("lean",)),)
+    assert files.stack("lean").plan().for_phase(Phase.FULL).grad_accum_steps == 4
+
+
+def test_a_scenario_may_be_a_path(files: ScenarioFiles) -> None:
+    assert files.scenario(str(files.folder / "mine.toml")) == files.scenario("mine")
+    assert files.stack(str(files.folder / "stacks" / "lean.toml")) == files.stack("lean")
+
+
+def test_unknown_names_suggest_the_nearest(files: ScenarioFiles) -> None:
+    assert faults_of(files, "mime") == ("scenario 'mime' is unknown; did you mean 'mine'? Known: mine.",)
+    with pytest.raises(ConfigError, match="stack 'leen' is unknown; did you mean 'lean'"):
+        files.stack("leen")
+
+
+def test_unknown_stacks_and_targets_are_told_together(files: ScenarioFiles) -> None:
+    change(files, '"lean"]\nmodel', '"leen", "lean", "plane"]\nmodel')
+    change(files, 'id = "small"', 'id = "smal"')
+    faults = faults_of(files)
+    assert [fault.split(":")[0] for fault in faults] == ["$.stacks", "$.stacks", "$.targets[0].id"]
+    assert all("did you mean" in fault for fault in faults)
+
+
+def test_a_batch_must_split_into_micro_batches(files: ScenarioFiles) -> None:
+    change(files, "workload = { batch_size = 4", "workload = { batch_size = 6")
+    change(files, "num_steps = 3\nbatch_size = 4", "num_steps = 3\nbatch_size = 2")
+    assert faults_of(files) == (
+        "$.workload.batch_size: 6 must be a multiple of the accumulation steps of stack 'lean' (4)",
+        "$.accuracy.batch_size: 2 must be a multiple of the accumulation steps of stack 'lean' (4)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ('["plain", "lean"]', "[]", "$: stacks: empty; name at least one stack"),
+        ('["plain", "lean"]', '["lean", "lean"]', "$: stacks: ['lean', 'lean'] names a stack twice"),
+        ("seq_len = 16", "seq_len = 1025", "$: workload.seq_len: 1025 is above the model's max_seq_len (1024)"),
+        ("batch_size = 4, seq", "batch_size = 0, seq", "$.workload: batch_size: 0 must be at least 1"),
+        ("seeds = [0, 1, 2]", "seeds = [0, 1]", "$.accuracy: seeds: [0, 1] must name at least 3 different seeds"),
+        ("lr = 1e-3", "lr = 0", "$.accuracy: lr: 0.0 must be above 0"),
+        ("seq_len = 8\nlr", "seq_len = 9\nlr", "$.accuracy: seq_len: 9 is above proxy.max_seq_len (8)"),
+        ("vocab_size = 256", "vocab_size = 255", "$.accuracy: proxy.vocab_size: 255 must be at least 256"),
+        ('family = "gpt2"', 'family = "llama"', "$: accuracy.proxy.family: 'llama' must be the model's family"),
+        ('stacks = ["lean"]', 'stacks = ["leen"]', "$: targets[0].stacks: stack 'leen' is unknown"),
+        ('{ preset = "gpt2-small" }', "{}", "$.model: give either preset"),
+        ("rtx-3090", "rtx-3091", "$.card: name: card 'rtx-3091' is unknown; did you mean 'rtx-3090'?"),
+    ],
+)
+def test_a_fault_names_its_path_and_value(files: ScenarioFiles, old: str, new: str, fault: str) -> None:
+    change(files, old, new)
+    assert any(found.startswith(fault) for found in faults_of(files))
+
+
+def test_seeds_that_repeat_are_refused(files: ScenarioFiles) -> None:
+    # Equal seeds give equal runs, and the interval over them would be too narrow.
+    change(files, "seeds = [0, 1, 2]", "seeds = [0, 1, 2, 2, 2, 2]")
+    assert "seeds" in faults_of(files)[0]
+
+
+def test_negative_seeds_are_refused(files: ScenarioFiles) -> None:
+    # The sampler takes none; the run would end in a worker's traceback.
+    change(files, "seeds = [0, 1, 2]", "seeds = [-1, 0, 1]")
+    assert "seeds" in faults_of(files)[0]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../mine"])
+def test_a_name_that_is_no_file_name_is_refused(files: ScenarioFiles, name: str) -> None:
+    # Records, baselines, tables and plots are files of this name.
+    change(files, 'name = "mine"', f'name = "{name}"')
+    assert "name" in faults_of(files)[0]
+
+
+def test_a_target_that_is_stated_twice_is_refused(files: ScenarioFiles) -> None:
+    with (files.folder / "targets.toml").open("a") as file:
+        file.write(TARGETS.replace("4.0", "5.0"))
+    with pytest.raises(ConfigError, match="small"):
+        files.targets()
+
+
+@pytest.mark.parametrize(
+    ("direction", "bounds"), [("range", "value = 4.0"), ("range", "low = 1.0"), ("max", "low = 1.0\nhigh = 2.0")]
+)
+def test_a_target_needs_the_bounds_of_its_direction(files: ScenarioFiles, direction: str, bounds: str) -> None:
+    path = files.folder / "targets.toml"
+    path.write_text(TARGETS.replace('"max"', f'"{direction}"').replace("value = 4.0", bounds))
+    with pytest.raises(ConfigError, match=r"\$\.target\[0\]: range needs low and high"):
+        files.targets()
+
+
+def test_a_stack_whose_parts_disagree_names_its_file(files: ScenarioFiles) -> None:
+    path = files.folder / "stacks" / "lean.toml"
+    path.write_text(LEAN + '[[optimizations]]\nkind = "grad_accumulation"\nsteps = 2\n')
+    with pytest.raises(ConfigError, match="grad_accumulation") as caught:
+        files.scenario("mine")
+    assert "lean.toml" in str(caught.value)
+
+
