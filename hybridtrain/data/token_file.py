@@ -18,6 +18,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.errors import DataError
@@ -126,18 +127,13 @@ def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: 
         raise DataError(f"{tokens.size} tokens exceed llm.c's header; write a raw file or several")
     if not path.parent.is_dir():
         raise DataError(f"{path} cannot be written: there is no folder {path.parent}")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(_header(layout, tokens.size))
-            for first, chunk in _chunks(tokens):
-                _refuse_beyond(chunk, first, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens")
-                file.write(chunk.astype(layout.stored).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replaced_file(path) as partial, partial.open("wb") as file:
+        file.write(_header(layout, tokens.size))
+        for first, chunk in _chunks(tokens):
+            _refuse_beyond(chunk, first, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens")
+            file.write(chunk.astype(layout.stored).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _detect(path: Path, dtype: TokenDtype | None) -> TokenFormat:
