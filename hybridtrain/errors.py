@@ -22,7 +22,7 @@ class ConfigError(HybridTrainError):
         super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))
 
 
-class PlanConflictError(HybridTrainError):
+class PlanConflictError(HybridTrainError, ValueError):
     """Two optimizations claim different values for one cell of the memory plan."""
 
 

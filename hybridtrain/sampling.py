@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, decode_tokens, encode_bytes
+from hybridtrain.errors import DataError
 from hybridtrain.trainer import Trainer
 
 _TEMPERATURE = 0.8
@@ -16,6 +17,11 @@ def sample_text(trainer: Trainer, prompt: str, *, num_tokens: int, seed: int) ->
     device = model.head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = [int(token) for token in encode_bytes(prompt.encode() or b"\n")]
+    if max(tokens) >= model.config.vocab_size:
+        raise DataError(
+            f"sample prompt {prompt!r}: byte token {max(tokens)} is outside the model's vocabulary of "
+            f"{model.config.vocab_size}; choose a prompt of its tokens, or sample_tokens = 0 for data that are no bytes"
+        )
     model.eval()
     for _ in range(num_tokens):
         window_BT = torch.tensor([tokens[-model.config.max_seq_len :]], device=device)

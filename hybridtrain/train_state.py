@@ -1,5 +1,6 @@
 """Saving and resuming a run: weights, master copies, moments, step count, in one file that is whole or absent."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,14 +16,7 @@ _SCHEMA = 1
 
 def save_train_state(trainer: Trainer, path: Path) -> None:
     """Write everything the next step depends on; an interrupted write leaves the old file as it was."""
-    tensors: dict[str, Tensor] = {}
-    for unit, states in trainer.states.items():
-        for index, state in enumerate(states):
-            tensors[f"{unit}/{index}/weight"] = state.parameter.data
-            if state.companion is not None:
-                tensors[f"{unit}/{index}/companion"] = state.companion
-            for number, moment in enumerate(state.moments):
-                tensors[f"{unit}/{index}/moment{number}"] = moment
+    tensors = dict(_named_tensors(trainer, with_moments=trainer.steps_done > 0))
     content = {
         "schema": _SCHEMA,
         "run": _run_digest(trainer),
@@ -46,20 +40,29 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         raise ConfigError(str(path), ["there is no saved state to resume from; start without --resume"]) from error
     except Exception as error:  # torch.load raises whatever its unpickler met
         raise ConfigError(str(path), [f"not a whole saved state ({error}); use an older one or start anew"]) from error
-    if content.get("schema") != _SCHEMA or content.get("run") != _run_digest(trainer):
+    if not isinstance(content, dict) or content.get("schema") != _SCHEMA or content.get("run") != _run_digest(trainer):
         raise ConfigError(
-            str(path),
-            ["saved by a run with another model, plan, optimizer or seed; resume with that configuration"],
+            str(path), ["not saved by a run with this model, plan, optimizer and seed; resume with that configuration"]
         )
-    tensors = content["tensors"]
+    try:
+        steps_done, tensors = int(content["steps_done"]), content["tensors"]
+        sources = {name: tensors[name] for name, _ in _named_tensors(trainer, with_moments=steps_done > 0)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(str(path), [f"a saved state without {error}; use an older one or start anew"]) from error
+    for name, target in _named_tensors(trainer, with_moments=steps_done > 0):
+        target.copy_(sources[name])
+    trainer.steps_done = steps_done
+
+
+def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield everything the next step depends on; moments that do not exist yet are allocated."""
+    for unit in trainer.model.units() if with_moments else ():
+        trainer.states.acquire(unit)
     for unit, states in trainer.states.items():
         for index, state in enumerate(states):
-            state.parameter.data.copy_(tensors[f"{unit}/{index}/weight"])
-            if state.companion is not None:
-                state.companion.copy_(tensors[f"{unit}/{index}/companion"])
-            names = [f"{unit}/{index}/moment{number}" for number in range(4)]
-            state.moments = tuple(tensors[name] for name in names if name in tensors)
-    trainer.steps_done = content["steps_done"]
+            named = {"weight": state.parameter.data, "companion": state.companion}
+            named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
+            yield from ((f"{unit}/{index}/{name}", tensor) for name, tensor in named.items() if tensor is not None)
 
 
 def _run_digest(trainer: Trainer) -> str:

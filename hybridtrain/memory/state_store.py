@@ -38,6 +38,8 @@ class StateStore:
     """Owns the state of every parameter; moments are allocated when the first update asks for them."""
 
     def __init__(self, codec: Codec, master: MasterCodec, observer: MemoryObserver) -> None:
+        if codec not in {Codec.FLOAT32, Codec.INT8_BLOCKS}:
+            raise ValueError(f"optim_state.codec: {codec} cannot hold moments; allowed: float32, int8_blocks")
         self.master = master
         self._codec = codec
         self._observer = observer
@@ -61,7 +63,7 @@ class StateStore:
         return states
 
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
-        """Yield unit names and states, for saving and loading."""
+        """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
 
     def _allocate(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:

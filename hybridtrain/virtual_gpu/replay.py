@@ -191,7 +191,7 @@ class _Run:
         )  # fmt: skip
 
     def _report(self, refusal: AllocatorOutOfMemory) -> OutOfMemory:
-        by_class, by_unit = self._holders(self._position)
+        by_class, by_unit = self._holders(self._position, workspaces_before=self._position + 1)
         stage, unit = self._place(self._position + 1)
         assert refusal.capacity_bytes is not None, "only a cap refuses"
         return OutOfMemory(
@@ -210,7 +210,8 @@ class _Run:
             place = (op.stage, op.unit)
         return place
 
-    def _holders(self, event: int) -> tuple[ClassBytes, UnitBytes]:
+    def _holders(self, event: int, *, workspaces_before: int | None = None) -> tuple[ClassBytes, UnitBytes]:
+        """Return who holds what after ``event``, with the workspaces taken until then or until a later event."""
         alive: dict[int, int] = {}
         for entry in self._trace.events[: event + 1]:
             if entry >= 0:
@@ -222,7 +223,7 @@ class _Run:
         for index, size in alive.items():
             by_class[self._trace.classes[index]] += size
             by_unit[self._trace.classes[index], self._trace.units[index]] += size
-        self._add_workspaces(event, by_class, by_unit)
+        self._add_workspaces(event if workspaces_before is None else workspaces_before, by_class, by_unit)
         return by_class, dict(by_unit)
 
     def _add_workspaces(self, event: int, by_class: ClassBytes, by_unit: UnitBytes) -> None:
@@ -238,5 +239,6 @@ class _Run:
             entry = self._trace.events[position]
             index = entry if entry >= 0 else ~entry
             size = self._block_bytes[index]
+            by_class[TensorClass.WORKSPACE] += sum(taken for first, taken in self._workspaces if first == position)
             by_class[self._trace.classes[index]] += size if entry >= 0 else -size
             yield position, dict(by_class)

@@ -35,9 +35,7 @@ TIGHT = [
 ]
 
 
-def run(
-    config: ModelConfig, stack: Sequence[Optimization], card: Card = CARD, num_steps: int = 2
-) -> DryRun:
+def run(config: ModelConfig, stack: Sequence[Optimization], card: Card = CARD, num_steps: int = 2) -> DryRun:
     workload = Workload(micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
     return dry_run(config, compose(stack), card, workload, num_steps=num_steps)
 
@@ -140,9 +138,7 @@ def test_accumulation_repeats_the_arithmetic_but_not_the_update() -> None:
     one, four = (run(GPT2_UNTIED, [GradAccumulation(steps=steps)]).time for steps in (1, 4))
     assert four.flops == 4 * one.flops
     # The same ops at other starts: equal but for the rounding of a float64 sum.
-    assert four.seconds_by_bound[Bound.OPTIMIZER] == pytest.approx(
-        one.seconds_by_bound[Bound.OPTIMIZER], rel=1e-12
-    )
+    assert four.seconds_by_bound[Bound.OPTIMIZER] == pytest.approx(one.seconds_by_bound[Bound.OPTIMIZER], rel=1e-12)
     # Ids and targets, int64, in every micro-batch, at 80 % of 31.5 GB/s; float64 rounding again.
     assert four.upload_seconds == pytest.approx(4 * 2 * 8 * 51 / (0.8 * 31.5e9), rel=1e-12)
 
@@ -230,9 +226,7 @@ def one_billion_on_16_gb(name: str) -> DryRun:
 
 
 # Weight, master, gradient and optimizer state in bytes per parameter, from the definition of each stack.
-@pytest.mark.parametrize(
-    ("stack", "bytes_per_param"), [("vanilla", 4 + 4 + 8), ("mixed", 2 + 4 + 2 + 8)]
-)
+@pytest.mark.parametrize(("stack", "bytes_per_param"), [("vanilla", 4 + 4 + 8), ("mixed", 2 + 4 + 2 + 8)])
 def test_1b_parameters_do_not_fit_16_gb_with_whole_state(stack: str, bytes_per_param: int) -> None:
     found = one_billion_on_16_gb(stack)
     assert bytes_per_param * found.num_params > CARD.allocator_capacity_bytes  # arithmetic agrees
@@ -240,9 +234,7 @@ def test_1b_parameters_do_not_fit_16_gb_with_whole_state(stack: str, bytes_per_p
     assert found.peak_reserved_bytes > CARD.allocator_capacity_bytes
 
 
-@pytest.mark.parametrize(
-    ("stack", "bytes_per_param"), [("conservative", 4 + 4 + 2), ("tight", 2 + 0 + 2 + 2)]
-)
+@pytest.mark.parametrize(("stack", "bytes_per_param"), [("conservative", 4 + 4 + 2), ("tight", 2 + 0 + 2 + 2)])
 def test_1b_parameters_fit_16_gb_with_8_bit_state(stack: str, bytes_per_param: int) -> None:
     found = one_billion_on_16_gb(stack)
     assert found.fits

@@ -12,6 +12,7 @@ from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
@@ -52,12 +53,13 @@ def master_weights(trainer: Trainer) -> list[Tensor]:
     """Return the exact fp32 value of every parameter."""
     master = trainer.states.master
     return [
-        master.load(
-            state.parameter.data.view(-1), None if state.companion is None else state.companion.view(-1)
-        )
-        for _, states in trainer.states.items()
-        for state in states
+        master.load(state.parameter.data.view(-1), None if state.companion is None else state.companion.view(-1))
+        for state in states_of(trainer)
     ]
+
+
+def states_of(trainer: Trainer) -> list[ParameterState]:
+    return [state for unit in trainer.model.units() for state in trainer.states.peek(unit)]
 
 
 def assert_same_weights(actual: Trainer, expected: dict[str, Tensor]) -> None:
@@ -66,9 +68,7 @@ def assert_same_weights(actual: Trainer, expected: dict[str, Tensor]) -> None:
 
 
 def test_a_step_reports_what_it_did() -> None:
-    config = TrainerConfig(
-        optimizer=AdamWConfig(lr=0.5), schedule=LrSchedule(warmup_steps=4, total_steps=10)
-    )
+    config = TrainerConfig(optimizer=AdamWConfig(lr=0.5), schedule=LrSchedule(warmup_steps=4, total_steps=10))
     trainer = new_trainer(config=config, stack=[GradAccumulation(steps=2)])
     first, second = (trainer.step(step) for step in batches(2, accum_steps=2))
     assert (first.step, second.step) == (1, 2)
@@ -127,10 +127,9 @@ def test_weights_are_the_rounded_master() -> None:
     trainer = new_trainer(stack=[MixedPrecision()])
     for step in batches(2):
         trainer.step(step)
-    for _, states in trainer.states.items():
-        for state in states:
-            assert state.companion is not None
-            assert_bitwise(state.parameter.data, state.companion.bfloat16())
+    for state in states_of(trainer):
+        assert state.companion is not None
+        assert_bitwise(state.parameter.data, state.companion.bfloat16())
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches() -> None:
@@ -161,13 +160,13 @@ def test_a_loss_that_is_no_number_is_refused_and_nothing_changes() -> None:
     healthy = norm.detach().clone()
     norm.data[0] = math.nan
     before = weights(trainer)
-    moments = [[moment.clone() for moment in state.moments] for _, states in trainer.states.items() for state in states]
+    moments = [[moment.clone() for moment in state.moments] for state in states_of(trainer)]
     with pytest.raises(DivergenceError, match="step 2: loss is nan") as caught:
         trainer.step(bad)
     assert "optimizer.lr (0.01)" in str(caught.value)
     assert trainer.steps_done == 1
     assert_same_weights(trainer, before)
-    now = [state.moments for _, states in trainer.states.items() for state in states]
+    now = [state.moments for state in states_of(trainer)]
     for own, old in zip(now, moments, strict=True):
         for moment, copy in zip(own, old, strict=True):
             assert_bitwise(moment, copy)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from hybridtrain.config.encode import to_json
 from hybridvalidation import environment
 from hybridvalidation.environment import read_environment, source_digest
+
+from hybridtrain.config.encode import to_json
 
 
 def fake_package(root: Path, name: str) -> SimpleNamespace:
@@ -92,9 +92,7 @@ def test_the_digest_follows_every_file_that_can_change_a_figure(
     assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
 
 
-def test_the_digest_ignores_what_cannot_change_a_figure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_digest_ignores_what_cannot_change_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("hybridtrain", "hybridkernels"):
         fake_package(tmp_path / "one", name)
         fake_package(tmp_path / "two", name)

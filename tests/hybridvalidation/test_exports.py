@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hybridvalidation.exports import write_run_snapshot, write_run_trace
 from tiny_models import GPT2_UNTIED
 from torch.cuda import _memory_viz
 
@@ -14,7 +15,6 @@ from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import find_card
-from hybridvalidation.exports import write_run_snapshot, write_run_trace
 
 CLASSES = {item.value for item in TensorClass}
 
@@ -62,9 +62,7 @@ def test_every_storage_of_the_run_is_in_the_snapshot(run: DryRun, snapshot: dict
 def test_every_allocation_has_its_tensor_class(run: DryRun, snapshot: dict[str, Any]) -> None:
     found = allocations(snapshot)
     assert {entry["category"] for entry in found} <= CLASSES
-    by_class = {
-        name: sum(entry["size"] for entry in found if entry["category"] == name) for name in CLASSES
-    }
+    by_class = {name: sum(entry["size"] for entry in found if entry["category"] == name) for name in CLASSES}
     for item in TensorClass:
         own = zip(run.trace.sizes, run.trace.classes, strict=True)
         expected = sum(size for size, tensor_class in own if tensor_class is item)
@@ -110,9 +108,7 @@ def test_ops_follow_each_other_and_end_with_the_step(run: DryRun, trace: dict[st
 def test_the_upload_has_a_row_of_its_own(run: DryRun, trace: dict[str, Any]) -> None:
     (upload,) = [event for event in events(trace, "X") if event["cat"] == "transfer"]
     assert (upload["ts"], upload["dur"]) == (0.0, run.time.upload_seconds * 1e6)
-    rows = {
-        event["tid"]: event["args"]["name"] for event in events(trace, "M") if event["name"] == "thread_name"
-    }
+    rows = {event["tid"]: event["args"]["name"] for event in events(trace, "M") if event["name"] == "thread_name"}
     compute = next(event for event in events(trace, "X") if event["cat"] != "transfer")
     assert rows[upload["tid"]] == "copy in"
     assert rows[compute["tid"]] == "compute"

@@ -4,19 +4,19 @@ from math import exp, log
 from typing import Any
 
 import pytest
+from hybridvalidation.environment import read_environment
+from hybridvalidation.evidence import Evidence, Outcome
+from hybridvalidation.figures import memory_figures
+from hybridvalidation.metrics import accuracy_retention, compute_metric, perplexity_ratio
+from hybridvalidation.record import AccuracyFigures, MeasuredFigures, Record, SeedResult
+from hybridvalidation.runner import ScenarioRun
+from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
 from tiny_models import GPT2_UNTIED
 
 from hybridtrain.dry_run import Workload, dry_run
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
-from hybridvalidation.environment import read_environment
-from hybridvalidation.evidence import Evidence, Outcome
-from hybridvalidation.figures import memory_figures
-from hybridvalidation.metrics import accuracy_retention, compute_metric, perplexity_ratio
-from hybridvalidation.record import AccuracyFigures, MeasuredFigures, MemoryFigures, Record, SeedResult
-from hybridvalidation.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
 
 ROUNDING = 1e-12  # relative, of a few float64 operations
 T95_OF_3 = 4.303  # two-sided 95 % quantile of Student's t with 2 degrees of freedom
@@ -206,5 +206,3 @@ def test_runs_of_different_seeds_are_not_paired(seeds: Sequence[int]) -> None:
     # As when `validate` was stopped half-way after the seeds had been changed.
     run = run_of(executed("lean", [0.1] * len(seeds), seeds=seeds), executed("vanilla", [0.1] * 3))
     assert accuracy_retention(run, "lean") is None
-
-

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-
-from hybridtrain.errors import ConfigError
-from hybridtrain.phase import Phase
 from hybridvalidation import metrics
 from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.phase import Phase
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\
@@ -224,5 +224,3 @@ def test_a_stack_whose_parts_disagree_names_its_file(files: ScenarioFiles) -> No
     with pytest.raises(ConfigError, match="grad_accumulation") as caught:
         files.scenario("mine")
     assert "lean.toml" in str(caught.value)
-
-

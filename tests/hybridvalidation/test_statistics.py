@@ -1,7 +1,6 @@
 from math import sqrt
 
 import pytest
-
 from hybridvalidation.statistics import mean_interval
 
 ROUNDING = 1e-12  # relative, of a few float64 operations

@@ -2,13 +2,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny_models import GPT2_UNTIED
-
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.plan.compose import compose
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Evidence, Outcome
 from hybridvalidation.figures import memory_figures
@@ -33,6 +26,13 @@ from hybridvalidation.tables import (
     verdict_table,
 )
 from hybridvalidation.verdict import Status, Verdict
+from tiny_models import GPT2_UNTIED
+
+from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.plan.compose import compose
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.units import GIB
+from hybridtrain.virtual_gpu.card import find_card
 
 SCENARIO = Scenario(
     name="tiny", says="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
@@ -154,10 +154,11 @@ def test_without_measurements_there_is_no_such_table() -> None:
 
 def test_a_refused_request_is_told_in_a_sentence() -> None:
     memory = replace(PLANNED, fits=False, oom=OOM)
-    assert outcome_lines(run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory))) == [
+    (line,) = outcome_lines(run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory)))
+    assert line == (
         "lean: out of memory (step 2, backward block.3): 3.00 GiB requested with 22.00 of 24.00 GiB allocated "
         "(activation 13.00 GiB, weight 9.00 GiB)."
-    ]
+    )
 
 
 def test_a_refusal_while_the_model_is_built_says_so() -> None:

@@ -2,8 +2,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from tiny_models import GPT2_UNTIED
-
 from hybridvalidation import verdict as verdict_module
 from hybridvalidation.evidence import Evidence
 from hybridvalidation.metrics import Metric
@@ -19,6 +17,7 @@ from hybridvalidation.scenario import (
 )
 from hybridvalidation.statistics import Interval
 from hybridvalidation.verdict import Status, Verdict, judge, judge_all
+from tiny_models import GPT2_UNTIED
 
 STACKS = ("vanilla", "lean", "tight")
 ACCURACY = AccuracySpec(
@@ -47,9 +46,7 @@ def planned(value: float, *, fits: bool = True, interval: Interval | None = None
     return Metric(value, Evidence.PLANNED, "GiB", interval=interval, fits=fits, remark=remark)
 
 
-def judged(
-    monkeypatch: pytest.MonkeyPatch, stated: Target, found: Mapping[str, Metric], stack: str = "any"
-) -> Verdict:
+def judged(monkeypatch: pytest.MonkeyPatch, stated: Target, found: Mapping[str, Metric], stack: str = "any") -> Verdict:
     monkeypatch.setattr(verdict_module, "compute_metric", lambda _run, _name, name: found.get(name))
     return judge(run_of(), stated, stack)
 

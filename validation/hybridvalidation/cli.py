@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hybridtrain.errors import ConfigError, HybridTrainError
 from hybridvalidation import commands
@@ -17,7 +18,7 @@ _RESULTS = Path("results")
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hybridtrain",
         description="Does it fit, how fast is it, what does it cost: training on one card, with evidence.",
     )
@@ -32,33 +33,55 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0911  a code per kind of fault
     """Run a verb; faults of the user's end in one clear message and a non-zero code."""
-    options = build_parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
     try:
+        options = build_parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
+    except _WrongArgument as error:
+        return _report(error, [str(error)], 2, as_json=as_json)
+    except ConfigError as error:
+        return _report(error, error.faults, 2, as_json=as_json)
     except HybridTrainError as error:
-        if options.json:
-            faults = list(error.faults) if isinstance(error, ConfigError) else []
-            sys.stdout.write(
-                json.dumps({"error": type(error).__name__, "message": str(error), "faults": faults}) + "\n"
-            )
-        else:
-            sys.stderr.write(f"hybridtrain: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        return _report(error, (), 1, as_json=as_json)
     except KeyboardInterrupt:
         sys.stderr.write("hybridtrain: stopped; finished runs are kept\n")
         return 130
     except BrokenPipeError:
         return 141
+    except OSError as error:
+        message = f"{error.filename or 'a file'}: {error.strerror or error}; choose another path or make room"
+        return _report(OSError(message), (), 1, as_json=as_json)
+
+
+class _WrongArgument(Exception):  # noqa: N818  never leaves this file
+    """What argparse found."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that wrong arguments can be told as JSON too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _WrongArgument(f"{message}\n{self.format_usage()}")
+
+
+def _report(error: Exception, faults: Sequence[str], code: int, *, as_json: bool) -> int:
+    if as_json:
+        name = type(error).__name__.lstrip("_")
+        sys.stdout.write(json.dumps({"error": name, "message": str(error), "faults": list(faults)}) + "\n")
+    else:
+        sys.stderr.write(f"hybridtrain: {error}\n")
+    return code
 
 
 _Verbs = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def _add_verb(
-    verbs: "_Verbs[argparse.ArgumentParser]", name: str, run: Callable[[argparse.Namespace], int], says: str
+    verbs: "_Verbs[_Parser]", name: str, run: Callable[[argparse.Namespace], int], says: str
 ) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=says, description=says)
     parser.set_defaults(run=run)
@@ -69,7 +92,7 @@ def _add_verb(
     return parser
 
 
-def _add_validate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+def _add_validate(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(
         verbs, "validate", commands.validate, "run a scenario under all its stacks and judge its targets"
     )
@@ -78,7 +101,7 @@ def _add_validate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     _add_results(parser)
 
 
-def _add_dry_run(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+def _add_dry_run(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(verbs, "dry-run", commands.dry_run_command, "plan one model, stack and card without a GPU")
     parser.add_argument("--model", required=True, help="name of a model, or a .toml file with its shape")
     parser.add_argument("--stack", required=True, help="name of a stack, or a .toml file")
@@ -97,7 +120,7 @@ def _add_dry_run(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
 
 
-def _add_train(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+def _add_train(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(verbs, "train", commands.train_command, "train a model on your own text")
     parser.add_argument("config", type=Path, help="a training .toml file")
     parser.add_argument(
@@ -109,7 +132,7 @@ def _add_train(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
 
 
-def _add_gate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+def _add_gate(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(
         verbs, "gate", commands.gate_command,
         "compare dry runs with baselines; exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured",
@@ -119,7 +142,7 @@ def _add_gate(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
     _add_results(parser)
 
 
-def _add_report(verbs: "_Verbs[argparse.ArgumentParser]") -> None:
+def _add_report(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(
         verbs,
         "report",

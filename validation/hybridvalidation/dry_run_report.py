@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.model_config import ModelConfig, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -173,7 +174,10 @@ def _fitting_stacks(
     for name in files.stack_names():
         if name == refused:
             continue
-        plan = with_accumulation(files.stack(name).plan(), accum_steps)
+        try:
+            plan = with_accumulation(files.stack(name).plan(), accum_steps)
+        except HybridTrainError:  # a faulty file beside the chosen one is not what was asked about
+            continue
         if dry_run(shape, plan, run.card, workload).fits:
             fitting.append(name)
     return fitting

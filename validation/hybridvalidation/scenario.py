@@ -152,6 +152,9 @@ class Stack:
     says: str
     optimizations: tuple[Optimization, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.plan()
+
     def plan(self) -> MemoryPlan:
         """Return the composed plan; raises ``PlanConflictError``."""
         return compose(self.optimizations)

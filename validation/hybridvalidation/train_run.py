@@ -96,7 +96,8 @@ def train(
     with ledger:
         trainer = _build(file, device)
     if resume:
-        load_train_state(trainer, state_path)
+        with ledger:
+            load_train_state(trainer, state_path)
         say(f"resumed after step {trainer.steps_done}")
     last = _run(file, trainer, corpus, ledger, state_path, log_path, progress=progress)
     if file.sample_tokens:

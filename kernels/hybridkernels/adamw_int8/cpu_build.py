@@ -48,7 +48,7 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
 
 
 def _library_path(compiler: str) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybridtrain"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridtrain"
     key = "\n".join([_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), platform.processor(), _cpu_flags()])
     return folder / f"adamw_int8-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 @torch.library.custom_op("hybridkernels::layer_norm", mutates_args=())
 def _layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    out, mean, rstd = torch.native_layer_norm(x, weight_D.shape, weight_D, bias_D, eps)
-    return out, mean.float(), rstd.float()
+    if x.device.type == "cpu":  # fp32 parameters make torch's CPU kernel keep fp32 statistics
+        weight_D, bias_D = weight_D.float(), bias_D.float()
+    return torch.native_layer_norm(x.contiguous(), weight_D.shape, weight_D, bias_D, eps)
 
 
 @_layer_norm.register_fake
@@ -30,11 +31,13 @@ def _layer_norm_fake(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) ->
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if x.device.type == "cpu":  # the CPU kernel wants its statistics in the dtype it wrote them
-        mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
-    dx, dweight_D, dbias_D = torch.ops.aten.native_layer_norm_backward(
-        grad.contiguous(), x, weight_D.shape, mean, rstd, weight_D, bias_D, [True, True, True]
+    dtypes = (x.dtype, weight_D.dtype, bias_D.dtype)
+    if x.device.type == "cpu":  # torch's CPU kernel sums 16-bit parameter gradients in 16 bits, its CUDA kernel in fp32
+        grad, x, weight_D, bias_D = (tensor.float() for tensor in (grad, x, weight_D, bias_D))
+    grads = torch.ops.aten.native_layer_norm_backward(
+        grad.contiguous(), x.contiguous(), weight_D.shape, mean, rstd, weight_D, bias_D, [True, True, True]
     )
+    dx, dweight_D, dbias_D = (found.to(dtype) for found, dtype in zip(grads, dtypes, strict=True))
     return dx, dweight_D, dbias_D
 
 

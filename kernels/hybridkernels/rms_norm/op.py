@@ -8,14 +8,14 @@ from torch import Tensor
 
 @torch.library.custom_op("hybridkernels::rms_norm", mutates_args=(), device_types="cpu")
 def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x_fp32 = x.float()
+    x_fp32 = x.contiguous().float()
     rstd = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     return (x_fp32 * rstd * weight_D).to(x.dtype), rstd
 
 
 @_rms_norm.register_kernel("cuda")
 def _rms_norm_cuda(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, rstd = torch.ops.aten._fused_rms_norm(x, list(weight_D.shape), weight_D, eps)
+    out, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), list(weight_D.shape), weight_D, eps)
     return out, rstd
 
 
@@ -26,8 +26,8 @@ def _rms_norm_fake(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("hybridkernels::rms_norm_backward", mutates_args=(), device_types="cpu")
 def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    grad_fp32 = grad.float()
-    normed = x.float() * rstd
+    grad_fp32 = grad.contiguous().float()
+    normed = x.contiguous().float() * rstd
     dnormed = grad_fp32 * weight_D
     dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
     dweight_D = (grad_fp32 * normed).flatten(0, -2).sum(0)
@@ -37,7 +37,7 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) 
 @_rms_norm_backward.register_kernel("cuda")
 def _rms_norm_backward_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
     dx, dweight_D = torch.ops.aten._fused_rms_norm_backward(
-        grad.contiguous(), x, list(weight_D.shape), rstd, weight_D, [True, True]
+        grad.contiguous(), x.contiguous(), list(weight_D.shape), rstd, weight_D, [True, True]
     )
     return dx, dweight_D
 

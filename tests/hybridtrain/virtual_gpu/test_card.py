@@ -81,7 +81,7 @@ def test_a_context_that_leaves_nothing_is_refused(context_mib: int) -> None:
 
 @pytest.mark.parametrize("capability", ["", "ada", "8.9.1", "-8.9", "8,9", ".9", "8.", "\u00b2.0"])
 def test_a_compute_capability_that_is_no_version_is_refused(capability: str) -> None:
-    with pytest.raises(ValueError, match="must read like '8.9'"):
+    with pytest.raises(ValueError, match=r"must read like '8\.9'"):
         card(compute_capability=capability)
 
 

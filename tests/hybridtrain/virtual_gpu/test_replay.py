@@ -95,9 +95,7 @@ def test_each_thread_takes_one_workspace_for_the_whole_run(stack: str, workspace
     for step in found.steps:
         # One of the forward thread, one of the backward thread; both sizes are whole multiples of 512 bytes.
         assert step.by_unit[WORKSPACE, "cublas"] == 2 * workspace_bytes
-    ledger_peak = max(
-        list(trace.live_bytes())[position] for position in trace.step_range(1)
-    )
+    ledger_peak = max(list(trace.live_bytes())[position] for position in trace.step_range(1))
     assert found.steps[1].requested_bytes == ledger_peak + 2 * workspace_bytes
 
 

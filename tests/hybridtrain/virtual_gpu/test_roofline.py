@@ -24,9 +24,7 @@ LAUNCH_S = 4e-6
 ROUNDING = 1e-12  # relative, of a few float64 operations
 
 
-def op(
-    flops: int = 0, bytes_moved: int = 0, stage: Stage = Stage.FORWARD, dtype: str = "bfloat16"
-) -> OpRecord:
+def op(flops: int = 0, bytes_moved: int = 0, stage: Stage = Stage.FORWARD, dtype: str = "bfloat16") -> OpRecord:
     return OpRecord(
         name="op", event=0, stage=stage, unit="", is_matmul=flops > 0, flops=flops, bytes_moved=bytes_moved,
         dtype=dtype,
