@@ -52,16 +52,19 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
     for name, target in _named_tensors(trainer, with_moments=steps_done > 0):
         target.copy_(sources[name])
     trainer.steps_done = steps_done
+    for state in (state for _, states in trainer.states.items() for state in states if not steps_done):
+        state.moments = ()
 
 
 def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield everything the next step depends on; moments that do not exist yet are allocated."""
-    for unit in trainer.model.units() if with_moments else ():
-        trainer.states.acquire(unit)
+    for part in trainer.model.units() if with_moments else ():
+        trainer.states.acquire(part)
     for unit, states in trainer.states.items():
         for index, state in enumerate(states):
             named = {"weight": state.parameter.data, "companion": state.companion}
-            named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
+            if with_moments:
+                named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
             yield from ((f"{unit}/{index}/{name}", tensor) for name, tensor in named.items() if tensor is not None)
 
 

@@ -66,7 +66,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def states_of(trainer: Trainer) -> list[ParameterState]:
-    return [state for unit in trainer.model.units() for state in trainer.states.peek(unit)]
+    return [state for _, states in trainer.states.items() for state in states]
 
 
 def assert_same_state(actual: Trainer, expected: Trainer) -> None:

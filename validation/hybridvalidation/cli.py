@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hybridtrain.errors import ConfigError, HybridTrainError
+from hybridtrain.errors import ConfigError, DataError, HybridTrainError
 from hybridvalidation import commands
 
 _RESULTS = Path("results")
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0911  a cod
         return _report(error, [str(error)], 2, as_json=as_json)
     except ConfigError as error:
         return _report(error, error.faults, 2, as_json=as_json)
+    except DataError as error:
+        return _report(error, [str(error)], 2, as_json=as_json)
     except HybridTrainError as error:
         return _report(error, (), 1, as_json=as_json)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import torch
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.data.open_corpus import open_corpus
+from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
@@ -22,7 +23,7 @@ from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.dry_run_report import plan_run
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Outcome
-from hybridvalidation.gate import GateExit, run_gate, write_baselines
+from hybridvalidation.gate import GateExit, drop_replacements, run_gate, write_baselines
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.report import TERMINAL, report_text, write_report
@@ -95,17 +96,15 @@ def gate_command(options: argparse.Namespace) -> int:
 
         result = run_gate(files, names, folder, on_run)
     exit_code = result.exit_code
-    unmeasured = [
-        finding
-        for finding in result.findings
-        if "no baseline" not in finding.message and finding.exit is GateExit.COULD_NOT_MEASURE
-    ]
+    unmeasured = [finding for finding in result.findings if not finding.settled_by_accept]
     written: list[Path] = []
     if options.accept and not unmeasured:
         written = write_baselines(result.replacements, folder, accept=True)
         exit_code = GateExit.OK
     elif exit_code is not GateExit.OK:
         written = write_baselines(result.replacements, folder, accept=False)
+    else:
+        drop_replacements(names, folder)
     if options.json:
         findings = [encode(finding) for finding in result.findings]
         _print_json(
@@ -196,7 +195,12 @@ def _run_summary(run: ScenarioRun, files: ScenarioFiles) -> dict[str, object]:
 
 
 def _files(options: argparse.Namespace) -> ScenarioFiles:
-    return ScenarioFiles(options.scenarios or default_folder())
+    folder: Path = options.scenarios or default_folder()
+    if not folder.is_dir():
+        raise ConfigError(
+            str(folder), ["no such folder; --scenarios names one with scenario files, stacks/ and targets.toml"]
+        )
+    return ScenarioFiles(folder)
 
 
 def _version(package: str) -> str:

@@ -10,7 +10,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.errors import HybridTrainError, RecordError
+from hybridtrain.errors import ConfigError, HybridTrainError, RecordError
 from hybridtrain.phase import Phase
 from hybridtrain.units import format_bytes
 from hybridvalidation.figures import memory_figures
@@ -25,6 +25,8 @@ RESERVED_TOLERANCE = 0.02
 TIME_TOLERANCE = 0.05
 """Relative; an estimate."""
 _SHOWN_CHANGES = 6
+_NUM_STEPS = 2
+"""The first step, which allocates optimizer state, and a later one."""
 
 
 class GateExit(IntEnum):
@@ -51,6 +53,11 @@ class StackBaseline:
     by_unit: Mapping[str, int]
     """Holders of the peak's bytes, as ``class/unit``."""
 
+    def __post_init__(self) -> None:
+        per_step = (self.allocated_bytes, self.reserved_bytes)
+        if any(len(figures) != _NUM_STEPS or min(figures) < 1 for figures in per_step) or self.step_time_s <= 0:
+            raise ValueError(f"allocated_bytes, reserved_bytes: {_NUM_STEPS} figures above 0 each; step_time_s above 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
@@ -68,6 +75,8 @@ class Finding:
     stack: str
     exit: GateExit
     message: str
+    settled_by_accept: bool = True
+    """Whether recording today's figures answers it; a run that failed has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,26 +110,21 @@ def run_gate(files: ScenarioFiles, names: list[str], baselines: Path, on_run: Ca
             try:
                 stacks[stack_name] = measure_stack(scenario, files.stack(stack_name))
             except (HybridTrainError, ValueError, RuntimeError) as error:
+                reason = f"{type(error).__name__}: {error}"
                 findings.append(
-                    _finding(
-                        scenario.name,
-                        stack_name,
-                        GateExit.COULD_NOT_MEASURE,
-                        f"{type(error).__name__}: {error}",
-                    )
+                    _finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, reason, settled_by_accept=False)
                 )
                 continue
             if recorded is None or stack_name not in recorded.stacks:
-                findings.append(
-                    _finding(
-                        scenario.name,
-                        stack_name,
-                        GateExit.COULD_NOT_MEASURE,
-                        "there is no baseline to compare with",
-                    )
-                )
+                reason = "there is no baseline to compare with"
+                findings.append(_finding(scenario.name, stack_name, GateExit.COULD_NOT_MEASURE, reason))
             else:
                 findings += compare(scenario.name, stack_name, recorded.stacks[stack_name], stacks[stack_name])
+        findings += [
+            _finding(scenario.name, gone, GateExit.COULD_NOT_MEASURE, "stands in the baseline but is not run any more")
+            for gone in (() if recorded is None else recorded.stacks)
+            if gone not in scenario.stacks
+        ]
         replacements[scenario.name] = Baseline(scenario=scenario.name, stacks=stacks)
     return GateResult(findings=tuple(findings), replacements=replacements, num_runs=num_runs)
 
@@ -181,6 +185,12 @@ def write_baselines(replacements: Mapping[str, Baseline], folder: Path, *, accep
     return paths
 
 
+def drop_replacements(names: list[str], folder: Path) -> None:
+    """Remove the replacement files of scenarios that need none any more."""
+    for name in names:
+        (folder / f"{Path(name).stem}.replacement.json").unlink(missing_ok=True)
+
+
 def _indented(baseline: Baseline) -> str:
     return json.dumps(json.loads(to_json(baseline)), indent=1, sort_keys=True) + "\n"
 
@@ -191,7 +201,7 @@ def _read_baseline(folder: Path, name: str) -> Baseline | None:
         return None
     try:
         return decode(Baseline, json.loads(path.read_text(encoding="utf-8")), source=str(path))
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error
 
 
@@ -219,5 +229,5 @@ def _moved(old: Mapping[str, int], new: Mapping[str, int]) -> str:
     return f"moved: {shown}" + (f" and {rest} more" if rest > 0 else "")
 
 
-def _finding(scenario: str, stack: str, code: GateExit, message: str) -> Finding:
-    return Finding(scenario=scenario, stack=stack, exit=code, message=message)
+def _finding(scenario: str, stack: str, code: GateExit, message: str, *, settled_by_accept: bool = True) -> Finding:
+    return Finding(scenario=scenario, stack=stack, exit=code, message=message, settled_by_accept=settled_by_accept)

@@ -25,41 +25,49 @@ class Job:
     card: CardSpec
     workload: BatchWorkload
     accuracy: AccuracySpec | None
+    subject: str
+    """Digest of what is run."""
     key: str
+    """Digest of what is run, with which source, libraries and machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    """What the figures of a run depend on. Names of scenario and stack are not among them."""
+class _Subject:
+    """What is run. Names of scenario and stack are not part of it."""
 
     kind: str
     inputs: tuple[str, ...]
     plan: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What the figures depend on."""
+
+    subject: str
     source_digest: str
     torch: str
     machine: str
 
 
-def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) -> Job:
-    """Return the job with its key."""
+def subject_of(kind: JobKind, scenario: Scenario, stack: Stack) -> str:
+    """Return the digest of what a run of this kind is about."""
     inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload)
-    machine = ""
     if kind == "accuracy":
         inputs = (scenario.accuracy,)
+    return digest(_Subject(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan())))
+
+
+def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) -> Job:
+    """Return the job with its key."""
+    machine = ""
     if kind != "dry_run":
         environment = read_environment()
         machine = f"{environment.cpu} {environment.int8_update} {environment.gpu} {corpus.digest}"
-    key = digest(
-        _Key(
-            kind,
-            tuple(digest(item) for item in inputs),
-            plan_figures(stack.plan()),
-            source_digest(),
-            torch.__version__,
-            machine,
-        )
-    )
+    subject = subject_of(kind, scenario, stack)
+    key = digest(_Key(subject, source_digest(), torch.__version__, machine))
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card,
-        workload=scenario.workload, accuracy=scenario.accuracy if kind == "accuracy" else None, key=key,
+        workload=scenario.workload, accuracy=scenario.accuracy if kind == "accuracy" else None,
+        subject=subject, key=key,
     )  # fmt: skip

@@ -6,11 +6,13 @@ from math import exp
 
 from hybridtrain.units import GB, GIB
 from hybridvalidation.evidence import Evidence
-from hybridvalidation.record import AccuracyFigures, MemoryFigures
+from hybridvalidation.record import AccuracyFigures, MemoryFigures, SeedResult
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.statistics import Interval, mean_interval
 
 BASELINE_STACK = "vanilla"
+_LARGEST_EXPONENT = 700.0
+"""A difference of losses whose exponential is still a float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +36,30 @@ def compute_metric(run: ScenarioRun, name: str, stack: str) -> Metric | None:
 
 def accuracy_retention(run: ScenarioRun, stack: str) -> Interval | None:
     """Return validation top-1 accuracy against the baseline's in percent, paired by seed."""
-    return _paired(run, stack, lambda figures: [seed.validation_accuracy for seed in figures.seeds])
+    pairs = _seed_pairs(run, stack)
+    if any(baseline.validation_accuracy == 0 for _, baseline in pairs):
+        return None
+    return _interval([100 * own.validation_accuracy / baseline.validation_accuracy for own, baseline in pairs])
 
 
 def perplexity_ratio(run: ScenarioRun, stack: str) -> Interval | None:
     """Return validation perplexity against the baseline's in percent, paired by seed; above 100 is worse."""
-    return _paired(run, stack, lambda figures: [exp(seed.validation_loss) for seed in figures.seeds])
+    pairs = _seed_pairs(run, stack)
+    return _interval(
+        [100 * exp(min(own.validation_loss - baseline.validation_loss, _LARGEST_EXPONENT)) for own, baseline in pairs]
+    )
 
 
-def _paired(run: ScenarioRun, stack: str, samples: Callable[[AccuracyFigures], list[float]]) -> Interval | None:
+def _seed_pairs(run: ScenarioRun, stack: str) -> list[tuple[SeedResult, SeedResult]]:
+    """Return each seed's run and its baseline; nothing when the two were not made with the same seeds."""
     own, baseline = _accuracy(run, stack), _accuracy(run, BASELINE_STACK)
-    if own is None or baseline is None:
-        return None
-    pairs = zip(samples(own), samples(baseline), strict=True)
-    return mean_interval([100 * value / reference for value, reference in pairs])
+    if own is None or baseline is None or [seed.seed for seed in own.seeds] != [seed.seed for seed in baseline.seeds]:
+        return []
+    return list(zip(own.seeds, baseline.seeds, strict=True))
+
+
+def _interval(samples: list[float]) -> Interval | None:
+    return mean_interval(samples) if len(samples) > 1 else None
 
 
 def _accuracy(run: ScenarioRun, stack: str) -> AccuracyFigures | None:

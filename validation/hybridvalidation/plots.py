@@ -71,7 +71,8 @@ def _plot_peak(run: ScenarioRun, figure: Figure) -> None:
     axes.margins(y=0.12)
     axes.set_ylabel("GiB at the peak (planned)")
     axes.set_title(f"{run.scenario.says}: where the memory goes", fontsize=11)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    if stacks:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
 
 
 def _plot_timeline(run: ScenarioRun, figure: Figure) -> None:
@@ -90,7 +91,7 @@ def _plot_timeline(run: ScenarioRun, figure: Figure) -> None:
         _card_line(axes, to_gib(card.memory_bytes), card.name if axes is rows[0] else "")
         axes.set_ylabel("GiB")
         axes.set_title(f"{stack}: allocated through one step ({memory.bound}-bound)", fontsize=10, loc="left")
-    if stacks:
+    if any(memory.timeline is not None for _, memory in stacks):
         rows[-1].set_xlabel("seconds (estimated)")
         figure.legend(*rows[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.suptitle(f"{run.scenario.says}: memory over time (planned)", fontsize=11)
@@ -109,7 +110,9 @@ def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
         )  # fmt: skip
     axes.axvline(100, color="black", linewidth=1)
     axes.set_yticks(range(len(points)), [stack for stack, _ in points])
-    axes.set_ylim(len(points) - 0.5, -0.5)
+    axes.set_ylim(max(len(points), 1) - 0.5, -0.5)
+    if not points:
+        axes.annotate("nothing to compare", (0.5, 0.5), xycoords="axes fraction", ha="center")
     record = run.get("accuracy", BASELINE_STACK)
     proxy = ""
     if record is not None and record.accuracy is not None:

@@ -117,6 +117,8 @@ class Record:
 
     key: str
     """Digest of all that the figures depend on; an equal key means the run need not be repeated."""
+    subject: str = ""
+    """Digest of model, card, workload and plan, whoever runs it with whatever version; reports go by it."""
     kind: str
     """``dry_run``, ``accuracy`` or ``measured``."""
     scenario: str

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -20,7 +22,7 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import EVIDENCE_OF_KIND, Outcome
 from hybridvalidation.figures import plan_figures
-from hybridvalidation.job import Job, JobKind, make_job
+from hybridvalidation.job import Job, JobKind, make_job, subject_of
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.record import Record
 from hybridvalidation.record_store import RecordStore
@@ -28,8 +30,6 @@ from hybridvalidation.scenario import Scenario, Stack
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Small models gain nothing from a second thread, and two runs on two cores do."""
-_ERROR_LINES = 4
-"""Lines of a failed worker's output that are kept: the exception and where it was raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,19 @@ def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
 
 
 def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordStore) -> ScenarioRun:
-    """Return the newest record of every kind and stack; nothing is run."""
+    """Return the newest record of every kind and stack as the files describe them now; nothing is run."""
     chosen = {stack.name: stack for stack in stacks}
-    records = {(record.kind, record.stack): record for record in store.read(scenario.name) if record.stack in chosen}
+    everything = store.read(scenario.name)
+    records: dict[tuple[str, str], Record] = {}
+    for kind in get_args(JobKind):
+        for name, stack in chosen.items():
+            subject = subject_of(kind, scenario, stack)
+            same = [record for record in everything if record.kind == kind and record.subject == subject]
+            crashed = [
+                record for record in everything if (record.kind, record.stack, record.subject) == (kind, name, "")
+            ]
+            if same or crashed:
+                records[kind, name] = (same or crashed)[-1]
     return ScenarioRun(scenario=scenario, stacks=chosen, records=records, num_cached=len(records))
 
 
@@ -104,10 +114,16 @@ def run_in_process(job: Job) -> Record:
         )  # fmt: skip
         if done.returncode == 0:
             return decode(Record, json.loads(record_path.read_text(encoding="utf-8")), source="worker")
-    tail = "\n".join(done.stderr.strip().splitlines()[-_ERROR_LINES:])
+    failure = _without_paths((done.stderr.strip().splitlines() or ["no message"])[-1])
     return Record(
-        key="", kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
-        outcome=Outcome.ERROR, message=f"worker ended with code {done.returncode}: {tail}",
+        key="", subject=job.subject, kind=job.kind, scenario=job.scenario, stack=job.stack.name,
+        evidence=EVIDENCE_OF_KIND[job.kind],
+        outcome=Outcome.ERROR, message=f"worker ended with code {done.returncode}: {failure}",
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
         environment=read_environment(), plan=plan_figures(job.stack.plan()),
     )  # fmt: skip
+
+
+def _without_paths(text: str) -> str:
+    """Return text with folders cut off its paths: records tell nothing of a machine's places."""
+    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)

@@ -1,5 +1,6 @@
 """What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,13 @@ from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
+
+
+def name_faults(name: str) -> list[str]:
+    """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        return []
+    return [f"name: '{name}' must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,8 @@ class AccuracySpec:
         faults = below_least(self, ("num_steps", "batch_size", "seq_len", "validation_batches"))
         if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
+            faults.append(f"seeds: {list(self.seeds)} must be different and at least 0")
         if self.lr <= 0:
             faults.append(f"lr: {self.lr} must be above 0")
         if self.seq_len > self.proxy.max_seq_len:
@@ -120,7 +130,7 @@ class Scenario:
     targets: tuple[ScenarioTarget, ...] = ()
 
     def __post_init__(self) -> None:
-        faults = []
+        faults = name_faults(self.name)
         if not self.stacks:
             faults.append("stacks: empty; name at least one stack")
         if len(set(self.stacks)) < len(self.stacks):
@@ -153,6 +163,9 @@ class Stack:
     optimizations: tuple[Optimization, ...] = ()
 
     def __post_init__(self) -> None:
+        faults = name_faults(self.name)
+        if faults:
+            raise ValueError("\n".join(faults))
         self.plan()
 
     def plan(self) -> MemoryPlan:
@@ -185,3 +198,9 @@ class TargetFile:
     """``targets.toml``."""
 
     target: tuple[Target, ...]
+
+    def __post_init__(self) -> None:
+        names = [target.id for target in self.target]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"target: stated twice: {', '.join(twice)}; give each its own id")

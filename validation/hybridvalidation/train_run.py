@@ -1,5 +1,6 @@
 """``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.encode import to_json
 from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import BatchSampler, TokenBatch
@@ -44,7 +46,7 @@ class TrainFile:
     sample_tokens: int = 200
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("num_steps", "save_every")) + below_least(self, ("sample_tokens",), least=0)
+        faults = below_least(self, ("num_steps", "save_every")) + below_least(self, ("sample_tokens", "seed"), least=0)
         steps = compose(self.optimizations).for_phase(Phase.FULL).grad_accum_steps
         if self.workload.batch_size % steps:
             faults.append(
@@ -99,10 +101,18 @@ def train(
         with ledger:
             load_train_state(trainer, state_path)
         say(f"resumed after step {trainer.steps_done}")
+    _trim_log(log_path, trainer.steps_done)
     last = _run(file, trainer, corpus, ledger, state_path, log_path, progress=progress)
     if file.sample_tokens:
         say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
     return last
+
+
+def _trim_log(path: Path, steps_done: int) -> None:
+    """Drop lines of steps that were not saved and will be done again."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= steps_done]
+    replace_file(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _build(file: TrainFile, device: torch.device) -> Trainer:

@@ -32,6 +32,8 @@ class Verdict:
     """A sentence with the figure and the bound."""
     evidence: Evidence | None
     value: float | None
+    fits: bool = True
+    """Whether the stack runs on the scenario's card."""
 
 
 def judge(run: ScenarioRun, target: Target, stack: str) -> Verdict:
@@ -40,7 +42,7 @@ def judge(run: ScenarioRun, target: Target, stack: str) -> Verdict:
         return _judge_stack(run, target, stack)
     verdicts = [_judge_stack(run, target, name) for name in run.scenario.stacks]
     order = (Status.HOLDS, Status.UNPROVEN, Status.REFUTED)
-    return min(verdicts, key=lambda verdict: (order.index(verdict.status), _distance(target, verdict)))
+    return min(verdicts, key=lambda v: (order.index(v.status), not v.fits, _distance(target, v)))
 
 
 def judge_all(run: ScenarioRun, targets: dict[str, Target]) -> list[Verdict]:
@@ -77,13 +79,18 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     wanted = _wanted(target)
     words = {Status.HOLDS: "meets", Status.REFUTED: "misses", Status.UNPROVEN: "cannot be told apart from"}
     reason = f"{shown} {words[status]} {wanted}, {metric.evidence}"
-    if not metric.fits and target.metric != "peak_vram_reduction_pct":
-        if status is Status.HOLDS:
+    if not metric.fits and not target.metric.endswith("_reduction_pct"):
+        if status is Status.HOLDS and not _states_need(target):
             status = Status.REFUTED
         reason += "; this stack runs out of memory on the card"
     if metric.remark:
         reason += f"; {metric.remark}"
     return status, f"{reason}."
+
+
+def _states_need(target: Target) -> bool:
+    """Return whether the statement is about what a run takes, so that a card too small does not refute it."""
+    return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
 
 
 def _bounds(target: Target) -> tuple[float, float]:

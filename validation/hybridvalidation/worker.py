@@ -49,7 +49,8 @@ def run_job(job: Job) -> Record:
     except torch.OutOfMemoryError as error:
         outcome, message = Outcome.OUT_OF_MEMORY, str(error)
     return Record(
-        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
+        key=job.key, subject=job.subject, kind=job.kind, scenario=job.scenario, stack=job.stack.name,
+        evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
         plan=plan_figures(job.stack.plan()), memory=memory, accuracy=accuracy, measured=measured,

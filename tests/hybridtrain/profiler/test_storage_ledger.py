@@ -290,9 +290,10 @@ def call_every_op(_cache: MetaCache, func: Callable[..., object], args: tuple, k
     return func(*args, **kwargs)
 
 
-def test_shapes_of_another_batch_are_not_remembered() -> None:
-    ledger = StorageLedger()
-    with ledger:
+def test_only_operands_of_the_same_shape_and_strides_are_remembered() -> None:
+    with StorageLedger() as ledger:
         for size in (3, 5, 3):
             torch.zeros(size, device="meta") + 1
-    assert ledger.trace().sizes == (12, 12, 20, 20, 12, 12)
+        dense, turned = torch.zeros(3, 4, device="meta"), torch.zeros(4, 3, device="meta").t()
+        assert [(tensor + 1).stride() for tensor in (dense, turned, dense)] == [(4, 1), (1, 3), (4, 1)]
+    assert ledger.trace().sizes[:6] == (12, 12, 20, 20, 12, 12)
