@@ -59,6 +59,7 @@ def _judge_stack(run: ScenarioRun, target: Target, stack: str) -> Verdict:
     return Verdict(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason,
         evidence=None if metric is None else metric.evidence, value=None if metric is None else metric.value,
+        fits=metric is None or metric.fits,
     )  # fmt: skip
 
 
