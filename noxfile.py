@@ -22,7 +22,8 @@ def install(session: nox.Session, *groups: str) -> None:
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
     install(session, "test")
-    session.run("pytest", *session.posargs)
+    # One thread: tiny ops gain nothing from a second, and lose much where another process has its core.
+    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

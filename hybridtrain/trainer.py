@@ -20,8 +20,8 @@ from hybridtrain.models.block_model import Unit
 from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver, NullObserver, Stage
 from hybridtrain.trainer_config import TrainerConfig
 
@@ -64,6 +64,7 @@ class Trainer:
         self.config = config
         self.plan = plan.for_phase(Phase.FULL)
         self.steps_done = 0
+        _refuse_other_placements(self.plan)
         self._transfer = transfer
         self._observer = observer or NullObserver()
         with self._observer.region(Stage.BUILD, ""):
@@ -128,3 +129,11 @@ class Trainer:
                     f"step {step}: {name} is {value}; it must be a finite number. The step was not applied. "
                     f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data."
                 )
+
+
+def _refuse_other_placements(plan: PhasePlan) -> None:
+    """Raise for cells that no store serves: a plan must never be realised as something else."""
+    cells = {"weight": plan.weight, "master": plan.master, "grad": plan.grad, "optim_state": plan.optim_state}
+    for name, cell in (cells | {"boundary": plan.boundary}).items():
+        if cell.placement is not Placement.DEVICE:
+            raise ValueError(f"{name}.placement: {cell.placement} has no store yet; allowed: {Placement.DEVICE}")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_
 from torch import Tensor
 
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_
 from hybridtrain.memory.master_codec import MasterCodec
 from hybridtrain.memory.state_store import ParameterState
 

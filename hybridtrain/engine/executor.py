@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.block_step import BlockGraph, differentiate_block, run_block
@@ -109,7 +110,7 @@ class _Visit:
         self._scale = 1.0 / len(batches)
         self._recomputes = executor._plan.recompute_every > 0
         self._defers_tied = executor._is_tied and len(group) > 1
-        self._embedded: dict[int, Tensor] = {}
+        self._embedded: dict[int, GradientEdge] = {}
         self._graphs: dict[tuple[int, int], BlockGraph] = {}
         self._hidden: dict[int, Tensor] = {}
         self._grad: dict[int, Tensor] = {}
@@ -139,7 +140,7 @@ class _Visit:
             self._seed_unit(micro_batch, 0)
             with torch.enable_grad():
                 embedded_BTD = executor._weights.acquire_embedding()(self._batches[micro_batch].token_ids_BT)
-        self._embedded[micro_batch] = embedded_BTD
+        self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
         self._hidden[micro_batch] = embedded_BTD.detach()
 
     def _forward_segment(self, micro_batch: int, segment: range) -> None:
@@ -158,9 +159,8 @@ class _Visit:
                 with torch.no_grad():
                     result: Tensor = module(hidden_BTD)
                 return result
-            graph = run_block(module, hidden_BTD)
-        self._graphs[micro_batch, block] = graph
-        return graph.hidden_out_BTD.detach()
+            self._graphs[micro_batch, block], hidden_BTD = run_block(module, hidden_BTD)
+        return hidden_BTD
 
     def _head(self, micro_batch: int) -> Tensor:
         executor = self._executor
@@ -186,10 +186,10 @@ class _Visit:
             for block in segment:
                 with executor._observer.region(Stage.BACKWARD, f"block.{block}"):
                     self._seed_unit(micro_batch, block + 1)
-                    graph = run_block(executor._weights.acquire(block), hidden_BTD)
+                    graph, hidden_BTD = run_block(executor._weights.acquire(block), hidden_BTD)
                 self._graphs[micro_batch, block] = graph
-                hidden_BTD = graph.hidden_out_BTD.detach()
-            del hidden_BTD, graph
+                del graph
+            del hidden_BTD
         for block in reversed(segment):
             if not self._recomputes:
                 executor._boundaries.take(micro_batch, block)

@@ -66,7 +66,10 @@ class Float32Master:
 
 
 class Split16Master:
-    """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower ones add."""
+    """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower ones add.
+
+    Exact ties round away from zero, where torch's own cast rounds to even: 16 bits hold one side of a tie only.
+    """
 
     in_place = False
 

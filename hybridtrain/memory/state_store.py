@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from torch import Tensor, nn
 
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.memory.master_codec import MasterCodec
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.tensor_class import Codec, TensorClass

@@ -1,10 +1,10 @@
 """GPT-2 (Radford et al., 2019). B batch, T sequence, D width, N heads, H head dim."""
 
 import torch
-from hybridkernels.flash_attention import causal_attention
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridkernels.flash_attention import causal_attention
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import LayerNorm, Linear, dropout

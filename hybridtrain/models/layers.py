@@ -1,10 +1,11 @@
 """The few layers both families share. B batch, T sequence, D width, V vocabulary, R half a head dim."""
 
 import torch
-from hybridkernels.layer_norm import layer_norm
-from hybridkernels.rms_norm import rms_norm
 from torch import Tensor, nn
 from torch.nn import functional
+
+from hybridkernels.layer_norm import layer_norm
+from hybridkernels.rms_norm import rms_norm
 
 
 class Linear(nn.Module):

@@ -4,11 +4,11 @@ B batch, T sequence, D width, N query heads, K key/value heads, H head dim, F fe
 """
 
 import torch
-from hybridkernels.flash_attention import causal_attention
-from hybridkernels.rotary import rotary
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridkernels.flash_attention import causal_attention
+from hybridkernels.rotary import rotary
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable

@@ -7,9 +7,10 @@ every device, so that a CPU run, a dry run and a plan speak of the same bytes.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
 from hybridkernels.adamw_int8 import adamw_int8_  # noqa: F401  registers the op
 from hybridkernels.flash_attention import backward_workspace_bytes
-from torch import Tensor
 
 
 def _attention_backward(args: Sequence[Tensor]) -> int:

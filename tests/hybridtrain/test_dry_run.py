@@ -3,7 +3,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
 from hybridtrain.errors import ConfigError
@@ -21,6 +20,7 @@ from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, find_card
 from hybridtrain.virtual_gpu.roofline import Bound
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED
 
 MIB = 2**20
 CARD = find_card("rtx-4070-ti-super")

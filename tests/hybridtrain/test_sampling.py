@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT
 from torch import Tensor
 
 from hybridtrain.data.byte_tokens import encode_bytes
@@ -14,6 +12,8 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_TIED_DROPOUT
 
 MODEL = replace(GPT2_TIED_DROPOUT, vocab_size=300, max_seq_len=8, dropout=0.5)
 CERTAIN = 1e4

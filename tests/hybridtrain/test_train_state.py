@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
@@ -22,6 +20,8 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 
 MODEL = replace(GPT2_TIED_DROPOUT, width=64, num_blocks=2)  # wide enough for matrices of 4096 elements
 CONFIG = TrainerConfig(optimizer=AdamWConfig(lr=1e-2), schedule=LrSchedule(warmup_steps=2, total_steps=8), seed=5)

@@ -3,8 +3,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
@@ -19,6 +17,8 @@ from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrec
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 NO_WARMUP = LrSchedule(kind="constant", warmup_steps=0)
 

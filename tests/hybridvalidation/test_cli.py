@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybridvalidation import commands, runner
-from hybridvalidation.cli import main
-from hybridvalidation.worker import run_job
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
@@ -20,6 +17,9 @@ from hybridtrain.models.head import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridvalidation import commands, runner
+from hybridvalidation.cli import main
+from hybridvalidation.worker import run_job
 
 MIB = 2**20
 SHAPE = """\
@@ -165,6 +165,7 @@ def _one_thread() -> Iterator[None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder with everything a user has: scenarios, model, card, training file, text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same runs with a card and without
     stacks = tmp_path / "scenarios" / "stacks"
     stacks.mkdir(parents=True)
     for name, text in STACKS.items():
@@ -625,6 +626,18 @@ def test_a_step_that_is_repeated_after_resuming_is_logged_once(
     assert [entry["step"] for entry in log_of("run")] == [1, 2, 3, 4]
 
 
+def test_a_log_line_that_was_cut_short_does_not_damage_the_next(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        break_loss(patch, step=4)
+        command(*train())
+    with Path("run/log.jsonl").open("a") as log:
+        log.write('{"grad_norm":1.0,"lo')  # as when the machine stopped while step 4 was logged
+    assert command(*train(), "--resume") == 0
+    assert [entry["step"] for entry in log_of("run")] == [1, 2, 3, 4]
+
+
 def test_a_run_that_was_never_saved_does_not_mix_with_the_next(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -747,6 +760,9 @@ def test_a_failed_run_makes_validate_fail(command: Command, monkeypatch: pytest.
     assert command("validate", "mine") == 1
     assert "lean: accuracy ended as error: worker ended with code 1" in command.out
     assert "unknown" in command.out
+    found = command.json("validate", "mine", code=1)
+    assert {item["outcome"] for item in found["records"]} == {"error"}
+    assert [verdict["status"] for verdict in found["verdicts"]] == ["unproven"]
 
 
 def test_gate_json_is_one_object(command: Command) -> None:

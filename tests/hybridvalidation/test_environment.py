@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hybridvalidation import environment
-from hybridvalidation.environment import read_environment, source_digest
 
 from hybridtrain.config.encode import to_json
+from hybridvalidation import environment
+from hybridvalidation.environment import read_environment, source_digest
 
 
 def fake_package(root: Path, name: str) -> SimpleNamespace:
@@ -90,6 +90,18 @@ def test_the_digest_follows_every_file_that_can_change_a_figure(
     digests.append(digest_of(monkeypatch, tmp_path))
     assert len(set(digests)) == len(digests)
     assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
+
+
+@pytest.mark.parametrize("name", ["accuracy.py", "figures.py", "measure.py", "worker.py"])
+def test_the_digest_follows_the_code_that_makes_the_figures_of_a_record(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # Otherwise records made by the old code are taken for those of the new one: nothing is run again.
+    before = source_digest.__wrapped__()
+    changed = Path(environment.__file__).with_name(name)
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"# edited" * (path == changed))
+    assert source_digest.__wrapped__() != before
 
 
 def test_the_digest_ignores_what_cannot_change_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybridvalidation.exports import write_run_snapshot, write_run_trace
-from tiny_models import GPT2_UNTIED
 from torch.cuda import _memory_viz
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
@@ -15,6 +13,8 @@ from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.exports import write_run_snapshot, write_run_trace
+from tiny_models import GPT2_UNTIED
 
 CLASSES = {item.value for item in TensorClass}
 

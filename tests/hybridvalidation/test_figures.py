@@ -2,14 +2,14 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hybridvalidation.figures import memory_figures, plan_figures, unit_names
-from tiny_models import GPT2_UNTIED
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.figures import memory_figures, plan_figures, unit_names
+from tiny_models import GPT2_UNTIED
 
 MIB = 2**20
 CARD = find_card("rtx-4070-ti-super")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hybridvalidation.cli import main
-from hybridvalidation.gate import GateExit, StackBaseline, compare
 from torch import Tensor, nn
 
 from hybridtrain.models import gpt2
 from hybridtrain.models.gpt2 import Gpt2Block
+from hybridvalidation.cli import main
+from hybridvalidation.gate import GateExit, StackBaseline, compare
 
 MIB = 2**20
 SHAPE = """\

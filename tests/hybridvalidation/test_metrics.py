@@ -4,6 +4,11 @@ from math import exp, log
 from typing import Any
 
 import pytest
+
+from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.plan.compose import compose
+from hybridtrain.units import GB, GIB
+from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Evidence, Outcome
 from hybridvalidation.figures import memory_figures
@@ -12,11 +17,6 @@ from hybridvalidation.record import AccuracyFigures, MeasuredFigures, Record, Se
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
 from tiny_models import GPT2_UNTIED
-
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.plan.compose import compose
-from hybridtrain.units import GB, GIB
-from hybridtrain.virtual_gpu.card import find_card
 
 ROUNDING = 1e-12  # relative, of a few float64 operations
 T95_OF_3 = 4.303  # two-sided 95 % quantile of Student's t with 2 degrees of freedom

@@ -4,13 +4,21 @@ import json
 import shutil
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import encode, to_json
+from hybridtrain.data.corpus import Corpus, corpus_of_documents
+from hybridtrain.errors import RecordError
+from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
+from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation import job as job_module
 from hybridvalidation import runner
 from hybridvalidation.cli import main
@@ -42,13 +50,6 @@ from hybridvalidation.scenario import (
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.verdict import judge_all
 from tiny_models import GPT2_UNTIED, LLAMA_GROUPED
-
-from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import encode, to_json
-from hybridtrain.data.corpus import Corpus, corpus_of_documents
-from hybridtrain.errors import RecordError
-from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
-from hybridtrain.virtual_gpu.card import find_card
 
 PROXY = replace(GPT2_UNTIED, vocab_size=256, max_seq_len=16, num_blocks=1, width=32, num_heads=2, num_kv_heads=2)
 SCENARIO = Scenario(
@@ -103,6 +104,15 @@ RECORDS = {
     "measured": record(kind="measured", measured=MEASURED),
     "error": record(outcome=Outcome.ERROR, message='worker said "no"\nand \u00e9\u2028 went'),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_card() -> Iterator[None]:
+    """Make the same runs, here and in worker processes, with a card and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-from hybridvalidation import metrics
-from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
+from hybridvalidation import metrics
+from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
+from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\

@@ -1,6 +1,7 @@
 from math import sqrt
 
 import pytest
+
 from hybridvalidation.statistics import mean_interval
 
 ROUNDING = 1e-12  # relative, of a few float64 operations

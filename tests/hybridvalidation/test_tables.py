@@ -2,6 +2,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.plan.compose import compose
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.units import GIB
+from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Evidence, Outcome
 from hybridvalidation.figures import memory_figures
@@ -27,12 +33,6 @@ from hybridvalidation.tables import (
 )
 from hybridvalidation.verdict import Status, Verdict
 from tiny_models import GPT2_UNTIED
-
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.plan.compose import compose
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import find_card
 
 SCENARIO = Scenario(
     name="tiny", says="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),

@@ -2,6 +2,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+
 from hybridvalidation import verdict as verdict_module
 from hybridvalidation.evidence import Evidence
 from hybridvalidation.metrics import Metric

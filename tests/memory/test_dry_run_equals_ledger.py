@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 from hybridtrain.dry_run import record_steps
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -21,6 +20,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.profiler.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
+from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3
 WORKSPACE_BYTES = 8_519_680

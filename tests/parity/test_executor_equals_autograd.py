@@ -7,8 +7,6 @@ from typing import Literal
 
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from torch import Tensor, nn
 
 from hybridtrain.data.batches import TokenBatch
@@ -22,6 +20,8 @@ from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientChe
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MODELS = {"gpt2-tied-dropout": GPT2_TIED_DROPOUT, "gpt2-untied": GPT2_UNTIED, "llama-grouped": LLAMA_GROUPED}
 NUM_STEPS = 5

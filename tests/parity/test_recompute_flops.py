@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 from hybridtrain.dry_run import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
@@ -14,6 +13,7 @@ from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.profiler.ledger_trace import OpRecord
 from hybridtrain.profiler.observer import Stage
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MODELS = {"gpt2": GPT2_UNTIED, "llama": LLAMA_GROUPED}
 BATCH_SIZE, SEQ_LEN = 2, 16

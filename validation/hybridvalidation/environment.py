@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import hybridkernels
 import torch
-from hybridkernels.adamw_int8 import cpu_backend
 
+import hybridkernels
 import hybridtrain
+from hybridkernels.adamw_int8 import cpu_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

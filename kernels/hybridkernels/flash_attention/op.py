@@ -61,7 +61,7 @@ def _attention_fake(
 def _attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse_BNT = lse_BNR[..., : q_BTNH.shape[1]].transpose(1, 2).contiguous().transpose(1, 2)
+    lse_BNT = lse_BNR[..., : q_BTNH.shape[1]]
     grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
         *(tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)),
         lse_BNT,

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+
 from hybridkernels.adamw_int8.cpu_build import load_cpu_kernel
 
 

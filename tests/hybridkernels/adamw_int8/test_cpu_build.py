@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from hybridkernels.adamw_int8.cpu_build import KernelBuildError, find_compiler, load_cpu_kernel
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler: nothing is compiled")

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
+
 from hybridkernels.adamw_int8.dynamic_map import (
     QUANT_GROUP_SIZE,
     dequantize,
@@ -11,7 +13,6 @@ from hybridkernels.adamw_int8.dynamic_map import (
     map_values,
     quantize,
 )
-from torch import Tensor
 
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 CPU = torch.device("cpu")

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
+
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_, cpu_backend, dequantize
 from hybridkernels.adamw_int8.cpu_build import find_compiler, load_cpu_kernel
 from hybridkernels.adamw_int8.reference import adamw_int8_reference
 from numerics import assert_bitwise, assert_follows
-from torch import Tensor
 
 OP = torch.ops.hybridkernels.adamw_int8_.default
 BETAS, EPS, LR, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
 from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from numerics import assert_bitwise, assert_error_bound
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 OP = torch.ops.hybridkernels.causal_attention.default
 BACKWARD_OP = torch.ops.hybridkernels.causal_attention_backward.default

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from hybridkernels.layer_norm import layer_norm
 from hybridkernels.layer_norm.reference import layer_norm_reference
 from numerics import assert_bitwise, assert_error_bound
-from torch import Tensor
-from torch.nn import functional
 
 OP = torch.ops.hybridkernels.layer_norm.default
 BACKWARD_OP = torch.ops.hybridkernels.layer_norm_backward.default

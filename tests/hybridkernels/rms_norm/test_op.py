@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from hybridkernels.rms_norm import rms_norm
 from hybridkernels.rms_norm.reference import rms_norm_reference
 from numerics import assert_bitwise, assert_error_bound
-from torch import Tensor
-from torch.nn import functional
 
 OP = torch.ops.hybridkernels.rms_norm.default
 BACKWARD_OP = torch.ops.hybridkernels.rms_norm_backward.default

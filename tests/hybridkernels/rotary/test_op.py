@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from hybridkernels.rotary import rotary
 from hybridkernels.rotary.reference import rotary_reference
 from numerics import assert_bitwise, assert_error_bound, largest_error
-from torch import Tensor
 
 OP = torch.ops.hybridkernels.rotary.default
 SHAPES = [(2, 5, 4, 16), (1, 17, 3, 12), (2, 1, 1, 2)]

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics import assert_bitwise, assert_follows
-from tiny_models import GPT2_UNTIED, random_steps
 from torch import Tensor, nn
 
 from hybridtrain.engine import adamw
@@ -22,6 +20,8 @@ from hybridtrain.plan.tensor_class import Codec
 from hybridtrain.profiler.observer import NullObserver
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise, assert_follows
+from tiny_models import GPT2_UNTIED, random_steps
 
 CONFIG = AdamWConfig()
 SHAPES = ((65, 67), (67,), (3, 5), (1,))

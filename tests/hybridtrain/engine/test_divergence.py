@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_UNTIED, random_steps
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
@@ -24,6 +22,8 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.profiler.storage_ledger import StorageLedger
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_UNTIED, random_steps
 
 POISON = 7
 """A token whose embedding is NaN: batches with it diverge, batches without it do not touch it."""

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from numerics import assert_bitwise
 from torch import Tensor, nn
 
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.profiler.observer import NullObserver
+from numerics import assert_bitwise
 
 UNITS = (
     Unit("first", (("first.a", nn.Parameter(torch.empty(3, 2))), ("first.b", nn.Parameter(torch.empty(5))))),

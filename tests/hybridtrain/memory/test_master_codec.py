@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from numerics import assert_bitwise
 from torch import Tensor
 
 from hybridtrain.memory.master_codec import (
@@ -16,6 +15,7 @@ from hybridtrain.memory.master_codec import (
     master_codec,
 )
 from hybridtrain.plan.tensor_class import Codec
+from numerics import assert_bitwise
 
 ALLOWED: dict[tuple[Codec, Codec], type[MasterCodec]] = {
     (Codec.FLOAT32, Codec.ABSENT): ExactWeight,

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize
-from numerics import assert_bitwise
 from torch import nn
 
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize
 from hybridtrain.memory.master_codec import ExactWeight, Float32Master, MasterCodec, Split16Master, StochasticWeight
 from hybridtrain.memory.state_store import SMALLEST_INT8_TENSOR, StateStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.tensor_class import Codec, TensorClass
 from hybridtrain.profiler.observer import NullObserver
 from hybridtrain.profiler.storage_ledger import StorageLedger
+from numerics import assert_bitwise
 
 ODD_ELEMENTS = SMALLEST_INT8_TENSOR + 5
 GROUPS = 17

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from numerics import assert_bitwise
 
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from numerics import assert_bitwise
 
 TOKENS = np.arange(12, dtype=np.int64).reshape(3, 4)
 

@@ -1,10 +1,10 @@
 """The owner of weights hands out the model's own parts."""
 
 import torch
-from tiny_models import LLAMA_GROUPED
 
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models import build_model
+from tiny_models import LLAMA_GROUPED
 
 
 def test_every_part_is_the_models_own() -> None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from numerics import assert_bitwise, assert_error_bound, largest_error
 from torch import Tensor, nn
 
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import LayerNorm
+from numerics import assert_bitwise, assert_error_bound, largest_error
 
 BATCH_SIZE, SEQ_LEN, WIDTH, VOCAB_SIZE = 2, 17, 36, 101
 NUM_TOKENS = BATCH_SIZE * SEQ_LEN

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
 from torch import Tensor
 
 from hybridtrain.memory.transfer import DirectTransfer
@@ -17,6 +15,8 @@ from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, I
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from numerics import assert_bitwise
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
 
 MODELS = {"gpt2": GPT2_TIED_DROPOUT, "llama": LLAMA_GROUPED}
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import MODEL_FAMILIES, build_model
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD
 
 TINY = {"gpt2-odd": GPT2_ODD, "gpt2-untied": GPT2_UNTIED, "llama-grouped": LLAMA_GROUPED, "llama-odd": LLAMA_ODD}
 EVERY = PRESETS | TINY

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from numerics import assert_error_bound
-from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD, random_batch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -18,6 +16,8 @@ from hybridtrain.models import build_model
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.hf_import import hf_name, is_transposed, load_hf_weights
 from hybridtrain.models.model_config import ModelConfig
+from numerics import assert_error_bound
+from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD, random_batch
 
 MODELS = {
     "gpt2-untied": GPT2_UNTIED,

@@ -1,7 +1,6 @@
 from collections.abc import Sequence
 
 import pytest
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 from hybridtrain.dry_run import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
@@ -20,6 +19,7 @@ from hybridtrain.profiler.ledger_trace import LedgerTrace, OpRecord, StepMark
 from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
+from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MIB = 2**20
 ADA_WORKSPACE, HOPPER_WORKSPACE = 8_519_680, 33_554_432
@@ -138,6 +138,12 @@ def test_each_step_has_its_own_peak() -> None:
     assert [step.by_unit for step in steps] == [
         {(WEIGHT, "block.0"): 1024, (ACTIVATION, "block.1"): size} for size in (4096, 2048, 512)
     ]
+
+
+def test_of_equal_moments_the_first_is_the_peak() -> None:
+    ops = [op(0, Stage.FORWARD, "block.0"), op(2, Stage.BACKWARD, "block.1")]
+    (step,) = replay(trace_of([512, 2048, 2048], [0, 1, ~1, 2], ops)).steps
+    assert (step.allocated_bytes, step.stage, step.unit) == (2560, Stage.FORWARD, "block.0")
 
 
 def test_what_the_build_took_and_gave_back_is_no_steps_peak() -> None:
