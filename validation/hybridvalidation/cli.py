@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     parser = _Parser(
         prog="hybridtrain",
+        allow_abbrev=False,
         description="Does it fit, how fast is it, what does it cost: training on one card, with evidence.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -85,7 +86,7 @@ _Verbs = argparse._SubParsersAction  # argparse has no public name for it
 def _add_verb(
     verbs: "_Verbs[_Parser]", name: str, run: Callable[[argparse.Namespace], int], says: str
 ) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=says, description=says)
+    parser = verbs.add_parser(name, help=says, description=says, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(

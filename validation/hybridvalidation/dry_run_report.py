@@ -14,7 +14,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.exports import write_run_snapshot, write_run_trace
 from hybridvalidation.figures import memory_figures
@@ -108,8 +108,10 @@ class DryRunReport:
         advice = f"stacks that would fit: {', '.join(self.fitting_stacks)}" if self.fitting_stacks else (
             "no stack at hand fits; lower --micro-batch or --seq, or choose a smaller model or a larger card"
         )  # fmt: skip
+        segment = segment_size(round_size(oom.requested_bytes))
         return (
-            f"DOES NOT FIT: out of memory at {place}: {format_bytes(oom.requested_bytes)} requested, "
+            f"DOES NOT FIT: out of memory at {place}: {format_bytes(oom.requested_bytes)} requested "
+            f"(a segment of {format_bytes(segment)}), "
             f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
             f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}\n{advice}"
         )

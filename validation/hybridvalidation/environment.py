@@ -15,6 +15,10 @@ import hybridtrain
 from hybridkernels.adamw_int8 import cpu_backend
 
 
+_FIGURE_MODULES = ("accuracy.py", "figures.py", "measure.py", "worker.py")
+"""Files of this package that make figures; the others only judge and show them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Provenance of a record. No host names, no paths."""
@@ -58,8 +62,11 @@ def read_environment() -> Environment:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of every source file that can change a figure: trainer and kernels."""
+    """Return a digest of every source file that can change a figure: trainer, kernels, and what runs and reads them."""
     digest = hashlib.sha256()
+    for name in _FIGURE_MODULES:
+        digest.update(f"hybridvalidation/{name}\0".encode())
+        digest.update(Path(__file__).with_name(name).read_bytes())
     for package in (hybridkernels, hybridtrain):
         folder = Path(package.__file__ or "").parent
         for path in sorted(folder.rglob("*")):
