@@ -2,9 +2,12 @@
 
 import ast
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
+
+from hybridvalidation.cli import main
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))
@@ -41,3 +44,21 @@ def test_functions_are_short(path: Path) -> None:
 def test_nothing_looks_like_the_package_kernels_of_hugging_face() -> None:
     # transformers and bitsandbytes import a package of this name when they find one; our folder must not be it.
     assert importlib.util.find_spec("kernels") is None
+
+
+def test_the_readmes_table_is_the_reports() -> None:
+    shown = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    report = (ROOT / "results" / "tables" / "1b-16gb.md").read_text().splitlines()
+    stacks = [
+        line for line in shown if line.startswith(("| stack", "| vanilla", "| mixed", "| conservative", "| tight"))
+    ]
+    assert len(stacks) == 5
+    assert set(stacks) <= set(report)
+
+
+def test_committed_tables_follow_from_committed_records(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results" / "records", results / "records")
+    assert main(["report", "--results", str(results), "--scenarios", str(ROOT / "scenarios")]) == 0
+    for table in (ROOT / "results" / "tables").glob("*.md"):
+        assert (results / "tables" / table.name).read_bytes() == table.read_bytes()

@@ -22,6 +22,8 @@ _COLORS = {
 _ORDER = tuple(_COLORS)
 """From the bottom: what stays for the whole run, then what comes and goes."""
 _CONTEXT_COLOR = "#999999"
+_LEAST_SHARE = 0.4
+"""Of the card's memory; below it the card's line would squeeze what is to be seen."""
 
 
 def write_plots(run: ScenarioRun, folder: Path) -> list[Path]:
@@ -88,13 +90,17 @@ def _plot_timeline(run: ScenarioRun, figure: Figure) -> None:
                 labels=[name.replace("_", " ") for name in _ORDER],
             )  # fmt: skip
             axes.set_xlim(0, memory.step_time_s)
-        _card_line(axes, to_gib(card.memory_bytes), card.name if axes is rows[0] else "")
+        if memory.peak_allocated_bytes > _LEAST_SHARE * card.memory_bytes:
+            _card_line(axes, to_gib(card.memory_bytes), card.name)
         axes.set_ylabel("GiB")
         axes.set_title(f"{stack}: allocated through one step ({memory.bound}-bound)", fontsize=10, loc="left")
     if any(memory.timeline is not None for _, memory in stacks):
         rows[-1].set_xlabel("seconds (estimated)")
         figure.legend(*rows[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.suptitle(f"{run.scenario.says}: memory over time (planned)", fontsize=11)
+    figure.suptitle(
+        f"{run.scenario.says}: memory over time (planned; {card.name}: {to_gib(card.memory_bytes):.1f} GiB)",
+        fontsize=11,
+    )
 
 
 def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
@@ -123,9 +129,6 @@ def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
 
 
 def _card_line(axes: Axes, gib: float, name: str) -> None:
-    axes.axhline(gib, color="black", linestyle="--", linewidth=1)
-    if name:
-        axes.annotate(
-            f"{name}: {gib:.1f} GiB", (0.99, gib), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-            fontsize=8, bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-        )  # fmt: skip
+    axes.axhline(
+        gib, color="black", linestyle="--", linewidth=1, label=f"{name.removeprefix('NVIDIA GeForce ')}: {gib:.1f} GiB"
+    )
