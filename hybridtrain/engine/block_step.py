@@ -16,11 +16,14 @@ class BlockGraph:
     """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing."""
 
 
-def run_block(block: nn.Module, hidden_BTD: Tensor) -> tuple[BlockGraph, Tensor]:
-    """Run ``block`` on a detached input; return its graph and its detached hidden_BTD."""
+def run_block(block: nn.Module, hidden_BTD: Tensor, *, computes_output: bool = True) -> tuple[BlockGraph, Tensor]:
+    """Run ``block`` on a detached input; return its graph and its detached hidden_BTD.
+
+    Without ``computes_output`` the block's last projection is left out: nothing in the backward pass reads its result.
+    """
     hidden_in_BTD = hidden_BTD.detach().requires_grad_()
     with torch.enable_grad():
-        hidden_out_BTD = block(hidden_in_BTD)
+        hidden_out_BTD = block(hidden_in_BTD) if computes_output else block(hidden_in_BTD, computes_output=False)
     return BlockGraph(hidden_in_BTD, get_gradient_edge(hidden_out_BTD)), hidden_out_BTD.detach()
 
 

@@ -186,7 +186,9 @@ class _Visit:
             for block in segment:
                 with executor._observer.region(Stage.BACKWARD, f"block.{block}"):
                     self._seed_unit(micro_batch, block + 1)
-                    graph, hidden_BTD = run_block(executor._weights.acquire(block), hidden_BTD)
+                    graph, hidden_BTD = run_block(
+                        executor._weights.acquire(block), hidden_BTD, computes_output=block != segment[-1]
+                    )
                 self._graphs[micro_batch, block] = graph
                 del graph
             del hidden_BTD

@@ -42,10 +42,11 @@ class Gpt2Block(nn.Module):
         self.ffn_up = Linear(width, config.ffn_width, bias=True, dtype=dtype)
         self.ffn_out = Linear(config.ffn_width, width, bias=True, dtype=dtype)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Return hidden_BTD."""
+    def forward(self, hidden_BTD: Tensor, *, computes_output: bool = True) -> Tensor:
+        """Return hidden_BTD; without ``computes_output`` its values are undefined, but it can be differentiated."""
         hidden_BTD = hidden_BTD + self._residual(self._attend(self.attention_norm(hidden_BTD)))
-        return hidden_BTD + self._residual(self._feed_forward(self.ffn_norm(hidden_BTD)))
+        feed_forward_BTD = self._feed_forward(self.ffn_norm(hidden_BTD), computes_output=computes_output)
+        return hidden_BTD + self._residual(feed_forward_BTD)
 
     def _attend(self, normed_BTD: Tensor) -> Tensor:
         batch, seq_len, width = normed_BTD.shape
@@ -54,8 +55,9 @@ class Gpt2Block(nn.Module):
         out_BTNH = causal_attention(q.view(shape_BTNH), k.view(shape_BTNH), v.view(shape_BTNH))
         return self.attention_out(out_BTNH.flatten(-2))  # type: ignore[no-any-return]
 
-    def _feed_forward(self, normed_BTD: Tensor) -> Tensor:
-        return self.ffn_out(functional.gelu(self.ffn_up(normed_BTD), approximate="tanh"))  # type: ignore[no-any-return]
+    def _feed_forward(self, normed_BTD: Tensor, *, computes_output: bool) -> Tensor:
+        inner_BTF = functional.gelu(self.ffn_up(normed_BTD), approximate="tanh")
+        return self.ffn_out(inner_BTF, computes_output=computes_output)  # type: ignore[no-any-return]
 
     def _residual(self, branch_BTD: Tensor) -> Tensor:
         return dropout(branch_BTD, self.dropout, training=self.training)

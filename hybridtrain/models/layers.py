@@ -1,5 +1,7 @@
 """The few layers both families share. B batch, T sequence, D width, V vocabulary, R half a head dim."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,9 +18,29 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features)."""
-        return functional.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
+        """Return (..., out_features); without ``computes_output`` undefined values, but the right gradients."""
+        if computes_output:
+            return functional.linear(x, self.weight, self.bias)
+        out: Tensor = _OutputlessLinear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _OutputlessLinear(torch.autograd.Function):
+    """A linear layer that is recomputed for its gradients alone: they need its input, never its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_2d = grad.reshape(-1, weight.shape[0])
+        grad_bias = grad_2d.sum(0) if ctx.has_bias else None
+        return grad_2d.mm(weight).view(x.shape), grad_2d.t().mm(x.reshape(-1, weight.shape[1])), grad_bias
 
 
 class LayerNorm(nn.Module):

@@ -45,10 +45,10 @@ class LlamaBlock(nn.Module):
         self.ffn_up = Linear(width, config.ffn_width, bias=False, dtype=dtype)
         self.ffn_out = Linear(config.ffn_width, width, bias=False, dtype=dtype)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Return hidden_BTD."""
+    def forward(self, hidden_BTD: Tensor, *, computes_output: bool = True) -> Tensor:
+        """Return hidden_BTD; without ``computes_output`` its values are undefined, but it can be differentiated."""
         hidden_BTD = hidden_BTD + self._attend(self.attention_norm(hidden_BTD))
-        return hidden_BTD + self._feed_forward(self.ffn_norm(hidden_BTD))
+        return hidden_BTD + self._feed_forward(self.ffn_norm(hidden_BTD), computes_output=computes_output)
 
     def _attend(self, normed_BTD: Tensor) -> Tensor:
         batch, seq_len, _ = normed_BTD.shape
@@ -59,8 +59,9 @@ class LlamaBlock(nn.Module):
         out_BTNH = causal_attention(q_BTNH, k_BTKH, self.value(normed_BTD).view(heads))
         return self.attention_out(out_BTNH.flatten(-2))  # type: ignore[no-any-return]
 
-    def _feed_forward(self, normed_BTD: Tensor) -> Tensor:
-        return self.ffn_out(functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD))  # type: ignore[no-any-return]
+    def _feed_forward(self, normed_BTD: Tensor, *, computes_output: bool) -> Tensor:
+        inner_BTF = functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD)
+        return self.ffn_out(inner_BTF, computes_output=computes_output)  # type: ignore[no-any-return]
 
 
 def build_llama(config: ModelConfig, dtype: torch.dtype) -> BlockModel:

@@ -53,12 +53,16 @@ def test_keeping_everything_costs_two_forwards_in_the_backward_pass(name: str) -
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 9])
-def test_recomputing_adds_exactly_one_forward_of_all_blocks(name: str, interval: int) -> None:
+def test_recomputing_adds_one_forward_less_the_last_projection_of_each_segment(name: str, interval: int) -> None:
+    config = MODELS[name]
     kept = step_ops(MODELS[name], [])
     recomputed = step_ops(MODELS[name], [GradientCheckpointing(interval=interval)])
     forward = block_flops(kept, Stage.FORWARD)
     assert block_flops(recomputed, Stage.FORWARD) == forward
-    assert block_flops(recomputed, Stage.BACKWARD) == block_flops(kept, Stage.BACKWARD) + forward
+    num_segments = -(-config.num_blocks // interval)
+    last_projection = 2 * BATCH_SIZE * SEQ_LEN * config.ffn_width * config.width  # nothing reads its result
+    added = block_flops(recomputed, Stage.BACKWARD) - block_flops(kept, Stage.BACKWARD)
+    assert added == forward - num_segments * last_projection
 
 
 @pytest.mark.parametrize("interval", [0, 2])
