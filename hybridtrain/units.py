@@ -11,11 +11,6 @@ def to_gib(num_bytes: float) -> float:
     return num_bytes / GIB
 
 
-def to_mib(num_bytes: float) -> float:
-    """Return bytes as MiB (2**20)."""
-    return num_bytes / MIB
-
-
 def format_bytes(num_bytes: float) -> str:
     """Return bytes as text with a binary unit, three significant digits."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

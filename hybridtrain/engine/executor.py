@@ -201,6 +201,7 @@ class _Visit:
                     self._graphs.pop((micro_batch, block)), unit.tensors, self._grad.pop(micro_batch)
                 )
                 executor.grads.accumulate(unit.name, grads)
+                del grads  # or they would live through the next block's backward pass
 
     def _embed_backward(self, micro_batch: int) -> None:
         executor = self._executor

@@ -54,8 +54,11 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 @cache
 def _written_operands(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    arguments = func._schema.arguments
-    return tuple(item.name for item in arguments if item.alias_info is not None and item.alias_info.is_write)
+    written = tuple(
+        item.name for item in func._schema.arguments if item.alias_info is not None and item.alias_info.is_write
+    )
+    # The fused update changes its gradients only under a gradient scaler, which we do not use.
+    return tuple(name for name in written if (func, name) != (_ATEN._fused_adamw_.default, "grads"))
 
 
 def _operand(func: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -97,7 +97,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
-        self._steps.append(StepMark(len(self._events), len(self._ops)))
+        if self._record:
+            self._steps.append(StepMark(len(self._events), len(self._ops)))
         self.peak_bytes = self.live_bytes
 
     def trace(self) -> LedgerTrace:

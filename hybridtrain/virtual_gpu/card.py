@@ -35,8 +35,8 @@ class Card:
     tops_int8: float = 0.0
     """0: unknown."""
     context_mib: int = 426
-    """CUDA context, outside the allocator. The default was read on an RTX 6000 Ada with torch 2.10 (unsloth-zoo
-    PR 1053); published figures go from 274 to about 430 with lazy module loading."""
+    """CUDA context, outside the allocator. The default was read on an RTX 6000 Ada with torch 2.10;
+    published figures go from 274 to about 430 with lazy module loading."""
 
     def __post_init__(self) -> None:
         numbers = ("memory_mib", "tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")

@@ -64,6 +64,8 @@ def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) ->
     if kind != "dry_run":
         environment = read_environment()
         machine = f"{environment.cpu} {environment.int8_update} {environment.gpu} {corpus.digest}"
+    if kind == "measured":
+        machine += f" {environment.allocator_conf} {environment.cuda}"
     subject = subject_of(kind, scenario, stack)
     key = digest(_Key(subject, source_digest(), torch.__version__, machine))
     return Job(

@@ -28,7 +28,7 @@ def measure_on_cuda(
     """Train a few steps and read the allocator; raises ``torch.OutOfMemoryError`` when the cap refuses a request."""
     device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory
-    cap = min(card.allocator_capacity_bytes, total)
+    cap = min(card.memory_bytes, total) - card.context_bytes
     torch.cuda.set_per_process_memory_fraction(cap / total, device)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     sampler = BatchSampler(

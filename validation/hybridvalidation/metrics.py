@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import exp
 
 from hybridtrain.units import GB, GIB
-from hybridvalidation.evidence import Evidence
-from hybridvalidation.record import AccuracyFigures, MemoryFigures, SeedResult
+from hybridvalidation.evidence import Evidence, Outcome
+from hybridvalidation.record import AccuracyFigures, MemoryFigures, Record, SeedResult
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.statistics import Interval, mean_interval
 
@@ -80,6 +80,9 @@ def _peak(divisor: int, unit: str) -> Callable[[ScenarioRun, str], Metric | None
             return Metric(record.measured.device_used_bytes / divisor, Evidence.MEASURED, unit)
         if memory is None:
             return None
+        if _was_refused(record):
+            value = memory.device_used_bytes / divisor
+            return Metric(value, Evidence.PLANNED, unit, fits=False, remark="the card refused it")
         remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}"
         return Metric(memory.device_used_bytes / divisor, Evidence.PLANNED, unit, fits=memory.fits, remark=remark)
 
@@ -93,7 +96,13 @@ def _tokens_per_s(run: ScenarioRun, stack: str) -> Metric | None:
         return Metric(record.measured.tokens_per_s, Evidence.MEASURED, "tokens/s")
     if memory is None:
         return None
-    return Metric(memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", fits=memory.fits)
+    fits = memory.fits and not _was_refused(record)
+    return Metric(memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", fits=fits)
+
+
+def _was_refused(record: Record | None) -> bool:
+    """Return whether a card ran out of memory where the plan may have said it fits."""
+    return record is not None and record.outcome is Outcome.OUT_OF_MEMORY
 
 
 def _relative_throughput(run: ScenarioRun, stack: str) -> Metric | None:

@@ -1,4 +1,4 @@
-"""One AdamW update with 8-bit moments in plain torch; torch.compile turns it into one fused loop on the CPU."""
+"""One AdamW update with 8-bit moments in plain torch: the definition, and what runs where there is no compiler."""
 
 from torch import Tensor
 

@@ -162,11 +162,14 @@ def backward_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor) -> int:
     """Return the scratch bytes of the CUDA backward kernel, which no dispatcher sees.
 
     16-bit types (flash, mha_bwd): an fp32 accumulator of dq and one fp32 row sum, rows padded to 128 and the head
-    dim to 32; with grouped heads also dk and dv per query head. fp32 (memory-efficient): a row sum (delta).
+    dim to 32; with grouped heads also dk and dv per query head. fp32 (memory-efficient): the product of out and its
+    gradient, its row sums and their contiguous copy (delta, attention_backward.cu); with grouped heads also k, v, dk
+    and dv per query head.
     """
     batch, seq_len, num_heads, head_dim = q_BTNH.shape
     if q_BTNH.dtype == torch.float32:
-        return 4 * batch * num_heads * _lse_rows(q_BTNH)
+        expanded = 4 * 4 * batch * seq_len * num_heads * head_dim if num_heads != k_BTKH.shape[2] else 0
+        return 4 * batch * num_heads * seq_len * (head_dim + 2) + expanded
     rows = math.ceil(seq_len / _FLASH_ROW_PAD) * _FLASH_ROW_PAD
     dq_accumulator = 4 * batch * num_heads * rows * (math.ceil(head_dim / 32) * 32)
     row_sums = 4 * batch * num_heads * rows

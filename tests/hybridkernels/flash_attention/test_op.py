@@ -161,8 +161,8 @@ def test_flop_formulas_count_half_of_every_matmul() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "expected"),
     [
-        # fp32: one row sum per head, 33 rows padded to 64.
-        ("grouped", torch.float32, 4 * 2 * 6 * 64),
+        # fp32: the product of out and its gradient, two row sums; k, v, dk and dv per query head.
+        ("grouped", torch.float32, 4 * 2 * 33 * 6 * (16 + 2) + 4 * 4 * 2 * 33 * 6 * 16),
         # bf16: rows padded to 128, head dim to 32: dq in fp32 and a row sum; dk and dv per query head.
         ("grouped", torch.bfloat16, 4 * 2 * 6 * 128 * 32 + 4 * 2 * 6 * 128 + 2 * 2 * 2 * 33 * 6 * 16),
         ("plain", torch.bfloat16, 4 * 2 * 4 * 128 * 32 + 4 * 2 * 4 * 128),
