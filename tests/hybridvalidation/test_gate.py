@@ -75,8 +75,8 @@ ACTIVATION_BYTES = 2 * 16 * 32 * 4  # B x T x D of float32: a whole multiple of 
 class ForgetfulBlock(Gpt2Block):
     """The same block, holding one more activation for its backward pass, as an unfused op would."""
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        out_BTD = super().forward(hidden_BTD)
+    def forward(self, hidden_BTD: Tensor, *, computes_output: bool = True) -> Tensor:
+        out_BTD = super().forward(hidden_BTD, computes_output=computes_output)
         return out_BTD + 0 * torch.sigmoid(out_BTD)  # sigmoid saves its result
 
 
