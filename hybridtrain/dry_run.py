@@ -1,6 +1,6 @@
 """A dry run: the real trainer, step after step, on a card that does not exist. Nothing is computed, all is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,15 @@ from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace
+from hybridtrain.profiler.observer import Lane
 from hybridtrain.profiler.storage_ledger import StorageLedger
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.host import Host
 from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory, replay_trace
 from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
 
@@ -49,12 +51,26 @@ class DryRun:
     """The allocator under the card's cap: what the card would do, cached segments released and retried."""
     time: StepTime
     tokens_per_step: int
+    host: Host
     host_peak_bytes: int
+    """Offloaded tensors and the batch on its way; the process itself comes on top."""
+    host_by_class: dict[TensorClass, int]
+    disk_peak_bytes: int
 
     @property
     def fits(self) -> bool:
+        """Whether card, host memory and disk hold every step."""
+        return self.fits_card and self.fits_host
+
+    @property
+    def fits_card(self) -> bool:
         """Whether every step ran under the card's cap."""
         return self.capped.oom is None
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether host memory and disk hold what is offloaded."""
+        return self.host_peak_bytes <= self.host.tensor_bytes and self.disk_peak_bytes <= self.host.disk_bytes
 
     @property
     def oom(self) -> OutOfMemory | None:
@@ -64,7 +80,7 @@ class DryRun:
     @property
     def steps(self) -> tuple[StepMemory, ...]:
         """Peaks per step: under the cap where the run fits, without a cap where it does not."""
-        return self.capped.steps if self.fits else self.uncapped.steps
+        return self.capped.steps if self.fits_card else self.uncapped.steps
 
     @property
     def peak(self) -> StepMemory:
@@ -90,6 +106,18 @@ class DryRun:
     def bound(self) -> Bound:
         """What the estimated time is spent on."""
         return self.time.bound
+
+    def moments(self) -> Iterator[tuple[float, dict[TensorClass, int]]]:
+        """Yield seconds and allocated bytes by class through the last step, once per allocation and release."""
+        ops = iter(self.time.ops)
+        timed = next(ops, None)
+        clock = 0.0
+        for event, by_class in self.uncapped.live_by_class:
+            while timed is not None and timed.op.event <= event:
+                if timed.op.lane is Lane.COMPUTE:
+                    clock = timed.start_s
+                timed = next(ops, None)
+            yield clock, by_class
 
     def by_class(self) -> dict[TensorClass, int]:
         """Return the holders of the peak's allocated bytes."""
@@ -128,6 +156,7 @@ def dry_run(
     card: Card,
     workload: Workload,
     *,
+    host: Host | None = None,
     num_steps: int = 2,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
@@ -135,6 +164,9 @@ def dry_run(
     """Run ``num_steps`` optimizer steps of ``model`` under ``plan`` on the virtual ``card``.
 
     The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last.
+
+    Args:
+        host: The machine around the card; None: one with enough of everything.
 
     Raises:
         ConfigError: the workload does not suit the model.
@@ -157,7 +189,16 @@ def dry_run(
         trace=trace,
         uncapped=uncapped,
         capped=capped,
-        time=estimate_step(trace.step_ops(num_steps - 1), card, upload_bytes=2 * accum_steps * empty.nbytes),
+        time=estimate_step(
+            trace.step_ops(num_steps - 1),
+            card,
+            upload_bytes=2 * accum_steps * empty.nbytes,
+            first=trace.steps[-1].op,
+            host=host,
+        ),
         tokens_per_step=accum_steps * empty.size,
-        host_peak_bytes=transfer.host_bytes,
+        host=host or Host(),
+        host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
+        host_by_class=transfer.tiers.by_class(Placement.HOST),
+        disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK),
     )

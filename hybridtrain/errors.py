@@ -38,6 +38,18 @@ class OutOfMemoryError(HybridTrainError):
     """The card is too small for what was asked; an outcome of a run, not a crash."""
 
 
+class HostMemoryError(HybridTrainError):
+    """Host memory is too small, or its limit too low, for what was asked."""
+
+
+class DiskSpaceError(HybridTrainError):
+    """A disk is too small for what was asked."""
+
+
+class DiskTierError(HybridTrainError):
+    """A file of the disk tier cannot be made, read or written: no permission, a failing disk, a file cut short."""
+
+
 class RecordError(HybridTrainError):
     """A record file is damaged or of another schema."""
 

@@ -9,14 +9,22 @@ from torch import Tensor
 from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
+from hybridtrain.memory.tier import HostBytes
+from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.trainer import Trainer
 
-_SCHEMA = 1
+_SCHEMA = 2
+_NORM = "previous_norm"
 
 
 def save_train_state(trainer: Trainer, path: Path) -> None:
-    """Write everything the next step depends on; an interrupted write leaves the old file as it was."""
-    tensors = dict(_named_tensors(trainer, with_moments=trainer.steps_done > 0))
+    """Write everything the next step depends on; an interrupted write leaves the old file as it was.
+
+    Tensors in host memory are written from where they are; those on disk pass through host memory all at once.
+    """
+    tensors = {name: _read(stored) for name, stored in _named_tensors(trainer, with_moments=trainer.steps_done > 0)}
+    if trainer.previous_norm is not None:
+        tensors[_NORM] = trainer.previous_norm
     content = {
         "schema": _SCHEMA,
         "run": _run_digest(trainer),
@@ -35,7 +43,7 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         ConfigError: the file is missing, damaged, or of a run with another model, plan, optimizer or seed.
     """
     try:
-        content = torch.load(path, map_location=trainer.model.head.weight.device, weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(str(path), ["there is no saved state to resume from; start without --resume"]) from error
     except Exception as error:  # torch.load raises whatever its unpickler met
@@ -50,22 +58,48 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(str(path), [f"a saved state without {error}; use an older one or start anew"]) from error
     for name, target in _named_tensors(trainer, with_moments=steps_done > 0):
-        target.copy_(sources[name])
+        _write(target, sources[name])
+    trainer.weights.reload()
     trainer.steps_done = steps_done
-    for state in (state for _, states in trainer.states.items() for state in states if not steps_done):
-        state.moments = ()
+    trainer.previous_norm = tensors.get(_NORM)
+    for state in (state for _, states in trainer.states.items() for state in states):
+        state.is_fresh = not steps_done
+        if not steps_done:
+            state.moments = ()
 
 
-def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[str, Stored]]:
     """Yield everything the next step depends on; moments that do not exist yet are allocated."""
-    for part in trainer.model.units() if with_moments else ():
-        trainer.states.acquire(part)
-    for unit, states in trainer.states.items():
-        for index, state in enumerate(states):
-            named = {"weight": state.parameter.data, "companion": state.companion}
+    for unit in trainer.model.units():
+        states = trainer.states.acquire(unit) if with_moments else trainer.states.of(unit.name)
+        weights = trainer.weights.stored_tensors(unit.name, unit.tensors)
+        for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
+            named: dict[str, Stored | None] = {f"weight{part}": stored for part, stored in enumerate(weight)}
+            named["companion"] = state.companion
             if with_moments:
                 named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
-            yield from ((f"{unit}/{index}/{name}", tensor) for name, tensor in named.items() if tensor is not None)
+            yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
+
+
+def _read(stored: Stored) -> Tensor:
+    """Return a tensor's content: itself on the device, a view of host memory, or a copy of what is on disk."""
+    if isinstance(stored, Tensor):
+        return stored
+    content = stored.buffer.content
+    assert content is not None, "a dry run has nothing to save"
+    if isinstance(content, HostBytes):
+        return stored.on_host().view(stored.shape)
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    content.read(stored.offset, tensor)
+    return tensor
+
+
+def _write(stored: Stored, source: Tensor) -> None:
+    if isinstance(stored, Tensor):
+        stored.copy_(source)
+        return
+    assert stored.buffer.content is not None, "a dry run has nothing to load"
+    stored.buffer.content.write(stored.offset, source.cpu().contiguous())
 
 
 def _run_digest(trainer: Trainer) -> str:

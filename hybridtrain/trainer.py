@@ -2,25 +2,33 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.engine.executor import DeviceBatch, Executor
+from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.step_settings import StepSettings
+from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.engine.update import Update
 from hybridtrain.errors import DivergenceError
-from hybridtrain.memory.master_codec import master_codec
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import StoredWeight, master_codecs
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
+from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
+from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models import build_model
 from hybridtrain.models.block_model import Unit
 from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
+from hybridtrain.plan.claim import UpdateDevice
+from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver, NullObserver, Stage
 from hybridtrain.trainer_config import TrainerConfig
@@ -64,76 +72,152 @@ class Trainer:
         self.config = config
         self.plan = plan.for_phase(Phase.FULL)
         self.steps_done = 0
-        _refuse_other_placements(self.plan)
-        self._transfer = transfer
+        self.transfer = transfer
         self._observer = observer or NullObserver()
+        self.previous_norm: Tensor | None = None
+        """Of the last step's gradients, where updates are clipped by it."""
+        copies = CopyEngine(transfer, self._observer)
+        packed = packed_blocks(self.plan, model_config.num_blocks)
+
+        def block_scope(block: int) -> AbstractContextManager[None]:
+            return placeholder_scope() if block in packed else nullcontext()
+
+        compute_dtype = to_torch_dtype(self.plan.compute_dtype)
         with self._observer.region(Stage.BUILD, ""):
-            self.model = build_model(model_config, to_torch_dtype(self.plan.weight.codec), transfer.device)
-        codec = master_codec(self.plan.weight.codec, self.plan.master.codec)
-        self.states = StateStore(self.plan.optim_state.codec, codec, self._observer)
+            self.model = build_model(model_config, compute_dtype, transfer.device, block_scope)
+            self.weights = WeightStore(self.model, self.plan, copies, self._observer)
+        codecs = master_codecs(
+            self.plan.weight.codec, self.plan.master.codec, self.plan.compute_dtype,
+            static_scales=self.plan.static_scales,
+        )  # fmt: skip
+        self.states = StateStore(self.plan, codecs, copies, self._observer)
         units = self.model.units()
         self._initialize(units)
-        self.executor = Executor(self.model, self.plan, transfer, self._observer)
-        self._update = Update(units, self.states, config.optimizer, transfer, self._observer)
+        self.executor = Executor(
+            self.model, self.weights, self.plan, wants_norm=config.optimizer.max_grad_norm > 0, copies=copies,
+            observer=self._observer,
+        )  # fmt: skip
+        self._update = Update(
+            units, self.weights, self.states, config.optimizer, copies, self._observer,
+            on_host=self.plan.update_on is UpdateDevice.HOST,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _initialize(self, units: Sequence[Unit]) -> None:
         index = 0
         for unit in units:
-            for name, parameter in unit.parameters:
-                self._observer.label(parameter, TensorClass.WEIGHT, unit.name)
-                with self._observer.region(Stage.UPDATE, unit.name):
-                    initial = parameter.data
-                    if parameter.dtype != torch.float32:
-                        initial = torch.empty_like(parameter.data, dtype=torch.float32)
-                    generator = self._transfer.generator(random_key(self.config.seed, index))
-                    fill_initial(name, initial, self.model.config, generator)
-                    self.states.initialize(unit.name, parameter, initial)
+            with self._observer.region(Stage.UPDATE, unit.name):
+                weights = self.weights.acquire_stored(unit.name, unit.tensors, reads=False)
+            for (name, parameter), weight in zip(unit.parameters, weights, strict=True):
+                self._initialize_parameter(unit.name, name, parameter, weight, index)
                 index += 1
+            with self._observer.region(Stage.UPDATE, unit.name):
+                self.weights.initialized(unit.name, unit.tensors)
+
+    def _initialize_parameter(
+        self, unit: str, name: str, parameter: nn.Parameter, weight: StoredWeight, index: int
+    ) -> None:
+        if not self.weights.is_packed(unit):
+            self._observer.label(parameter, TensorClass.WEIGHT, unit)
+        with self._observer.region(Stage.UPDATE, unit):
+            initial = weight[0]
+            if initial.dtype != torch.float32 or len(weight) > 1:
+                initial = torch.empty(parameter.shape, dtype=torch.float32, device=self.transfer.device)
+            generator = self.transfer.generator(random_key(self.config.seed, index))
+            fill_initial(name, initial, self.model.config, generator)
+            self.states.initialize(unit, parameter, initial, weight)
 
     def step(self, batches: Sequence[TokenBatch]) -> StepResult:
         """Run one optimizer step over the micro-batches of one batch.
 
         Raises:
-            DivergenceError: loss or gradient norm is not finite; weights and optimizer state are those before the step.
+            DivergenceError: loss or gradient norm is not finite; weights and optimizer state are those before the step,
+                unless updates are fused into the backward pass and clipped by the previous norm.
         """
         assert len(batches) == self.plan.grad_accum_steps, "one batch per accumulation step"
         number = self.steps_done + 1
         lr = self.config.optimizer.lr * self.config.schedule.factor(number)
         with self._observer.region(Stage.LOAD, ""):
             device_batches = [
-                DeviceBatch(self._transfer.upload(batch.token_ids_BT), self._transfer.upload(batch.target_ids_BT))
+                DeviceBatch(self.transfer.upload(batch.token_ids_BT), self.transfer.upload(batch.target_ids_BT))
                 for batch in batches
             ]
-        key = random_key(self.config.seed, number, _DROPOUT_STREAM)
-        losses = self.executor.forward_backward(device_batches, seed=key)
-        del device_batches
-        norm = self._update.clip(self.executor.grads)
-        loss = sum(self._transfer.read(value) for value in losses) / len(losses)
-        grad_norm = None if norm is None else self._transfer.read(norm)
-        self._refuse_divergence(number, loss, grad_norm)
-        self._update.apply(
-            self.executor.grads, lr=lr, step=number, seed=random_key(self.config.seed, number, _UPDATE_STREAM)
-        )
+        run = self._fused_step if self.plan.grad.placement is Placement.DROPPED else self._stored_step
+        loss, grad_norm = run(device_batches, number, lr)
         self.steps_done = number
         num_tokens = sum(batch.token_ids_BT.size for batch in batches)
         return StepResult(number, loss, lr, grad_norm, num_tokens)
 
-    def _refuse_divergence(self, step: int, loss: float, grad_norm: float | None) -> None:
-        if isinstance(self._transfer, VirtualTransfer):
-            return
+    def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
+        """Gather all gradients, then update."""
+        losses = self.executor.forward_backward(batches, seed=self._dropout_key(number))
+        batches.clear()
+        grads = self.executor.grads
+        norm = self._update.norm(grads) if self.config.optimizer.max_grad_norm else None
+        factor = None if norm is None else self._update.clip_factor(norm)
+        loss, grad_norm = self._checked(number, losses, norm)
+        self._update.apply(grads, self._settings(number, lr, factor))
+        return loss, grad_norm
+
+    def _fused_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
+        """Update each block at the end of its backward visit."""
+        factor, optimizer = None, self.config.optimizer
+        if optimizer.max_grad_norm:
+            norm = self.previous_norm if optimizer.clip == "previous" else None
+            factor = self._update.clip_factor(self._norm_alone(batches, number) if norm is None else norm)
+        settings = self._settings(number, lr, factor)
+        grads = self.executor.grads
+        losses = self.executor.forward_backward(
+            batches,
+            seed=self._dropout_key(number),
+            on_block_done=lambda unit: self._update.apply(grads, settings, [unit]),
+        )
+        batches.clear()
+        norm = self._update.norm(grads) if optimizer.max_grad_norm else None
+        loss, grad_norm = self._checked(number, losses, norm, is_applied=True)
+        self.previous_norm = norm
+        self._update.apply(grads, settings, [unit for unit in self._update.units if not self._is_block(unit)])
+        return loss, grad_norm
+
+    def _norm_alone(self, batches: list[DeviceBatch], number: int) -> Tensor:
+        """Run the step's forward and backward pass for the norm of its gradients; same random numbers, same sums."""
+        grads = self.executor.grads
+        losses = self.executor.forward_backward(
+            batches, seed=self._dropout_key(number), on_block_done=lambda unit: grads.discard(unit.name)
+        )
+        norm = self._update.norm(grads)
+        self._checked(number, losses, norm)
+        grads.drop()
+        return norm
+
+    def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
+        return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor)
+
+    def _dropout_key(self, number: int) -> int:
+        return random_key(self.config.seed, number, _DROPOUT_STREAM)
+
+    @staticmethod
+    def _is_block(unit: Unit) -> bool:
+        return unit.name.startswith("block.")
+
+    def _checked(
+        self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
+    ) -> tuple[float, float | None]:
+        """Return loss and norm as numbers; raise when one of them is none."""
+        loss = sum(self.transfer.read(value) for value in losses) / len(losses)
+        grad_norm = None if norm is None else self.transfer.read(norm)
+        if isinstance(self.transfer, VirtualTransfer):
+            return loss, grad_norm
         for name, value in (("loss", loss), ("gradient norm", grad_norm)):
             if value is not None and not math.isfinite(value):
                 self.executor.drop()
+                applied = (
+                    "Blocks were updated already; go on from the last saved state."
+                    if is_applied
+                    else "The step was not applied."
+                )
                 raise DivergenceError(
-                    f"step {step}: {name} is {value}; it must be a finite number. The step was not applied. "
+                    f"step {step}: {name} is {value}; it must be a finite number. {applied} "
                     f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data."
                 )
-
-
-def _refuse_other_placements(plan: PhasePlan) -> None:
-    """Raise for cells that no store serves: a plan must never be realised as something else."""
-    cells = {"weight": plan.weight, "master": plan.master, "grad": plan.grad, "optim_state": plan.optim_state}
-    for name, cell in (cells | {"boundary": plan.boundary}).items():
-        if cell.placement is not Placement.DEVICE:
-            raise ValueError(f"{name}.placement: {cell.placement} has no store yet; allowed: {Placement.DEVICE}")
+        return loss, grad_norm

@@ -1,27 +1,98 @@
-"""Block inputs kept between forward and backward. B batch, T sequence, D width."""
+"""Block inputs kept between forward and backward, on the device or below it. B batch, T sequence, D width."""
 
+import torch
 from torch import Tensor
 
-from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.tier import Ticket, TierBuffer
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver
+
+HEAD_INPUT = -1
+"""In place of a block's number: what the head reads, taken last."""
+_Key = tuple[int, int]
 
 
 class BoundaryStore:
-    """Owns one hidden_BTD per micro-batch and kept block, on the compute device."""
+    """Owns one hidden_BTD per micro-batch and kept block.
 
-    def __init__(self, observer: MemoryObserver) -> None:
+    They are taken block by block from the last one back, micro-batches in order; below the device the next one is
+    fetched while one is at work.
+
+    Args:
+        placement: Where they wait.
+        copies: The way there.
+        observer: Told what they are for.
+    """
+
+    def __init__(self, placement: Placement, copies: CopyEngine, observer: MemoryObserver) -> None:
+        self._placement = placement
+        self._copies = copies
         self._observer = observer
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._kept: dict[_Key, Tensor] = {}
+        self._away: dict[_Key, tuple[torch.Size, torch.dtype]] = {}
+        self._leaving: list[tuple[Ticket, Tensor]] = []
+        self._arriving: dict[_Key, tuple[Ticket, Tensor]] = {}
+        self._buffers: dict[_Key, TierBuffer] = {}
 
     def put(self, micro_batch: int, block: int, hidden_BTD: Tensor) -> None:
-        """Keep the input of ``block``; the last index, ``num_blocks``, is the head's input."""
-        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, f"block.{block}")
-        self._kept[micro_batch, block] = hidden_BTD
+        """Keep the input of ``block``, or ``HEAD_INPUT``."""
+        key = (micro_batch, block)
+        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
+        if self._placement is Placement.DEVICE:
+            self._kept[key] = hidden_BTD
+            return
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.num_bytes < hidden_BTD.nbytes:
+            if buffer is not None:
+                self._copies.release(buffer)
+            buffer = self._copies.allocate(hidden_BTD.nbytes, self._placement, TensorClass.BOUNDARY, _unit(block))
+            self._buffers[key] = buffer
+        self._finish_leaving()
+        hidden_BTD = hidden_BTD.contiguous()
+        self._leaving.append((self._copies.store(hidden_BTD, buffer), hidden_BTD))
+        self._away[key] = (hidden_BTD.shape, hidden_BTD.dtype)
+
+    def note(self, block: int, hidden_BTD: Tensor) -> None:
+        """Say that the graph of ``block`` keeps its input, on the device."""
+        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
     def take(self, micro_batch: int, block: int) -> Tensor:
         """Return the input of ``block`` and forget it; raises ``KeyError`` when it was never put or already taken."""
-        return self._kept.pop((micro_batch, block))
+        key = (micro_batch, block)
+        if self._placement is Placement.DEVICE:
+            return self._kept.pop(key)
+        self._finish_leaving()
+        if key not in self._arriving:
+            self._fetch(key)
+        del self._away[key]
+        ticket, hidden_BTD = self._arriving.pop(key)
+        following = min(self._away, key=lambda other: (-other[1], other[0]), default=None)
+        if following is not None and following not in self._arriving:
+            self._fetch(following)
+        self._copies.wait(ticket)
+        return hidden_BTD
 
     def drop(self) -> None:
         """Forget everything."""
         self._kept.clear()
+        self._away.clear()
+        self._arriving.clear()
+        self._finish_leaving()
+
+    def _fetch(self, key: _Key) -> None:
+        shape, dtype = self._away[key]
+        hidden_BTD = torch.empty(shape, dtype=dtype, device=self._copies.transfer.device)
+        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(key[1]))
+        ticket = self._copies.fetch(hidden_BTD, self._buffers[key], after=[self._copies.mark()])
+        self._arriving[key] = (ticket, hidden_BTD)
+
+    def _finish_leaving(self) -> None:
+        """Wait for the copies under way before their tensors' memory can be used again."""
+        for ticket, _ in self._leaving:
+            self._copies.wait(ticket)
+        self._leaving.clear()
+
+
+def _unit(block: int) -> str:
+    return "head" if block == HEAD_INPUT else f"block.{block}"

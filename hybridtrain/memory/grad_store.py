@@ -5,8 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridtrain.memory.byte_layout import ALIGNMENT, lay_out
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.tier import Ticket, TierBuffer
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver
 
 
@@ -15,8 +19,11 @@ class GradStore:
 
     Args:
         units: The model's units; gradients of a unit come in the order of its parameters.
-        sum_dtype: Element type while micro-batches are being added.
-        kept_dtype: Element type from ``seal`` until ``take``.
+        sum_dtype: Element type while micro-batches of one visit are being added.
+        kept_dtype: Element type between visits and until ``take``.
+        placement: Where they wait for the update; DROPPED: on the device, until someone takes them within the step.
+        wants_norm: Whether ``norm`` will be asked for.
+        copies: The way there.
         observer: Told that the tensors are gradients.
     """
 
@@ -26,16 +33,36 @@ class GradStore:
         *,
         sum_dtype: torch.dtype,
         kept_dtype: torch.dtype,
+        placement: Placement,
+        wants_norm: bool,
+        copies: CopyEngine,
         observer: MemoryObserver,
     ) -> None:
         self._units = {unit.name: unit for unit in units}
         self._sum_dtype = sum_dtype
         self._kept_dtype = kept_dtype
+        self._offloads = placement in {Placement.HOST, Placement.DISK}
+        self._placement = placement
+        self._wants_norm = wants_norm
+        self._copies = copies
         self._observer = observer
         self._grads: dict[str, list[Tensor]] = {}
+        self._norms: dict[str, list[Tensor]] = {}
+        self._buffers: dict[str, TierBuffer] = {}
+        self._away: dict[str, list[TierTensor]] = {}
+        self._leaving: list[tuple[Ticket, list[Tensor]]] = []
+        self._arriving: dict[str, list[Ticket]] = {}
+
+    def prefetch(self, unit: str) -> None:
+        """Start bringing back the sum of earlier visits, if there is one."""
+        if unit in self._away:
+            self._grads[unit], self._arriving[unit] = self._fetch(unit)
 
     def accumulate(self, unit: str, grads: Sequence[Tensor]) -> None:
         """Add one micro-batch's gradients; the first ones are kept as they are, not copied."""
+        self.prefetch(unit)
+        for ticket in self._arriving.pop(unit, ()):
+            self._copies.wait(ticket)
         held = self._grads.get(unit)
         if held is None:
             self._grads[unit] = [self._label(grad.to(self._sum_dtype), unit) for grad in grads]
@@ -43,31 +70,74 @@ class GradStore:
         for total, grad in zip(held, grads, strict=True):
             total.add_(grad)
 
-    def seal(self, unit: str) -> None:
-        """Say that ``unit`` got its last micro-batch; converts to the kept dtype, tensor by tensor."""
+    def finish_visit(self, unit: str, *, is_last: bool) -> None:
+        """Say that a visit of ``unit`` has ended; after the last one of the step its gradients are complete."""
         grads = self._grads[unit]
-        for index, grad in enumerate(grads):
-            grads[index] = self._label(grad.to(self._kept_dtype), unit)
+        if is_last or self._offloads:
+            for index, grad in enumerate(grads):
+                grads[index] = self._label(grad.to(self._kept_dtype), unit)
+        if is_last and self._wants_norm:
+            self._norms[unit] = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
+        if self._offloads and grads:
+            self._store(unit, self._grads.pop(unit))
 
     def norm(self) -> Tensor:
-        """Return the global L2 norm, a scalar float32; every unit must be sealed."""
-        every = [grad for name in self._units for grad in self._grads[name]]
-        norms = torch._foreach_norm(every, 2, dtype=torch.float32)
+        """Return the global L2 norm, a scalar float32; every unit must have had its last visit."""
+        norms = [norm for name in self._units for norm in self._norms[name]]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2)
+        self._norms.clear()
         return norm
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by a scalar of the device, in place."""
-        for grads in self._grads.values():
-            torch._foreach_mul_(grads, factor)
-
-    def take(self, unit: str) -> list[Tensor]:
+    def take(self, unit: str) -> list[Stored]:
         """Return the gradients of ``unit`` and forget them; raises ``KeyError`` when there are none."""
-        return self._grads.pop(unit)
+        if unit in self._away:
+            return list(self._away.pop(unit))
+        return list(self._grads.pop(unit))
+
+    def discard(self, unit: str) -> None:
+        """Forget the gradients of ``unit``; their norm stays known."""
+        self.take(unit)
+
+    def streamed_bytes(self, unit: str, index: int, num_elements: int) -> int:
+        """Return what a range of ``num_elements`` of a gradient takes in a slot; 0 when it waits on the device."""
+        if unit not in self._away:
+            return 0
+        tensor = self._away[unit][index]
+        size = min(tensor.numel(), num_elements) * tensor.dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
 
     def drop(self) -> None:
         """Forget everything, as after a step that must not be applied."""
         self._grads.clear()
+        self._norms.clear()
+        self._away.clear()
+        self._arriving.clear()
+        self._finish_leaving()
+
+    def _store(self, unit: str, grads: list[Tensor]) -> None:
+        layout = lay_out((tuple(grad.shape), grad.dtype) for grad in grads)
+        if unit not in self._buffers:
+            self._buffers[unit] = self._copies.allocate(layout.num_bytes, self._placement, TensorClass.GRAD, unit)
+        buffer = self._buffers[unit]
+        self._finish_leaving()
+        away = [TierTensor(buffer, field.offset, field.shape, field.dtype) for field in layout.fields]
+        for tensor, grad in zip(away, grads, strict=True):
+            self._leaving.append((self._copies.store(grad.contiguous(), buffer, tensor.offset), grads))
+        self._away[unit] = away
+
+    def _fetch(self, unit: str) -> tuple[list[Tensor], list[Ticket]]:
+        grads: list[Tensor] = []
+        tickets: list[Ticket] = []
+        for tensor in self._away.pop(unit):
+            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._copies.transfer.device)
+            grads.append(self._label(grad, unit))
+            tickets.append(self._copies.fetch(grad, tensor.buffer, tensor.offset, after=[self._copies.mark()]))
+        return grads, tickets
+
+    def _finish_leaving(self) -> None:
+        for ticket, _ in self._leaving:
+            self._copies.wait(ticket)
+        self._leaving.clear()
 
     def _label(self, grad: Tensor, unit: str) -> Tensor:
         self._observer.label(grad, TensorClass.GRAD, unit)

@@ -1,11 +1,18 @@
 """How the exact value of a weight is kept beside the weight the forward pass reads. P elements of one flat slice."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridkernels.int8_quantize import int8_dequantize, int8_quantize
 from hybridtrain.plan.tensor_class import Codec
+
+_STATIC_ROOM = 2.0
+
+StoredWeight = tuple[Tensor, ...]
+"""What is stored of a weight: its values, or int8 codes and one float32 scale per 256 of them."""
 
 
 class MasterCodec(Protocol):
@@ -13,16 +20,18 @@ class MasterCodec(Protocol):
 
     in_place: bool
     """``load`` returns a stored tensor itself, so nothing temporary is made."""
+    reads_weight: bool
+    """``load`` looks at the stored weight; without that it need not be fetched for an update."""
 
-    def create(self, initial: Tensor, weight: Tensor) -> Tensor | None:
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Write fp32 ``initial`` into ``weight``; return the companion to keep, or None."""
         ...
 
-    def load(self, weight_P: Tensor, companion_P: Tensor | None) -> Tensor:
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Return the fp32 value, (P,)."""
         ...
 
-    def store(self, value_P: Tensor, weight_P: Tensor, companion_P: Tensor | None) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
         """Write an updated fp32 value back."""
         ...
 
@@ -31,17 +40,18 @@ class ExactWeight:
     """The weight is fp32 itself."""
 
     in_place = True
+    reads_weight = True
 
-    def create(self, initial: Tensor, weight: Tensor) -> Tensor | None:
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Copy; nothing is kept beside the weight."""
-        weight.copy_(initial)
+        weight[0].copy_(initial)
         return None
 
-    def load(self, weight_P: Tensor, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return the weight."""
-        return weight_P
+        return weight[0]
 
-    def store(self, value_P: Tensor, weight_P: Tensor, companion_P: Tensor | None) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
         """Do nothing: the weight was updated in place."""
 
 
@@ -49,20 +59,21 @@ class Float32Master:
     """A separate fp32 copy; the weight is its rounding to nearest."""
 
     in_place = True
+    reads_weight = False
 
-    def create(self, initial: Tensor, weight: Tensor) -> Tensor | None:
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
-        weight.copy_(initial)
+        weight[0].copy_(initial)
         return initial
 
-    def load(self, weight_P: Tensor, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return the copy."""
         assert companion_P is not None, "a float32 master is always kept"
         return companion_P
 
-    def store(self, value_P: Tensor, weight_P: Tensor, companion_P: Tensor | None) -> None:  # noqa: ARG002
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
         """Round the copy into the weight."""
-        weight_P.copy_(value_P)
+        weight[0].copy_(value_P)
 
 
 class Split16Master:
@@ -72,25 +83,26 @@ class Split16Master:
     """
 
     in_place = False
+    reads_weight = True
 
-    def create(self, initial: Tensor, weight: Tensor) -> Tensor | None:
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Split ``initial``; keep the lower half."""
         companion = torch.empty(initial.shape, dtype=torch.int16, device=initial.device)
         self.store(initial, weight, companion)
         return companion
 
-    def load(self, weight_P: Tensor, companion_P: Tensor | None) -> Tensor:
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Join both halves; exact."""
         assert companion_P is not None, "a split master is always kept"
-        bits_P = weight_P.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        bits_P = weight[0].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         return bits_P.add_(companion_P).view(torch.float32)
 
-    def store(self, value_P: Tensor, weight_P: Tensor, companion_P: Tensor | None) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
         """Split the value."""
         assert companion_P is not None, "a split master is always kept"
         bits_P = value_P.view(torch.int32)
         upper_P = bits_P.add(1 << 15).bitwise_right_shift_(16)
-        weight_P.view(torch.int16).copy_(upper_P)
+        weight[0].view(torch.int16).copy_(upper_P)
         companion_P.copy_(bits_P - upper_P.bitwise_left_shift_(16))
 
 
@@ -101,25 +113,119 @@ class StochasticWeight:
     """
 
     in_place = False
+    reads_weight = True
 
-    def create(self, initial: Tensor, weight: Tensor) -> Tensor | None:
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
-        weight.copy_(initial)
+        weight[0].copy_(initial)
         return None
 
-    def load(self, weight_P: Tensor, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
         """Widen the weight."""
-        return weight_P.float()
+        return weight[0].float()
 
-    def store(self, value_P: Tensor, weight_P: Tensor, companion_P: Tensor | None) -> None:  # noqa: ARG002
-        """Add 16 random bits below the kept ones, then cut."""
-        noise_P = torch.randint(0, 1 << 16, value_P.shape, dtype=torch.int32, device=value_P.device)
-        upper_P = noise_P.add_(value_P.view(torch.int32)).bitwise_right_shift_(16)
-        weight_P.view(torch.int16).copy_(upper_P)
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+        """Round up or down."""
+        round_stochastically(value_P, weight[0])
 
 
-def master_codec(weight: Codec, master: Codec) -> MasterCodec:
-    """Return the codec for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates."""
+def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
+    """Write fp32 values to bfloat16: add 16 random bits below the kept ones, then cut."""
+    noise_P = torch.randint(0, 1 << 16, value_P.shape, dtype=torch.int32, device=value_P.device)
+    upper_P = noise_P.add_(value_P.view(torch.int32)).bitwise_right_shift_(16)
+    target_P.view(torch.int16).copy_(upper_P)
+
+
+class Int8Weight:
+    """int8 codes are all there is: each update is rounded stochastically onto their grid."""
+
+    in_place = False
+    reads_weight = True
+
+    def __init__(self, *, static_scales: bool) -> None:
+        self._static = static_scales
+
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
+        """Round to nearest once; static scales get twice the room that the first values need."""
+        codes, scales = weight
+        int8_quantize(initial.view(-1), codes, scales, stochastic=False)
+        if self._static:
+            scales.mul_(_STATIC_ROOM)
+            int8_quantize(initial.view(-1), codes, scales, stochastic=False, static=True)
+        return None
+
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Widen the codes; exact."""
+        codes, scales = weight
+        value_P = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        int8_dequantize(codes, scales, value_P)
+        return value_P
+
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+        """Round onto the grid, which a new scale per group spans unless scales are static."""
+        int8_quantize(value_P, *weight, stochastic=True, static=self._static)
+
+
+class Int8OfMaster:
+    """A separate fp32 copy; the int8 codes are its rounding to nearest."""
+
+    in_place = False
+    reads_weight = False
+
+    def __init__(self, *, static_scales: bool) -> None:
+        self._static = static_scales
+
+    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
+        """Keep ``initial`` itself."""
+        Int8Weight(static_scales=self._static).create(initial, weight)
+        return initial
+
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Return the copy."""
+        assert companion_P is not None, "a float32 master is always kept"
+        return companion_P
+
+    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+        """Round the copy into the codes."""
+        int8_quantize(value_P, *weight, stochastic=False, static=self._static)
+
+
+@dataclass(frozen=True, slots=True)
+class MasterCodecs:
+    """The codecs of one plan: one for weights stored as values, one for those stored as codes."""
+
+    values: MasterCodec
+    codes: MasterCodec
+
+    def of(self, weight: StoredWeight) -> MasterCodec:
+        """Return the one that suits how ``weight`` is stored."""
+        return self.values if len(weight) == 1 else self.codes
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether an update must fetch what is stored."""
+        return self.values.reads_weight or self.codes.reads_weight
+
+
+def master_codecs(weight: Codec, master: Codec, compute_dtype: Codec, *, static_scales: bool = False) -> MasterCodecs:
+    """Return the codecs for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates.
+
+    Embedding, head and vectors are stored in the compute dtype even where matrices are int8.
+    """
+    if weight is not Codec.INT8_BLOCKS:
+        values = _value_codec(weight, master)
+        return MasterCodecs(values, values)
+    codes: dict[Codec, MasterCodec] = {
+        Codec.FLOAT32: Int8OfMaster(static_scales=static_scales),
+        Codec.ABSENT: Int8Weight(static_scales=static_scales),
+    }
+    if master not in codes:
+        raise ValueError(f"master.codec: {master} cannot accompany int8 weights; allowed: float32, absent")
+    exact = compute_dtype is Codec.FLOAT32
+    return MasterCodecs(ExactWeight() if exact else _value_codec(compute_dtype, master), codes[master])
+
+
+def _value_codec(weight: Codec, master: Codec) -> MasterCodec:
     if weight is Codec.FLOAT32 and master is Codec.ABSENT:
         return ExactWeight()
     if weight is Codec.BFLOAT16:

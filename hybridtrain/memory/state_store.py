@@ -1,15 +1,21 @@
-"""Master weights and optimizer moments, one owner for both."""
+"""Master weights and optimizer moments, one owner for both, on the device or below it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
-from hybridtrain.memory.master_codec import MasterCodec
+from hybridtrain.dtypes import to_torch_dtype
+from hybridtrain.memory.byte_layout import ALIGNMENT, lay_out
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Codec, TensorClass
+from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver
 
 SMALLEST_INT8_TENSOR = 4096
@@ -18,61 +24,143 @@ _ZERO_CODES = {"m": 127, "v": 0}
 """Code of the value zero in the signed and in the unsigned map."""
 
 
+@dataclass(frozen=True, slots=True)
+class MomentSpec:
+    """How one tensor of the moments is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    zero: int = 0
+    """Stored value of the number zero."""
+
+
 @dataclass(slots=True)
 class ParameterState:
-    """What the update needs of one parameter beside its gradient."""
+    """What the update needs of one parameter beside its weight and gradient."""
 
     parameter: nn.Parameter
-    companion: Tensor | None
+    companion: Stored | None
     """The master codec's, shape of the parameter."""
-    moments: tuple[Tensor, ...] = ()
-    """fp32: m, v, shaped like the parameter. int8: m_codes, m_scale, v_codes, v_scale, flat. Empty before step 1."""
+    specs: tuple[MomentSpec, ...]
+    moments: tuple[Stored, ...] = ()
+    """float32 or bfloat16: m, v, shaped like the parameter. int8: m_codes, m_scale, v_codes, v_scale, flat. factored:
+    row and column means of a matrix, v of a vector, float32. Empty before step 1."""
+    is_fresh: bool = True
+    """The moments were never written: below the device they must be set, not fetched."""
 
     @property
     def is_int8(self) -> bool:
         """Whether the moments are 8-bit codes."""
-        return len(self.moments) == 4
+        return len(self.specs) == 4
 
 
 class StateStore:
-    """Owns the state of every parameter; moments are allocated when the first update asks for them."""
+    """Owns the state of every parameter; moments are allocated when the first update asks for them.
 
-    def __init__(self, codec: Codec, master: MasterCodec, observer: MemoryObserver) -> None:
-        if codec not in {Codec.FLOAT32, Codec.INT8_BLOCKS}:
-            raise ValueError(f"optim_state.codec: {codec} cannot hold moments; allowed: float32, int8_blocks")
-        self.master = master
-        self._codec = codec
+    Args:
+        plan: Codecs and placements of master and moments.
+        codecs: How exact weights are kept.
+        copies: The way to the other tiers.
+        observer: Told what the tensors are for.
+    """
+
+    def __init__(self, plan: PhasePlan, codecs: MasterCodecs, copies: CopyEngine, observer: MemoryObserver) -> None:
+        allowed = (Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS, Codec.FACTORED)
+        if plan.optim_state.codec not in allowed:
+            raise ValueError(
+                f"optim_state.codec: {plan.optim_state.codec} cannot hold moments; allowed: {', '.join(allowed)}"
+            )
+        self.codecs = codecs
+        self.codec = plan.optim_state.codec
+        self._moment_placement = Placement.DEVICE if self.codec is Codec.FACTORED else plan.optim_state.placement
+        self._master_placement = plan.master.placement
+        self._copies = copies
         self._observer = observer
         self._states: dict[str, list[ParameterState]] = {}
 
-    def initialize(self, unit: str, parameter: nn.Parameter, initial: Tensor) -> None:
-        """Write the fp32 ``initial`` value into the next parameter of ``unit`` and keep its companion."""
-        companion = self.master.create(initial, parameter.data)
-        if companion is not None:
+    @torch.no_grad()
+    def initialize(self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight) -> None:
+        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its companion."""
+        companion: Stored | None = self.codecs.of(weight).create(initial, weight)
+        if isinstance(companion, Tensor):
             self._observer.label(companion, TensorClass.MASTER, unit)
-        self._states.setdefault(unit, []).append(ParameterState(parameter, companion))
+            if self._master_placement is not Placement.DEVICE:
+                companion = self._send_away(companion, unit)
+        specs = self._moment_specs(tuple(parameter.shape))
+        self._states.setdefault(unit, []).append(ParameterState(parameter, companion, specs))
 
     def acquire(self, unit: Unit) -> list[ParameterState]:
         """Return the states of ``unit`` in the order of its parameters."""
         states = self._states[unit.name]
-        for state in states:
-            if not state.moments:
-                state.moments = self._allocate(state.parameter)
-                for moment in state.moments:
-                    self._observer.label(moment, TensorClass.OPTIM_STATE, unit.name)
+        if states and not states[0].moments:
+            self._allocate(unit.name, states)
         return states
+
+    def of(self, unit: str) -> list[ParameterState]:
+        """Return the states of a unit as they are; their moments may not exist yet."""
+        return self._states[unit]
+
+    def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
+        """Return what a range of ``num_elements`` of a parameter's state takes in a slot, padding included."""
+        share = min(1.0, num_elements / max(state.parameter.numel(), 1))
+        total = 0
+        if self._moment_placement is not Placement.DEVICE:
+            sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.specs)
+            total += sum(_padded(ceil(size * share)) for size in sizes)
+        if isinstance(state.companion, TierTensor):
+            total += _padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
+        return total
 
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
 
-    def _allocate(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
-        device = parameter.device
-        if self._codec is Codec.FLOAT32 or parameter.numel() < SMALLEST_INT8_TENSOR:
-            return tuple(torch.zeros(parameter.shape, dtype=torch.float32, device=device) for _ in "mv")
-        groups = -(-parameter.numel() // QUANT_GROUP_SIZE)
-        moments: list[Tensor] = []
-        for name in "mv":
-            codes = torch.full((groups * QUANT_GROUP_SIZE,), _ZERO_CODES[name], dtype=torch.uint8, device=device)
-            moments += [codes, torch.zeros(groups, dtype=torch.float32, device=device)]
-        return tuple(moments)
+    def _send_away(self, companion: Tensor, unit: str) -> TierTensor:
+        buffer = self._copies.allocate(companion.nbytes, self._master_placement, TensorClass.MASTER, unit)
+        self._copies.wait(self._copies.store(companion, buffer))
+        return TierTensor(buffer, 0, tuple(companion.shape), companion.dtype)
+
+    def _moment_specs(self, shape: tuple[int, ...]) -> tuple[MomentSpec, ...]:
+        size = torch.Size(shape).numel()
+        if self.codec is Codec.FACTORED and len(shape) >= 2:
+            return (MomentSpec(shape[:1], torch.float32), MomentSpec(shape[1:], torch.float32))
+        if self.codec is Codec.FACTORED:
+            return (MomentSpec(shape, torch.float32),)
+        if self.codec is Codec.INT8_BLOCKS and size >= SMALLEST_INT8_TENSOR:
+            groups = -(-size // QUANT_GROUP_SIZE)
+            codes = (groups * QUANT_GROUP_SIZE,)
+            return tuple(
+                spec
+                for name in "mv"
+                for spec in (
+                    MomentSpec(codes, torch.uint8, _ZERO_CODES[name]),
+                    MomentSpec((groups,), torch.float32),
+                )
+            )
+        dtype = torch.float32 if self.codec is Codec.INT8_BLOCKS else to_torch_dtype(self.codec)
+        return (MomentSpec(shape, dtype), MomentSpec(shape, dtype))
+
+    def _allocate(self, unit: str, states: list[ParameterState]) -> None:
+        device = self._copies.transfer.device
+        if self._moment_placement is Placement.DEVICE:
+            for state in states:
+                state.moments = tuple(
+                    torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=device) for spec in state.specs
+                )
+                state.is_fresh = False
+                for moment in state.moments:
+                    assert isinstance(moment, Tensor), "just made"
+                    self._observer.label(moment, TensorClass.OPTIM_STATE, unit)
+            return
+        layout = lay_out((spec.shape, spec.dtype) for state in states for spec in state.specs)
+        buffer = self._copies.allocate(layout.num_bytes, self._moment_placement, TensorClass.OPTIM_STATE, unit)
+        fields = iter(layout.fields)
+        for state in states:
+            state.moments = tuple(
+                TierTensor(buffer, field.offset, field.shape, field.dtype)
+                for _, field in zip(state.specs, fields, strict=False)
+            )
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,13 +1,20 @@
 """The border between host and device: batches in, scalars out, seeds and events. B batch, T sequence."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.memory.disk_tier import DiskArena
+from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes
+from hybridtrain.plan.tensor_class import Placement
 
 
 class Transfer(Protocol):
@@ -15,7 +22,41 @@ class Transfer(Protocol):
 
     device: torch.device
     host_bytes: int
-    """Peak bytes of host memory held for transfers."""
+    """Peak bytes of host memory held for batches on their way."""
+    tiers: TierAccount
+
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:
+        """Return zeroed memory on the host or on disk; None where nothing is ever computed.
+
+        Raises:
+            HostMemoryError, DiskSpaceError: there is not enough.
+            ConfigError: disk without a folder for it.
+        """
+        ...
+
+    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+        """Start filling the contiguous ``target`` on the device once the events are over; return an event."""
+        ...
+
+    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+        """Start writing ``source`` once the compute queue has come this far; return an event."""
+        ...
+
+    def mark(self) -> object:
+        """Return an event at the end of the compute queue."""
+        ...
+
+    def wait(self, event: object) -> None:
+        """Let the compute queue wait for an event."""
+        ...
+
+    def synchronize(self, event: object) -> None:
+        """Let the processor wait for an event."""
+        ...
+
+    def close(self) -> None:
+        """Finish pending work and remove files."""
+        ...
 
     def upload(self, values: np.ndarray) -> Tensor:
         """Return ``values`` on the device; int64 stays int64."""
@@ -40,11 +81,22 @@ class Transfer(Protocol):
 
 
 class DirectTransfer:
-    """The device is the CPU, or a CUDA card fed through pinned memory."""
+    """The device is the CPU, where copies are done at once, or a CUDA card (see ``CudaTransfer``).
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The compute device.
+        disk_folder: Where the disk tier may make its files.
+        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
+    """
+
+    def __init__(
+        self, device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
+    ) -> None:
         self.device = device
         self.host_bytes = 0
+        self.tiers = TierAccount(available_host_bytes() if host_limit_bytes is None else host_limit_bytes)
+        self._disk_folder = disk_folder
+        self._arena: DiskArena | None = None
 
     def upload(self, values: np.ndarray) -> Tensor:
         """Return a copy of ``values`` on the device, asynchronous on CUDA."""
@@ -76,6 +128,49 @@ class DirectTransfer:
         else:
             torch.default_generator.manual_seed(key)
 
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:
+        """Return zeroed host memory, pinned for a CUDA card, or a file in the disk folder."""
+        if placement is Placement.HOST:
+            return HostBytes(num_bytes, pinned=self.device.type == "cuda")
+        if self._arena is None:
+            if self._disk_folder is None:
+                raise ConfigError(
+                    "disk tier",
+                    [f"{name}: a tensor class is placed on disk, but no folder was named; give one (--disk FOLDER)"],
+                )
+            self._arena = DiskArena(self._disk_folder)
+        return DiskBytes(self._arena.allocate(num_bytes, name))
+
+    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+        """Copy at once."""
+        assert source is not None, "a real run has real memory"
+        with _disable_current_modes():
+            source.read(offset, target)
+        return None
+
+    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+        """Copy at once."""
+        assert target is not None, "a real run has real memory"
+        with _disable_current_modes():
+            target.write(offset, source)
+        return None
+
+    def mark(self) -> object:
+        """Return None: work on the CPU is done when its call returns."""
+        return None
+
+    def wait(self, event: object) -> None:
+        """Do nothing."""
+
+    def synchronize(self, event: object) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Remove the files of the disk tier."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
 
 class VirtualTransfer:
     """The device is the meta device: shapes move, values do not exist."""
@@ -83,6 +178,7 @@ class VirtualTransfer:
     def __init__(self) -> None:
         self.device = torch.device("meta")
         self.host_bytes = 0
+        self.tiers = TierAccount()
 
     def upload(self, values: np.ndarray) -> Tensor:
         """Return a meta tensor of the same shape and dtype."""
@@ -104,4 +200,29 @@ class VirtualTransfer:
         yield
 
     def seed(self, key: int) -> None:
+        """Do nothing."""
+
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:  # noqa: ARG002
+        """Return None: the account alone knows of it."""
+        return None
+
+    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+        """Do nothing."""
+        return None
+
+    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
+        """Do nothing."""
+        return None
+
+    def mark(self) -> object:
+        """Return None."""
+        return None
+
+    def wait(self, event: object) -> None:
+        """Do nothing."""
+
+    def synchronize(self, event: object) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
         """Do nothing."""

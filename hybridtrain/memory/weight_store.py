@@ -1,25 +1,258 @@
-"""Weights as the forward pass reads them."""
+"""Weights as the forward pass reads them, and as they are stored: the same, or somewhere else, or in 8 bits.
 
+Every block has fixed places: its slot is its number modulo the number of slots, so parameters are bound once, no memory
+is allocated in steady state, and a graph that outlives a visit finds its weights again where they were.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import nn
 
+from hybridkernels.int8_quantize import int8_dequantize, num_groups
+from hybridtrain.dtypes import to_torch_dtype
+from hybridtrain.memory.byte_layout import ByteLayout, lay_out
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import StoredWeight
+from hybridtrain.memory.tier import Ticket, TierBuffer
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.weight_mirror import WeightMirror, host_views
+from hybridtrain.memory.weight_slots import WeightSlot, bind, block_number, grouped, packed_blocks
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.head import Head
+from hybridtrain.plan.claim import UpdateDevice
+from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
+from hybridtrain.profiler.observer import MemoryObserver
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A block whose weights will be asked for."""
+
+    block: int
+    reads: bool = True
+    """Whether what is stored must be fetched; an update that writes everything anew needs only the place."""
 
 
 class WeightStore:
-    """Hands out the model's parts. All of them live on the device, so acquiring and releasing cost nothing."""
+    """Hands out the model's parts with their weights on the device.
 
-    def __init__(self, model: BlockModel) -> None:
+    Args:
+        model: Built with ``placeholder_scope`` for its packed blocks.
+        plan: Where weights live and how they are stored.
+        copies: The way to the other tiers.
+        observer: Told what the slots are for.
+    """
+
+    def __init__(self, model: BlockModel, plan: PhasePlan, copies: CopyEngine, observer: MemoryObserver) -> None:
         self._model = model
+        self._copies = copies
+        self._observer = observer
+        self._compute_dtype = to_torch_dtype(plan.compute_dtype)
+        self._is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
+        self._packed = packed_blocks(plan, len(model.blocks))
+        self._prefetch_distance = plan.prefetch_distance
+        self._visits: list[Visit] = []
+        self._position = -1
+        self._buffers: dict[int, TierBuffer] = {}
+        self._stored_slots: list[WeightSlot] = []
+        self._value_slots: list[WeightSlot] = []
+        self._homes: dict[int, WeightSlot] = {}
+        self._updates_on_host = plan.update_on is UpdateDevice.HOST
+        self._mirrors: dict[str, WeightMirror] = {}
+        if self._packed:
+            self._build(plan)
 
     def acquire_embedding(self) -> nn.Module:
         """Return the embedding with its weights on the device."""
         return self._model.embedding
 
-    def acquire(self, block: int) -> nn.Module:
-        """Return ``block`` with its weights on the device."""
-        return self._model.blocks[block]
-
     def acquire_head(self) -> Head:
         """Return the head with its weights on the device."""
         return self._model.head
+
+    def is_packed(self, unit: str) -> bool:
+        """Return whether a unit's parameters are bound to slots."""
+        return block_number(unit) in self._packed
+
+    def stored_tensors(self, unit: str, parameters: Sequence[nn.Parameter]) -> list[tuple[Stored, ...]]:
+        """Return what is stored of each parameter where it lives, for saving and loading."""
+        block = block_number(unit)
+        if block in self._homes:
+            return list(grouped(self._stored_layout.views(self._homes[block].flat)))
+        if block not in self._buffers:
+            return [(parameter.data,) for parameter in parameters]
+        buffer = self._buffers[block]
+        tensors = [TierTensor(buffer, f.offset, f.shape, f.dtype) for f in self._stored_layout.fields]
+        return list(grouped(tensors))
+
+    def reload(self) -> None:
+        """Say that what is stored was replaced: slots hold nothing, host copies are made anew."""
+        for slot in (*self._stored_slots, *self._value_slots):
+            slot.block = None
+        for mirror in self._mirrors.values():
+            mirror.write()
+
+    def plan_visits(self, visits: Sequence[Visit]) -> None:
+        """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
+        self._visits = [visit for index, visit in enumerate(visits) if not index or visits[index - 1] != visit]
+        self._position = -1
+
+    def acquire(self, block: int) -> nn.Module:
+        """Return ``block`` with its weights on the device, and start fetching the ones that come next."""
+        if block in self._packed:
+            stored = self._load(Visit(block))
+            if self._is_int8:
+                self._widen(block, stored)
+            self._prefetch()
+        return self._model.blocks[block]  # a ModuleList's item
+
+    def acquire_stored(self, unit: str, parameters: Sequence[nn.Parameter], *, reads: bool) -> list[StoredWeight]:
+        """Return what is stored of each parameter of a unit, on the device, to be changed in place."""
+        block = block_number(unit)
+        if block not in self._packed:
+            return [(parameter.data,) for parameter in parameters]
+        slot = self._load(Visit(block, reads))
+        self._prefetch()
+        return list(grouped(self._stored_layout.views(slot.flat)))
+
+    def initialized(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Say that what is stored of a unit got its first values."""
+        self.write_back(unit)
+        if self._updates_on_host and block_number(unit) not in self._buffers:
+            weights = self.acquire_stored(unit, parameters, reads=True)
+            self._mirrors[unit] = WeightMirror(unit, weights, self._copies)
+
+    def write_back(self, unit: str) -> None:
+        """Say that what is stored of a unit was changed on the device."""
+        block = block_number(unit)
+        for value_slot in self._value_slots:
+            if value_slot.block == block:
+                value_slot.block = None
+        if block in self._buffers:
+            slot = self._stored_slots[block % len(self._stored_slots)]
+            assert slot.block == block, "a changed block is still in its slot"
+            slot.leaving = self._copies.store(slot.flat, self._buffers[block])
+
+    def host_parts(self, unit: str) -> list[StoredWeight] | None:
+        """Return what is stored of each parameter in host memory, where an update on the host works; None if dry."""
+        block = block_number(unit)
+        if block not in self._buffers:
+            return self._mirrors[unit].parts()
+        views = host_views(self._stored_layout, self._buffers[block])
+        return None if views is None else list(grouped(views))
+
+    def refresh(self, unit: str, changed: Ticket) -> None:
+        """Say that what is stored in host memory changes until ``changed``; the device is brought up to date."""
+        block = block_number(unit)
+        for slot in self._value_slots:
+            if slot.block == block:
+                slot.block = None
+        if block not in self._buffers:
+            self._mirrors[unit].refresh(changed)
+            return
+        self._buffers[block].last_store = changed
+        for slot in self._stored_slots:
+            if slot.block == block:
+                slot.block = None
+
+    def _build(self, plan: PhasePlan) -> None:
+        blocks = list(self._model.blocks)
+        named = [list(block.named_parameters()) for block in blocks]
+        shapes = [tuple(parameter.shape) for _, parameter in named[0]]
+        values = lay_out((shape, self._compute_dtype) for shape in shapes)
+        self._stored_layout = self._layout_stored(shapes) if self._is_int8 else values
+        num_streamed = len(blocks) - min(plan.resident_layers, len(blocks))
+        streams = plan.weight.placement is not Placement.DEVICE
+        if self._is_int8:
+            self._value_slots = [self._slot(values, f"values.{i}") for i in range(plan.max_active_layers)]
+        if streams and num_streamed:
+            num_slots = plan.prefetch_distance + 1 if self._is_int8 else plan.max_active_layers
+            self._stored_slots = [
+                self._slot(self._stored_layout, f"slot.{i}") for i in range(min(num_slots, num_streamed))
+            ]
+        for block in sorted(self._packed):
+            if streams and block < num_streamed:
+                self._buffers[block] = self._copies.allocate(
+                    self._stored_layout.num_bytes, plan.weight.placement, TensorClass.WEIGHT, f"block.{block}"
+                )
+            else:
+                self._homes[block] = self._slot(self._stored_layout, f"block.{block}")
+                self._homes[block].block = block
+            slots = self._value_slots or self._stored_slots
+            views = values.views(slots[block % len(slots)].flat)
+            bind(blocks[block], [name for name, _ in named[block]], views)
+
+    def _layout_stored(self, shapes: Sequence[tuple[int, ...]]) -> ByteLayout:
+        """Return codes and scales of each matrix, and values of each vector."""
+        tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for shape in shapes:
+            if len(shape) < 2:
+                tensors.append((shape, self._compute_dtype))
+            else:
+                size = shape[0] * shape[1]
+                tensors += [((size,), torch.int8), ((num_groups(size),), torch.float32)]
+        return lay_out(tensors)
+
+    def _slot(self, layout: ByteLayout, name: str) -> WeightSlot:
+        flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+        self._observer.label(flat, TensorClass.WEIGHT, name)
+        return WeightSlot(flat)
+
+    def _load(self, visit: Visit) -> WeightSlot:
+        """Return the slot with what is stored of a block."""
+        self._advance(visit)
+        block = visit.block
+        if block in self._homes:
+            return self._homes[block]
+        slot = self._stored_slots[block % len(self._stored_slots)]
+        if slot.block != block:
+            self._fetch(visit)
+        if slot.arriving is not None:
+            self._copies.wait(slot.arriving)
+            slot.arriving = None
+        if not visit.reads and slot.leaving is not None:
+            self._copies.wait(slot.leaving)
+            slot.leaving = None
+        return slot
+
+    def _advance(self, visit: Visit) -> None:
+        if self._position < 0 or self._visits[self._position] != visit:
+            following = self._position + 1
+            is_planned = following < len(self._visits) and self._visits[following] == visit
+            self._position = following if is_planned else -1
+
+    def _prefetch(self) -> None:
+        if self._position < 0:
+            return
+        current = self._visits[self._position].block
+        ahead = self._visits[self._position + 1 : self._position + 1 + self._prefetch_distance]
+        for visit in ahead:
+            if visit.block in self._buffers:
+                slot = self._stored_slots[visit.block % len(self._stored_slots)]
+                if slot.block not in {visit.block, current}:
+                    self._fetch(visit)
+
+    def _fetch(self, visit: Visit) -> None:
+        slot = self._stored_slots[visit.block % len(self._stored_slots)]
+        slot.block = visit.block
+        if visit.reads:
+            after = [self._copies.mark(), *([] if slot.leaving is None else [slot.leaving])]
+            slot.arriving = self._copies.fetch(slot.flat, self._buffers[visit.block], after=after)
+            slot.leaving = None
+
+    def _widen(self, block: int, stored: WeightSlot) -> None:
+        """Turn codes into values of the compute dtype, unless they are there already."""
+        slot = self._value_slots[block % len(self._value_slots)]
+        if slot.block == block:
+            return
+        slot.block = block
+        weights = grouped(self._stored_layout.views(stored.flat))
+        with torch.no_grad():
+            for parameter, parts in zip(self._model.blocks[block].parameters(), weights, strict=True):
+                if len(parts) == 2:
+                    int8_dequantize(*parts, parameter.data.view(-1))
+                else:
+                    parameter.data.copy_(parts[0])

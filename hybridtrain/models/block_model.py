@@ -1,12 +1,16 @@
 """What the engine knows of a model: embedding, blocks, head. B batch, T sequence, D width, V vocabulary."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from hybridtrain.models.head import Head
 from hybridtrain.models.model_config import ModelConfig
+
+BlockScope = Callable[[int], AbstractContextManager[None]]
+"""Around the construction of each block, by number: decides where its parameters get memory."""
 
 
 @dataclass(frozen=True, slots=True)

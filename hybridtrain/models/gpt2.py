@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridkernels.flash_attention import causal_attention
-from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import LayerNorm, Linear, dropout
 from hybridtrain.models.model_config import ModelConfig
@@ -63,10 +63,13 @@ class Gpt2Block(nn.Module):
         return dropout(branch_BTD, self.dropout, training=self.training)
 
 
-def build_gpt2(config: ModelConfig, dtype: torch.dtype) -> BlockModel:
-    """Return GPT-2 with uninitialised parameters on the current default device."""
+def build_gpt2(config: ModelConfig, dtype: torch.dtype, block_scope: BlockScope) -> BlockModel:
+    """Return GPT-2 with uninitialised parameters on the current default device; each block is made in its scope."""
     embedding = Gpt2Embedding(config, dtype)
-    blocks: list[nn.Module] = [Gpt2Block(config, dtype) for _ in range(config.num_blocks)]
+    blocks: list[nn.Module] = []
+    for block in range(config.num_blocks):
+        with block_scope(block):
+            blocks.append(Gpt2Block(config, dtype))
     weight_VD = embedding.token
     if not config.tied:
         weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))

@@ -26,6 +26,13 @@ class Linear(nn.Module):
         return out
 
 
+def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+    """Return ``residual + linear(x)`` in one call: the sum is the matmul's own, nothing passes memory twice."""
+    assert linear.bias is None, "the matmul adds one term only"
+    flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), linear.weight.t())
+    return flat.view(residual.shape)
+
+
 class _OutputlessLinear(torch.autograd.Function):
     """A linear layer that is recomputed for its gradients alone: they need its input, never its output."""
 

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from hybridkernels.flash_attention import causal_attention
 from hybridkernels.rotary import rotary
-from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
-from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable
+from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable, add_linear
 from hybridtrain.models.model_config import ModelConfig
 
 
@@ -47,8 +47,12 @@ class LlamaBlock(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, *, computes_output: bool = True) -> Tensor:
         """Return hidden_BTD; without ``computes_output`` its values are undefined, but it can be differentiated."""
-        hidden_BTD = hidden_BTD + self._attend(self.attention_norm(hidden_BTD))
-        return hidden_BTD + self._feed_forward(self.ffn_norm(hidden_BTD), computes_output=computes_output)
+        attended_BTD = self._attend(self.attention_norm(hidden_BTD))
+        hidden_BTD = add_linear(hidden_BTD, attended_BTD, self.attention_out)
+        inner_BTF = self._feed_forward(self.ffn_norm(hidden_BTD))
+        if computes_output:
+            return add_linear(hidden_BTD, inner_BTF, self.ffn_out)
+        return hidden_BTD + self.ffn_out(inner_BTF, computes_output=False)  # type: ignore[no-any-return]
 
     def _attend(self, normed_BTD: Tensor) -> Tensor:
         batch, seq_len, _ = normed_BTD.shape
@@ -57,18 +61,20 @@ class LlamaBlock(nn.Module):
         q_BTNH = rotary(self.query(normed_BTD).view(heads), cos_TR, sin_TR)
         k_BTKH = rotary(self.key(normed_BTD).view(heads), cos_TR, sin_TR)
         out_BTNH = causal_attention(q_BTNH, k_BTKH, self.value(normed_BTD).view(heads))
-        return self.attention_out(out_BTNH.flatten(-2))  # type: ignore[no-any-return]
+        return out_BTNH.flatten(-2)
 
-    def _feed_forward(self, normed_BTD: Tensor, *, computes_output: bool) -> Tensor:
-        inner_BTF = functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD)
-        return self.ffn_out(inner_BTF, computes_output=computes_output)  # type: ignore[no-any-return]
+    def _feed_forward(self, normed_BTD: Tensor) -> Tensor:
+        return functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD)  # type: ignore[no-any-return]
 
 
-def build_llama(config: ModelConfig, dtype: torch.dtype) -> BlockModel:
-    """Return LLaMA with uninitialised parameters on the current default device."""
+def build_llama(config: ModelConfig, dtype: torch.dtype, block_scope: BlockScope) -> BlockModel:
+    """Return LLaMA with uninitialised parameters on the current default device; each block is made in its scope."""
     embedding = LlamaEmbedding(config, dtype)
     table = RotaryTable(config.max_seq_len, config.head_dim, config.rope_theta)
-    blocks: list[nn.Module] = [LlamaBlock(config, table, dtype) for _ in range(config.num_blocks)]
+    blocks: list[nn.Module] = []
+    for block in range(config.num_blocks):
+        with block_scope(block):
+            blocks.append(LlamaBlock(config, table, dtype))
     weight_VD = embedding.token
     if not config.tied:
         weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))

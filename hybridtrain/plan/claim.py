@@ -16,14 +16,34 @@ class Schedule(StrEnum):
     """All micro-batches pass a block before the next block is touched."""
 
 
-PlanValue = int | Placement | Codec | Schedule
+class UpdateDevice(StrEnum):
+    """Where the optimizer's arithmetic runs."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+PlanValue = int | Placement | Codec | Schedule | UpdateDevice
 
 CELL_PATHS = tuple(
     f"{tensor_class}.{column}"
     for tensor_class in ("weight", "master", "grad", "optim_state", "boundary")
     for column in ("placement", "codec")
 )
-SETTING_PATHS = ("compute_dtype", "recompute_every", "grad_accum_steps", "schedule", "loss_chunk_tokens")
+SETTING_PATHS = (
+    "compute_dtype",
+    "recompute_every",
+    "kept_blocks",
+    "grad_accum_steps",
+    "schedule",
+    "visit_micro_batches",
+    "loss_chunk_tokens",
+    "max_active_layers",
+    "prefetch_distance",
+    "resident_layers",
+    "static_scales",
+    "update_on",
+)
 PLAN_PATHS = CELL_PATHS + SETTING_PATHS
 
 

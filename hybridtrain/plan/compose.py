@@ -5,8 +5,9 @@ from typing import ClassVar, Protocol
 
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, PlanValue
-from hybridtrain.plan.memory_plan import MemoryPlan, resolve
+from hybridtrain.plan.claim import Claim, PlanValue, Schedule, UpdateDevice
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, resolve
+from hybridtrain.plan.tensor_class import Codec, Placement
 
 
 class Optimization(Protocol):
@@ -25,10 +26,37 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
     A claim for one phase wins over a claim for every phase by the same owner or another one.
 
     Raises:
-        PlanConflictError: two owners ask for different values of one cell, or one kind is listed twice.
+        PlanConflictError: two owners ask for different values of one cell, one kind is listed twice, or the values
+            together describe nothing that could run.
     """
     _refuse_twice(stack)
-    return MemoryPlan(phases={phase: resolve(_claims_for(stack, phase)) for phase in Phase})
+    plan = MemoryPlan(phases={phase: resolve(_claims_for(stack, phase)) for phase in Phase})
+    faults = list(dict.fromkeys(fault for phase in Phase for fault in plan_faults(plan.for_phase(phase))))
+    if faults:
+        raise PlanConflictError("\n".join(faults))
+    return plan
+
+
+def plan_faults(plan: PhasePlan) -> list[str]:
+    """Return what contradicts itself in a table, one sentence each."""
+    faults = []
+    if plan.boundary.placement is not Placement.DEVICE and not plan.recompute_every:
+        faults.append(
+            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
+            "activations inside the blocks stay on the device and nothing would be saved."
+        )
+    if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1:
+        in_one_visit = plan.visit_micro_batches in {0, plan.grad_accum_steps}
+        if plan.schedule is Schedule.HORIZONTAL or not in_one_visit:
+            faults.append(
+                f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
+                "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
+            )
+    if plan.update_on is UpdateDevice.HOST and Codec.FACTORED is plan.optim_state.codec:
+        faults.append("update_on: factored_optimizer updates on the device; use update_on = 'device' with it.")
+    if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
+        faults.append("master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent.")
+    return faults
 
 
 def _claims_for(stack: Sequence[Optimization], phase: Phase) -> dict[str, PlanValue]:

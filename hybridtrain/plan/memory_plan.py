@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import PlanValue, Schedule
+from hybridtrain.plan.claim import PlanValue, Schedule, UpdateDevice
 from hybridtrain.plan.tensor_class import Codec, Placement
 
 
@@ -29,11 +29,24 @@ class PhasePlan:
     """Element type of the forward and backward arithmetic."""
     recompute_every: int
     """Keep one boundary per this many blocks and recompute the rest in the backward pass; 0 keeps everything."""
+    kept_blocks: int
+    """Last blocks whose activations are kept all the same, where the others' are recomputed."""
     grad_accum_steps: int
     """Micro-batches per optimizer step."""
     schedule: Schedule
+    visit_micro_batches: int
+    """Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step."""
     loss_chunk_tokens: int
     """Tokens per slice of the logits; 0 computes them in one piece."""
+    max_active_layers: int
+    """Blocks whose weights are on the device at a time, where weights live elsewhere; the ones on the way included."""
+    prefetch_distance: int
+    """Blocks fetched ahead of the one at work; below ``max_active_layers``."""
+    resident_layers: int
+    """Last blocks whose weights stay on the device, where the others' live elsewhere."""
+    static_scales: bool
+    """int8 weights keep the scales of their first values."""
+    update_on: UpdateDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +71,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     default_codecs = {
         "weight": weight_codec,
         "master": Codec.ABSENT if weight_codec is Codec.FLOAT32 else Codec.FLOAT32,
-        "grad": weight_codec,
+        "grad": compute_dtype,
         "optim_state": Codec.FLOAT32,
         "boundary": compute_dtype,
     }
@@ -77,7 +90,14 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
         boundary=cell("boundary"),
         compute_dtype=compute_dtype,
         recompute_every=int(claims.get("recompute_every", 0)),
+        kept_blocks=int(claims.get("kept_blocks", 0)),
         grad_accum_steps=int(claims.get("grad_accum_steps", 1)),
         schedule=Schedule(str(claims.get("schedule", Schedule.HORIZONTAL))),
+        visit_micro_batches=int(claims.get("visit_micro_batches", 0)),
         loss_chunk_tokens=int(claims.get("loss_chunk_tokens", 0)),
+        max_active_layers=int(claims.get("max_active_layers", 2)),
+        prefetch_distance=min(int(claims.get("prefetch_distance", 1)), int(claims.get("max_active_layers", 2)) - 1),
+        resident_layers=int(claims.get("resident_layers", 0)),
+        static_scales=bool(claims.get("static_scales", 0)),
+        update_on=UpdateDevice(str(claims.get("update_on", UpdateDevice.DEVICE))),
     )

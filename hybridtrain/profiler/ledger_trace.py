@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.profiler.observer import Stage
+from hybridtrain.profiler.observer import Lane, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class OpRecord:
     """Bytes of inputs and outputs."""
     dtype: str
     """Element type of the first floating point operand."""
+    lane: Lane = Lane.COMPUTE
+    waits: tuple[int, ...] = ()
+    """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
 
 
 @dataclass(frozen=True, slots=True)

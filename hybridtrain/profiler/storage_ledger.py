@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace, OpRecord, StepMark
 from hybridtrain.profiler.meta_cache import MetaCache
-from hybridtrain.profiler.observer import Stage
+from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.profiler.op_cost import count_bytes, count_flops, tensors_in
 from hybridtrain.profiler.op_scratch import MATMUL_OPS, OP_SCRATCH
 
@@ -53,6 +53,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps: list[StepMark] = []
         self._stage = Stage.BUILD
         self._unit = ""
+        self._last_compute = -1
+        self._joined: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,6 +77,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if scratch is not None:
             self._enter_scratch(scratch(args))
         if self._record and not func.is_view:
+            self._last_compute = len(self._ops)
             self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
         return out
 
@@ -94,6 +97,26 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and self._record:
             self._classes[found[0]] = tensor_class
             self._units[found[0]] = unit
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Record a copy, or arithmetic of the host, beside the compute lane."""
+        if self._record:
+            self._ops.append(
+                OpRecord(
+                    name=lane.value, event=len(self._events), stage=self._stage, unit=self._unit, is_matmul=False,
+                    flops=0, bytes_moved=num_bytes, dtype="", lane=lane, waits=tuple(op for op in waits if op >= 0),
+                )
+            )  # fmt: skip
+        return len(self._ops) - 1
+
+    def mark(self) -> int:
+        """Return the number of the last op of the compute lane, -1 before the first."""
+        return self._last_compute
+
+    def join(self, op: int) -> None:
+        """Let the next op of the compute lane wait for ``op``."""
+        if self._record and op >= 0:
+            self._joined.append(op)
 
     def begin_step(self) -> None:
         """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
@@ -153,6 +176,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> OpRecord:
         operands = tensors_in([*args, *kwargs.values()])
         dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
+        waits, self._joined = tuple(self._joined), []
         return OpRecord(
             name=str(func),
             event=event,
@@ -162,4 +186,5 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops=count_flops(func, args, kwargs, out),
             bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
+            waits=waits,
         )

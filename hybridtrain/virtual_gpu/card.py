@@ -12,6 +12,10 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.units import GB, MIB
 
 _HOPPER = 9
+_DATA_CENTER = frozenset({"8.0", "9.0"})
+"""A100, H100, H200."""
+_GEFORCE = frozenset({"8.6", "8.9", "12.0"})
+"""RTX 30, 40 and 50; workstation cards of the same chips have other names and other power limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,14 @@ class Card:
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
         if faults:
             raise ValueError("\n".join(faults))
+
+    @property
+    def family(self) -> str:
+        """Cards that reach about the same shares of their peak rates; ``other`` where nothing is known of them."""
+        if self.compute_capability in _DATA_CENTER:
+            return "data_center"
+        is_geforce = "GeForce" in self.name and self.compute_capability in _GEFORCE
+        return "geforce" if is_geforce else "other"
 
     @property
     def memory_bytes(self) -> int:

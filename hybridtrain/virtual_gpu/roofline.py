@@ -1,17 +1,23 @@
 """Step time from a roofline: each op takes as long as its arithmetic or its memory traffic, whichever is slower.
 
-One compute stream runs the ops in order; two copy streams carry batches in and (with offloading) tensors out. The
-efficiencies are assumptions until a card was measured, so every figure from here is ``estimated``.
+One compute stream runs the ops in order; two copy streams carry tensors in and out, the bus being full duplex; the
+processor and the disk have a lane each. A lane waits for another where the ledger says so, and the time in which the
+compute stream waits belongs to what it waits for. Every figure from here is ``estimated``.
 """
 
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from importlib import resources
 
+from hybridtrain.config.decode import decode
 from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Stage
+from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.host import Host
 
 
 class Bound(StrEnum):
@@ -22,14 +28,21 @@ class Bound(StrEnum):
     MEMORY = "memory"
     """Ops at the bandwidth limit of device memory, or at the launch rate."""
     TRANSFER = "transfer"
-    """Copies that no computation hides."""
+    """Copies over the bus that no computation hides."""
     OPTIMIZER = "optimizer"
-    """Clipping and update."""
+    """Clipping and update on the device."""
+    HOST = "host"
+    """Work of the processor that nothing hides."""
+    DISK = "disk"
+    """Reading and writing files that nothing hides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Share of a card's peak rates that is reached in practice."""
+    """Share of a card's peak rates that is reached in practice.
+
+    It may be above 1: a vendor's rate holds at the boost clock on the box, and GeForce cards run faster.
+    """
 
     matmul: float = 0.75
     """Of the peak arithmetic rate; torch's own runtime estimator assumes the same (runtime_estimator.py)."""
@@ -40,13 +53,41 @@ class Efficiency:
     launch_seconds: float = 4e-6
     """Shortest time between two kernels launched from Python."""
 
+    def __post_init__(self) -> None:
+        shares = {name: getattr(self, name) for name in ("matmul", "memory", "bus")}
+        faults = [f"{name}: {share} must be above 0" for name, share in shares.items() if share <= 0]
+        if self.launch_seconds < 0:
+            faults.append(f"launch_seconds: {self.launch_seconds} must be at least 0")
+        if faults:
+            raise ValueError("\n".join(faults))
+
 
 DEFAULT_EFFICIENCY = Efficiency()
 
 
+def efficiency_of(card: Card) -> Efficiency:
+    """Return the shares of its peak rates that a card reaches: those of its family, or the assumed ones."""
+    return _efficiency_by_family().get(card.family, DEFAULT_EFFICIENCY)
+
+
+@cache
+def _efficiency_by_family() -> dict[str, Efficiency]:
+    text = resources.files("hybridtrain.virtual_gpu").joinpath("efficiency.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    return {name: decode(Efficiency, table, source=f"efficiency.toml [{name}]") for name, table in tables.items()}
+
+
+_BOUND_OF_LANE = {
+    Lane.COPY_IN: Bound.TRANSFER,
+    Lane.COPY_OUT: Bound.TRANSFER,
+    Lane.HOST: Bound.HOST,
+    Lane.DISK: Bound.DISK,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOp:
-    """An op on the compute stream."""
+    """An op on its lane."""
 
     op: OpRecord
     start_s: float
@@ -59,11 +100,16 @@ class StepTime:
     """How long one optimizer step takes."""
 
     seconds: float
+    """Until every lane has done its work."""
     seconds_by_bound: dict[Bound, float]
+    """Of the compute stream, waiting included; they add up to ``seconds``."""
+    busy_seconds: dict[Lane, float]
+    """Of each lane, hidden or not."""
     flops: int
     bytes_moved: int
+    """Of device memory."""
     upload_seconds: float
-    """Time of the copy-in stream, hidden or not."""
+    """The step's batch on the copy-in stream, before its first op."""
     ops: tuple[TimedOp, ...]
 
     @property
@@ -73,34 +119,84 @@ class StepTime:
 
 
 def estimate_step(
-    ops: Iterable[OpRecord], card: Card, *, upload_bytes: int, efficiency: Efficiency = DEFAULT_EFFICIENCY
+    ops: Sequence[OpRecord],
+    card: Card,
+    *,
+    upload_bytes: int,
+    first: int = 0,
+    host: Host | None = None,
+    efficiency: Efficiency | None = None,
 ) -> StepTime:
-    """Return the time of a step whose ops are ``ops`` and whose batches have ``upload_bytes``.
+    """Return the time of a step.
 
-    The upload of a step comes before its first op and is not hidden: the trainer asks for it at the step's start.
+    Args:
+        ops: The step's, in the order in which they were given to their lanes.
+        card: Its rates.
+        upload_bytes: Of the step's batches, copied in before the first op.
+        first: Number of the first op, by which ``waits`` count; what lies before it is done.
+        host: The machine around the card.
+        efficiency: Shares of the peak rates; None: those of the card's family.
     """
-    rates = {name: rate * efficiency.matmul for name, rate in card.flops_per_second.items()}
-    bandwidth = card.memory_bytes_per_second * efficiency.memory
-    upload = upload_bytes / (card.bus_bytes_per_second * efficiency.bus)
+    rates = _Rates(card, host or Host(), efficiency or efficiency_of(card))
+    upload = upload_bytes / rates.bus
+    clocks = dict.fromkeys(Lane, upload)
+    busy: defaultdict[Lane, float] = defaultdict(float, {Lane.COPY_IN: upload})
     by_bound: defaultdict[Bound, float] = defaultdict(float, {Bound.TRANSFER: upload})
-    clock = upload
+    ends: list[float] = []
+    causes: list[Bound] = []
     timed: list[TimedOp] = []
     flops = bytes_moved = 0
     for op in ops:
-        if not op.bytes_moved:
-            continue
-        compute = op.flops / rates.get(op.dtype, rates["float32"])
-        memory = max(op.bytes_moved / bandwidth, efficiency.launch_seconds)
-        duration = max(compute, memory)
-        bound = Bound.COMPUTE if compute >= memory else Bound.MEMORY
-        if op.stage is Stage.UPDATE:
-            bound = Bound.OPTIMIZER
-        timed.append(TimedOp(op=op, start_s=clock, duration_s=duration, bound=bound))
-        by_bound[bound] += duration
-        clock += duration
-        flops += op.flops
-        bytes_moved += op.bytes_moved
+        duration, bound = rates.duration(op)
+        start, waited_for = clocks[op.lane], None
+        for number in op.waits:
+            if number >= first and ends[number - first] > start:
+                start, waited_for = ends[number - first], causes[number - first]
+        if op.lane is Lane.COMPUTE:
+            if waited_for is not None:
+                by_bound[waited_for] += start - clocks[op.lane]
+            by_bound[bound] += duration
+            flops += op.flops
+            bytes_moved += op.bytes_moved
+        is_held_up = waited_for not in {None, Bound.COMPUTE, Bound.MEMORY, Bound.OPTIMIZER}
+        causes.append(waited_for if is_held_up and waited_for is not None else bound)
+        clocks[op.lane] = start + duration
+        ends.append(start + duration)
+        busy[op.lane] += duration
+        if duration:
+            timed.append(TimedOp(op=op, start_s=start, duration_s=duration, bound=bound))
+    last = max(clocks, key=lambda lane: clocks[lane])
+    if last is not Lane.COMPUTE:
+        by_bound[_BOUND_OF_LANE[last]] += clocks[last] - clocks[Lane.COMPUTE]
     return StepTime(
-        seconds=clock, seconds_by_bound=dict(by_bound), flops=flops, bytes_moved=bytes_moved, upload_seconds=upload,
-        ops=tuple(timed),
+        seconds=clocks[last], seconds_by_bound=dict(by_bound), busy_seconds=dict(busy), flops=flops,
+        bytes_moved=bytes_moved, upload_seconds=upload, ops=tuple(timed),
     )  # fmt: skip
+
+
+class _Rates:
+    """What one card and machine reach in practice."""
+
+    def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
+        self._flops = {name: rate * efficiency.matmul for name, rate in card.flops_per_second.items()}
+        self._bandwidth = card.memory_bytes_per_second * efficiency.memory
+        self._launch = efficiency.launch_seconds
+        self._lanes = {
+            Lane.COPY_IN: card.bus_bytes_per_second * efficiency.bus,
+            Lane.COPY_OUT: card.bus_bytes_per_second * efficiency.bus,
+            Lane.HOST: host.memory_bytes_per_second,
+            Lane.DISK: host.disk_bytes_per_second,
+        }
+        self.bus = self._lanes[Lane.COPY_IN]
+
+    def duration(self, op: OpRecord) -> tuple[float, Bound]:
+        """Return the seconds an op keeps its lane, and what limits it."""
+        if op.lane is not Lane.COMPUTE:
+            return max(op.bytes_moved / self._lanes[op.lane], self._launch), _BOUND_OF_LANE[op.lane]
+        if not op.bytes_moved:
+            return 0.0, Bound.MEMORY
+        compute = op.flops / self._flops.get(op.dtype, self._flops["float32"])
+        memory = max(op.bytes_moved / self._bandwidth, self._launch)
+        if op.stage is Stage.UPDATE:
+            return max(compute, memory), Bound.OPTIMIZER
+        return max(compute, memory), Bound.COMPUTE if compute >= memory else Bound.MEMORY

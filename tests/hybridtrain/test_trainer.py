@@ -51,11 +51,13 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def master_weights(trainer: Trainer) -> list[Tensor]:
     """Return the exact fp32 value of every parameter."""
-    master = trainer.states.master
-    return [
-        master.load(state.parameter.data.view(-1), None if state.companion is None else state.companion.view(-1))
-        for state in states_of(trainer)
-    ]
+    master = trainer.states.codecs.values
+    values = []
+    for state in states_of(trainer):
+        assert state.companion is None or isinstance(state.companion, Tensor)
+        companion = None if state.companion is None else state.companion.view(-1)
+        values.append(master.load((state.parameter.data.view(-1),), companion))
+    return values
 
 
 def states_of(trainer: Trainer) -> list[ParameterState]:

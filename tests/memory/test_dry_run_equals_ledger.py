@@ -1,7 +1,9 @@
 """A dry run on meta tensors counts, event for event, what a run with real arithmetic holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +12,25 @@ from hybridtrain.dry_run import record_steps
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.optimizations import (
+    ActivationOffload,
+    Bf16Optimizer,
     ChunkedLoss,
+    FactoredOptimizer,
+    FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
     Int8Optimizer,
+    Int8Weights,
     MixedPrecision,
+    OptimizerOffload,
+    WeightStreaming,
 )
 from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace, find_peak
+from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
@@ -44,6 +56,64 @@ STACKS: dict[str, list[Optimization]] = {
         GradAccumulation(steps=3, schedule="vertical"),
     ],
 }
+VERTICAL = GradAccumulation(steps=3, schedule="vertical")
+STREAMED_STACKS: dict[str, list[Optimization]] = {
+    "streamed": [WeightStreaming()],
+    "streamed-one-slot": [WeightStreaming(max_active_layers=1), GradientCheckpointing(interval=1)],
+    "streamed-resident-disk": [
+        WeightStreaming(resident_layers=1, tier="disk"),
+        GradientCheckpointing(interval=2, keep_last=1),
+        VERTICAL,
+    ],
+    "state-away": [OptimizerOffload(), MixedPrecision()],
+    "state-alone-disk": [OptimizerOffload(tier="disk", offload_grads=False), MixedPrecision(master="split16")],
+    "updated-on-host": [OptimizerOffload(update_on="host"), MixedPrecision(), Int8Optimizer()],
+    "updated-on-host-streamed": [OptimizerOffload(update_on="host"), WeightStreaming(resident_layers=1)],
+    "boundaries-away": [ActivationOffload(), GradientCheckpointing(interval=1), GradAccumulation(steps=2)],
+    "boundaries-vertical-disk": [ActivationOffload(tier="disk"), GradientCheckpointing(interval=2), VERTICAL],
+    "visits-of-two": [
+        GradAccumulation(steps=3, schedule="vertical", visit_micro_batches=2),
+        OptimizerOffload(),
+        WeightStreaming(),
+    ],
+    "int8-weights": [Int8Weights()],
+    "int8-weights-streamed": [Int8Weights(), MixedPrecision(), WeightStreaming(), Int8Optimizer()],
+    "int8-static-one-slot": [
+        Int8Weights(master="absent", static_scales=True),
+        WeightStreaming(max_active_layers=1),
+        Bf16Optimizer(),
+    ],
+    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(interval=1)],
+    "fused-factored-int8": [
+        FusedUpdate(),
+        VERTICAL,
+        GradientCheckpointing(interval=1),
+        Int8Weights(),
+        MixedPrecision(master="absent"),
+        WeightStreaming(),
+        FactoredOptimizer(),
+        ActivationOffload(),
+    ],
+    "fused-all-away": [
+        FusedUpdate(),
+        VERTICAL,
+        GradientCheckpointing(interval=2),
+        MixedPrecision(),
+        WeightStreaming(tier="disk"),
+        OptimizerOffload(offload_grads=False),
+        ActivationOffload(),
+    ],
+    "all-away": [
+        GradAccumulation(steps=2),
+        GradientCheckpointing(interval=1),
+        MixedPrecision(master="split16"),
+        WeightStreaming(max_active_layers=3),
+        OptimizerOffload(),
+        ActivationOffload(),
+        ChunkedLoss(chunk_tokens=16),
+    ],
+}
+EVERY_STACK = STACKS | STREAMED_STACKS
 REAL_STACKS = ["vanilla", "mixed", "conservative", "phase2-lite", "tight"]
 TINY_MODELS = {
     "gpt2-dropout": GPT2_TIED_DROPOUT,
@@ -69,6 +139,11 @@ def record_both(
     return executed, record(config, stack, VirtualTransfer(), batch_size, seq_len)
 
 
+def wide(config: ModelConfig) -> ModelConfig:
+    """Return a model whose matrices have 8-bit moments: 4096 elements and more."""
+    return replace(config, width=64 if config.width % 4 == 0 and config.num_heads == 4 else 72, ffn_width=80)
+
+
 @cache
 def record_gpt2_small(name: str) -> tuple[LedgerTrace, LedgerTrace]:
     # 32 tokens: the 124M parameters and their logits are real, and a step takes a second.
@@ -76,12 +151,28 @@ def record_gpt2_small(name: str) -> tuple[LedgerTrace, LedgerTrace]:
 
 
 def assert_same_trace(executed: LedgerTrace, planned: LedgerTrace) -> None:
-    """Compare everything but the ops: the copy that uploads a batch has no counterpart on meta."""
+    """Compare everything but what has no counterpart on meta: copies that upload batches, reading scalars."""
     assert planned.events == executed.events
     assert planned.sizes == executed.sizes
     assert planned.classes == executed.classes
     assert planned.units == executed.units
     assert [mark.event for mark in planned.steps] == [mark.event for mark in executed.steps]
+    assert work_of(planned) == work_of(executed)
+
+
+def work_of(trace: LedgerTrace) -> list[tuple[object, ...]]:
+    """Return the work of every lane and what waits for what, without uploads and the reading of scalars."""
+    numbers: dict[int, int] = {}
+    work: list[tuple[object, ...]] = []
+    inherited: tuple[int, ...] = ()
+    for index, op in enumerate(trace.ops):
+        waits = inherited + tuple(numbers[wait] for wait in op.waits)
+        if op.stage is Stage.LOAD or op.name.startswith("aten._local_scalar_dense"):
+            numbers[index], inherited = len(work) - 1, waits  # what comes next waits in its place
+            continue
+        numbers[index], inherited = len(work), ()
+        work.append((op.name, op.lane, op.stage, op.unit, op.event, op.flops, op.bytes_moved, waits))
+    return work
 
 
 @pytest.mark.parametrize("stack", REAL_STACKS)
@@ -106,16 +197,50 @@ def test_gpt2_small_gives_the_allocator_the_same_work(stack: str) -> None:
     assert replays[1] == replays[0]
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", EVERY_STACK)
 @pytest.mark.parametrize("model", TINY_MODELS)
-def test_tiny_models_are_planned_as_they_are_executed(model: str, stack: str) -> None:
-    assert_same_trace(*record_both(TINY_MODELS[model], STACKS[stack], 2, 17))
+def test_tiny_models_are_planned_as_they_are_executed(model: str, stack: str, tmp_path: Path) -> None:
+    real = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path)
+    dry = VirtualTransfer()
+    config = wide(TINY_MODELS[model])
+    executed, planned = (record(config, EVERY_STACK[stack], transfer, 2, 17) for transfer in (real, dry))
+    assert_same_trace(executed, planned)
+    for placement in (Placement.HOST, Placement.DISK):
+        assert dry.tiers.by_class(placement) == real.tiers.by_class(placement)
+        assert dry.tiers.peak_bytes(placement) == real.tiers.peak_bytes(placement)
+    real.close()
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", STREAMED_STACKS)
+def test_what_a_stack_moves_off_the_device_is_somewhere_else(stack: str) -> None:
+    # Guards the comparison above: two empty accounts are equal too.
+    transfer = VirtualTransfer()
+    trace = record(wide(LLAMA_GROUPED), STREAMED_STACKS[stack], transfer, 2, 17)
+    plan = compose(STREAMED_STACKS[stack]).for_phase(Phase.FULL)
+    below = {Placement.HOST: set[TensorClass](), Placement.DISK: set[TensorClass]()}
+    for tensor_class, cell in (
+        (TensorClass.WEIGHT, plan.weight),
+        (TensorClass.GRAD, plan.grad),
+        (TensorClass.OPTIM_STATE, plan.optim_state),
+        (TensorClass.BOUNDARY, plan.boundary),
+    ):
+        if cell.placement in below:
+            below[cell.placement].add(tensor_class)
+    if "MixedPrecision" in repr(STREAMED_STACKS[stack]) and plan.master.placement in below:
+        below[plan.master.placement].add(TensorClass.MASTER)
+    if plan.update_on is UpdateDevice.HOST:
+        below[Placement.HOST].add(TensorClass.WEIGHT)  # what the device keeps has a copy where it is updated
+    assert {placement: set(transfer.tiers.by_class(placement)) for placement in below} == below
+    lanes = {op.lane for op in trace.step_ops(2)}
+    assert (Lane.COPY_IN in lanes) == bool(below[Placement.HOST] | below[Placement.DISK])
+    assert (Lane.DISK in lanes) == bool(below[Placement.DISK])
+    assert (Lane.HOST in lanes) == (plan.update_on is UpdateDevice.HOST)
+
+
+@pytest.mark.parametrize("stack", EVERY_STACK)
 def test_memory_does_not_grow_from_step_to_step(stack: str) -> None:
     # Step 2 finds the moments allocated; from then on every step must take and release the same.
-    planned = record(LLAMA_GROUPED, STACKS[stack], VirtualTransfer(), 2, 17)
+    planned = record(LLAMA_GROUPED, EVERY_STACK[stack], VirtualTransfer(), 2, 17)
     assert len({live_at(planned, step) for step in (1, 2)}) == 1
     peaks = [find_peak(planned, planned.step_range(step)) for step in (1, 2)]
     assert peaks[0].by_class == peaks[1].by_class

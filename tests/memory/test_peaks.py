@@ -9,16 +9,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.dry_run import record_steps
-from hybridtrain.engine.executor import DeviceBatch, Executor
+from hybridtrain.engine.executor import Executor
+from hybridtrain.engine.step_visit import DeviceBatch
+from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.transfer import VirtualTransfer
+from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
-from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace, holders
 from hybridtrain.profiler.storage_ledger import StorageLedger
+from memory_parts import plan_of
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 META = torch.device("meta")
@@ -61,7 +64,9 @@ def executor_peak(config: ModelConfig, stack: Sequence[Optimization]) -> int:
     ledger = StorageLedger()
     with ledger:
         model = build_model(config, torch.float32, META)
-        executor = Executor(model, compose(stack).for_phase(Phase.FULL), VirtualTransfer(), ledger)
+        plan, copies = plan_of(stack), CopyEngine(VirtualTransfer(), ledger)
+        weights = WeightStore(model, plan, copies, ledger)
+        executor = Executor(model, weights, plan, wants_norm=False, copies=copies, observer=ledger)
         executor.forward_backward([meta_batch()], seed=0)
     return ledger.peak_bytes
 

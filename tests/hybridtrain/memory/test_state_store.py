@@ -1,16 +1,29 @@
-"""The owner of masters and moments: what it allocates, when, and what it starts from."""
+"""The owner of masters and moments: what it allocates, where, when, and what it starts from."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize
-from hybridtrain.memory.master_codec import ExactWeight, Float32Master, MasterCodec, Split16Master, StochasticWeight
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import (
+    ExactWeight,
+    Float32Master,
+    MasterCodec,
+    MasterCodecs,
+    Split16Master,
+    StochasticWeight,
+)
 from hybridtrain.memory.state_store import SMALLEST_INT8_TENSOR, StateStore
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Codec, TensorClass
+from hybridtrain.plan.memory_plan import Cell, PhasePlan
+from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
 from hybridtrain.profiler.observer import NullObserver
 from hybridtrain.profiler.storage_ledger import StorageLedger
+from memory_parts import new_copies, plan_of
 from numerics import assert_bitwise
 
 ODD_ELEMENTS = SMALLEST_INT8_TENSOR + 5
@@ -22,12 +35,30 @@ def make_unit(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> U
     return Unit("unit", tuple((f"unit.{i}", nn.Parameter(torch.zeros(s, dtype=dtype))) for i, s in enumerate(shapes)))
 
 
+def plan_with(codec: Codec, placement: Placement) -> PhasePlan:
+    """Return a plan whose moments have a codec; they and the master have a placement."""
+    plan = plan_of([])
+    return replace(
+        plan,
+        optim_state=Cell(placement=placement, codec=codec),
+        master=replace(plan.master, placement=placement),
+    )
+
+
 def make_store(
-    unit: Unit, codec: Codec, master: MasterCodec | None = None, observer: NullObserver | StorageLedger | None = None
+    unit: Unit,
+    codec: Codec,
+    master: MasterCodec | None = None,
+    observer: NullObserver | StorageLedger | None = None,
+    *,
+    placement: Placement = Placement.DEVICE,
+    copies: CopyEngine | None = None,
 ) -> StateStore:
-    store = StateStore(codec, master or ExactWeight(), observer or NullObserver())
+    watcher = observer or NullObserver()
+    codecs = MasterCodecs(master or ExactWeight(), master or ExactWeight())
+    store = StateStore(plan_with(codec, placement), codecs, copies or new_copies(observer=watcher), watcher)
     for _, parameter in unit.parameters:
-        store.initialize(unit.name, parameter, torch.randn(parameter.shape))
+        store.initialize(unit.name, parameter, torch.randn(parameter.shape), (parameter.data,))
     return store
 
 
@@ -86,9 +117,10 @@ def test_a_master_costs_its_companion(master: MasterCodec, bytes_per_parameter: 
 
 def test_the_initial_value_is_written_into_the_parameter() -> None:
     unit = make_unit((3, 5))
-    store = StateStore(Codec.FLOAT32, ExactWeight(), NullObserver())
+    codecs = MasterCodecs(ExactWeight(), ExactWeight())
+    store = StateStore(plan_with(Codec.FLOAT32, Placement.DEVICE), codecs, new_copies(), NullObserver())
     initial = torch.randn(3, 5)
-    store.initialize("unit", unit.tensors[0], initial)
+    store.initialize("unit", unit.tensors[0], initial, (unit.tensors[0].data,))
     assert_bitwise(unit.tensors[0].detach(), initial, "weight")
 
 
@@ -108,7 +140,93 @@ def test_the_observer_learns_what_each_tensor_is_for() -> None:
     }
 
 
-@pytest.mark.parametrize("codec", [Codec.BFLOAT16, Codec.FLOAT16, Codec.SPLIT16, Codec.ABSENT])
+@pytest.mark.parametrize("codec", [Codec.FLOAT16, Codec.SPLIT16, Codec.ABSENT])
 def test_a_format_that_moments_cannot_have_is_refused(codec: Codec) -> None:
+    codecs = MasterCodecs(ExactWeight(), ExactWeight())
     with pytest.raises(ValueError, match=rf"optim_state\.codec: {codec}"):
-        StateStore(codec, ExactWeight(), NullObserver())
+        StateStore(plan_with(codec, Placement.DEVICE), codecs, new_copies(), NullObserver())
+
+
+def test_bfloat16_moments_take_two_bytes_each() -> None:
+    unit = make_unit((3, 5))
+    (state,) = make_store(unit, Codec.BFLOAT16).acquire(unit)
+    assert [(moment.dtype, moment.shape) for moment in state.moments] == [(torch.bfloat16, (3, 5))] * 2
+
+
+def test_factored_moments_of_a_matrix_are_its_rows_and_columns() -> None:
+    unit = make_unit((3, 5), (7,))
+    matrix, vector = make_store(unit, Codec.FACTORED).acquire(unit)
+    assert [(moment.dtype, tuple(moment.shape)) for moment in matrix.moments] == [
+        (torch.float32, (3,)),
+        (torch.float32, (5,)),
+    ]
+    assert [(moment.dtype, tuple(moment.shape)) for moment in vector.moments] == [(torch.float32, (7,))]
+
+
+def test_factored_moments_stay_on_the_device_whatever_the_plan_says() -> None:
+    # A few kilobytes a matrix: a place elsewhere would cost copies and save nothing.
+    unit = make_unit((3, 5))
+    store = make_store(unit, Codec.FACTORED, placement=Placement.HOST)
+    (state,) = store.acquire(unit)
+    assert all(isinstance(moment, Tensor) for moment in state.moments)
+    assert store.streamed_bytes(state, 1 << 20) == 0
+
+
+def test_moments_below_the_device_are_one_buffer_a_unit_and_fresh_until_written() -> None:
+    unit = make_unit((3, 5), (7,))
+    copies = new_copies()
+    states = make_store(unit, Codec.FLOAT32, placement=Placement.HOST, copies=copies).acquire(unit)
+    moments = [moment for state in states for moment in state.moments]
+    assert [moment.offset for moment in moments if isinstance(moment, TierTensor)] == [0, 512, 1024, 1536]
+    assert all(state.is_fresh for state in states)
+    assert copies.transfer.tiers.by_class(Placement.HOST) == {TensorClass.OPTIM_STATE: 4096}
+
+
+def test_moments_on_the_device_are_zero_at_once() -> None:
+    unit = make_unit((3, 5))
+    (state,) = make_store(unit, Codec.FLOAT32).acquire(unit)
+    assert not state.is_fresh
+
+
+@pytest.mark.parametrize(("master", "dtype"), [(Float32Master(), torch.float32), (Split16Master(), torch.int16)])
+def test_a_master_below_the_device_has_the_value_it_would_have_on_it(master: MasterCodec, dtype: torch.dtype) -> None:
+    companions: list[Stored | None] = []
+    for placement in (Placement.DEVICE, Placement.HOST):
+        torch.manual_seed(0)
+        unit = make_unit((3, 5), dtype=torch.bfloat16)
+        copies = new_copies()
+        (state,) = make_store(unit, Codec.FLOAT32, master, placement=placement, copies=copies).of("unit")
+        companions.append(state.companion)
+    resident, away = companions
+    assert isinstance(resident, Tensor)
+    assert isinstance(away, TierTensor)
+    assert (away.dtype, away.shape) == (dtype, (3, 5))
+    assert_bitwise(away.on_host(), resident.flatten(), "companion")
+    assert copies.transfer.tiers.by_class(Placement.HOST) == {TensorClass.MASTER: 4096}
+
+
+@pytest.mark.parametrize("codec", [Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS])
+@pytest.mark.parametrize("num_elements", [ODD_ELEMENTS, SMALLEST_INT8_TENSOR, 7, 1])
+@pytest.mark.parametrize("height", [256, 1024, 1 << 20])
+def test_a_slot_is_large_enough_for_any_range_and_not_much_larger(
+    codec: Codec, num_elements: int, height: int
+) -> None:
+    unit = make_unit((num_elements,), dtype=torch.bfloat16)
+    store = make_store(unit, codec, Split16Master(), placement=Placement.HOST)
+    (state,) = store.acquire(unit)
+    count = min(height, num_elements)
+    groups = -(-count // QUANT_GROUP_SIZE)
+    per_element = {Codec.FLOAT32: 4, Codec.BFLOAT16: 2}
+    if codec is Codec.INT8_BLOCKS and state.is_int8:
+        parts = [groups * QUANT_GROUP_SIZE, groups * 4] * 2
+    else:
+        parts = [count * per_element.get(codec, 4)] * 2
+    needed = sum(-(-part // 512) * 512 for part in [*parts, count * 2])
+    # Shares of a tensor are rounded up, each by less than one group of codes or one element.
+    assert needed <= store.streamed_bytes(state, height) <= needed + 512 * len(parts)
+
+
+def test_nothing_on_the_device_needs_a_slot() -> None:
+    unit = make_unit((3, 5), dtype=torch.bfloat16)
+    store = make_store(unit, Codec.FLOAT32, Float32Master())
+    assert store.streamed_bytes(store.acquire(unit)[0], 1 << 20) == 0

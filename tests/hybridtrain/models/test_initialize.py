@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
@@ -25,12 +26,17 @@ def trainer(config: ModelConfig, stack: Sequence[Optimization], seed: int = 0) -
     return Trainer(config, compose(stack), TrainerConfig(seed=seed), DirectTransfer(torch.device("cpu")))
 
 
+def on_device(companion: Stored | None) -> Tensor | None:
+    assert not isinstance(companion, TierTensor)
+    return companion
+
+
 def exact_values(built: Trainer) -> dict[str, Tensor]:
     """Return the fp32 value behind every parameter."""
     states = [state for _, unit_states in built.states.items() for state in unit_states]
     names = [name for name, _ in built.model.named_unit_parameters()]
     return {
-        name: built.states.master.load(state.parameter.data, state.companion)
+        name: built.states.codecs.values.load((state.parameter.data,), on_device(state.companion))
         for name, state in zip(names, states, strict=True)
     }
 

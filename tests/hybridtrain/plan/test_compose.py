@@ -1,6 +1,6 @@
 """A stack becomes one plan: the order never matters, two owners of one cell are named, defaults fill the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, permutations
 from typing import ClassVar
@@ -10,25 +10,39 @@ import pytest
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.optimizations import (
     OPTIMIZATIONS,
+    ActivationOffload,
+    Bf16Optimizer,
     ChunkedLoss,
+    FactoredOptimizer,
+    FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
     Int8Optimizer,
+    Int8Weights,
     MixedPrecision,
+    OptimizerOffload,
+    WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import PLAN_PATHS, Claim, Schedule
+from hybridtrain.plan.claim import PLAN_PATHS, Claim, Schedule, UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, resolve
 from hybridtrain.plan.tensor_class import Codec, Placement
 
 STACK: tuple[Optimization, ...] = (
     GradientCheckpointing(interval=2),
-    MixedPrecision(master="split16"),
+    MixedPrecision(master="absent"),
     Int8Optimizer(),
+    Int8Weights(),
     GradAccumulation(steps=4, schedule="vertical"),
     ChunkedLoss(chunk_tokens=256),
+    WeightStreaming(),
+    OptimizerOffload(offload_grads=False),
+    ActivationOffload(),
+    FusedUpdate(),
 )
+OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(), FactoredOptimizer())
+"""Each in place of the 8-bit optimizer."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +66,45 @@ def on_device(codec: Codec) -> Cell:
     return Cell(placement=Placement.DEVICE, codec=codec)
 
 
-def test_the_stack_of_this_file_holds_every_optimization() -> None:
-    assert {optimization.kind for optimization in STACK} == set(OPTIMIZATIONS)
+def test_the_stacks_of_this_file_hold_every_optimization() -> None:
+    assert {optimization.kind for optimization in STACK + OTHER_MOMENTS} == set(OPTIMIZATIONS)
 
 
-def test_the_order_of_a_stack_never_matters() -> None:
-    expected = compose(STACK)
-    assert all(compose(order) == expected for order in permutations(STACK))
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_order_of_a_stack_never_matters(size: int) -> None:
+    for start in range(0, len(STACK), size):
+        expected = compose(STACK)
+        rest = STACK[:start] + STACK[start + size :]
+        for order in permutations(STACK[start : start + size]):
+            assert compose(rest + order) == compose(order + rest) == expected
 
 
 @pytest.mark.parametrize("size", range(len(STACK) + 1))
 def test_every_subset_composes_to_a_plan_of_its_own(size: int) -> None:
-    plans = [compose(subset) for subset in combinations(STACK, size)]
+    plans = [compose(subset) for subset in combinations(STACK, size) if not lacks_checkpointing(subset)]
+    assert plans
     assert all(plan not in plans[:index] for index, plan in enumerate(plans))
+
+
+def lacks_checkpointing(subset: Sequence[Optimization]) -> bool:
+    kinds = {optimization.kind for optimization in subset}
+    return "activation_offload" in kinds and "gradient_checkpointing" not in kinds
+
+
+@pytest.mark.parametrize("other", OTHER_MOMENTS, ids=lambda other: other.kind)
+def test_moments_have_one_format(other: Optimization) -> None:
+    with pytest.raises(PlanConflictError, match=r"^optim_state\.codec: 'int8_optimizer' asks for int8_blocks, "):
+        compose([*STACK, other])
+    without = [optimization for optimization in STACK if optimization.kind != "int8_optimizer"]
+    assert compose([*without, other]) != compose(without)
 
 
 def test_a_subset_changes_only_what_its_members_claim() -> None:
     everything, nothing = compose(STACK).for_phase(Phase.FULL), compose([]).for_phase(Phase.FULL)
     without_int8 = compose([item for item in STACK if item.kind != "int8_optimizer"]).for_phase(Phase.FULL)
-    assert everything.optim_state == on_device(Codec.INT8_BLOCKS)
-    assert without_int8.optim_state == nothing.optim_state == on_device(Codec.FLOAT32)
+    assert everything.optim_state == Cell(placement=Placement.HOST, codec=Codec.INT8_BLOCKS)
+    assert without_int8.optim_state == Cell(placement=Placement.HOST, codec=Codec.FLOAT32)
+    assert nothing.optim_state == on_device(Codec.FLOAT32)
     assert without_int8.master == everything.master
 
 
@@ -144,9 +177,16 @@ def test_nothing_claimed_is_plain_fp32_training() -> None:
         boundary=on_device(Codec.FLOAT32),
         compute_dtype=Codec.FLOAT32,
         recompute_every=0,
+        kept_blocks=0,
         grad_accum_steps=1,
         schedule=Schedule.HORIZONTAL,
+        visit_micro_batches=0,
         loss_chunk_tokens=0,
+        max_active_layers=2,
+        prefetch_distance=1,
+        resident_layers=0,
+        static_scales=False,
+        update_on=UpdateDevice.DEVICE,
     )
 
 
@@ -158,9 +198,21 @@ def test_a_compute_dtype_brings_its_storage_and_a_master() -> None:
 
 def test_weights_kept_exact_need_no_master() -> None:
     plan = resolve({"compute_dtype": Codec.BFLOAT16, "weight.codec": Codec.FLOAT32})
-    assert plan.weight == plan.grad == on_device(Codec.FLOAT32)
+    assert plan.weight == on_device(Codec.FLOAT32)
     assert plan.master == on_device(Codec.ABSENT)
-    assert plan.boundary == on_device(Codec.BFLOAT16)
+    assert plan.grad == plan.boundary == on_device(Codec.BFLOAT16)
+
+
+def test_gradients_of_8_bit_weights_have_the_compute_dtype() -> None:
+    plan = resolve({"weight.codec": Codec.INT8_BLOCKS})
+    assert plan.grad == on_device(Codec.FLOAT32)
+    assert plan.master == on_device(Codec.FLOAT32)
+
+
+@pytest.mark.parametrize(("slots", "wish", "distance"), [(1, 1, 0), (1, 0, 0), (2, 5, 1), (3, 1, 1), (3, 2, 2)])
+def test_fetching_ahead_leaves_a_slot_for_the_block_at_work(slots: int, wish: int, distance: int) -> None:
+    plan = compose([WeightStreaming(max_active_layers=slots, prefetch_distance=wish)])
+    assert plan.for_phase(Phase.FULL).prefetch_distance == distance
 
 
 CELL_VALUES = {"placement": Placement.HOST, "codec": Codec.FLOAT16}
@@ -170,6 +222,13 @@ SETTING_VALUES = {
     "grad_accum_steps": 9,
     "schedule": Schedule.VERTICAL,
     "loss_chunk_tokens": 11,
+    "kept_blocks": 3,
+    "visit_micro_batches": 5,
+    "max_active_layers": 6,
+    "prefetch_distance": 0,
+    "resident_layers": 4,
+    "static_scales": True,
+    "update_on": UpdateDevice.HOST,
 }
 
 
@@ -180,6 +239,40 @@ def test_a_claim_reaches_its_cell_or_setting(path: str) -> None:
     plan = resolve({path: value})
     found = getattr(getattr(plan, name), column) if column else getattr(plan, name)
     assert found == value
+
+
+IMPOSSIBLE: dict[str, list[Optimization]] = {
+    "boundary.placement: activation_offload needs gradient_checkpointing": [ActivationOffload()],
+    "grad.placement: fused_update with 3 accumulated micro-batches needs": [FusedUpdate(), GradAccumulation(steps=3)],
+    "grad.placement: fused_update with 4 accumulated micro-batches needs": [
+        FusedUpdate(),
+        GradAccumulation(steps=4, schedule="vertical", visit_micro_batches=2),
+    ],
+    "update_on: factored_optimizer updates on the device": [FactoredOptimizer(), OptimizerOffload(update_on="host")],
+    "master.codec: split16 completes bfloat16 weights only": [Int8Weights(), MixedPrecision(master="split16")],
+    "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
+        FusedUpdate(),
+        OptimizerOffload(),
+    ],
+}
+
+
+@pytest.mark.parametrize("beginning", IMPOSSIBLE)
+def test_values_that_together_describe_nothing_that_could_run_are_refused(beginning: str) -> None:
+    with pytest.raises(PlanConflictError) as raised:
+        compose(IMPOSSIBLE[beginning])
+    assert str(raised.value).startswith(beginning)
+    assert len(str(raised.value).splitlines()) == 1  # one fault, though every phase has it
+
+
+def test_every_contradiction_is_listed() -> None:
+    stack = [ActivationOffload(), FusedUpdate(), GradAccumulation(steps=3)]
+    with pytest.raises(PlanConflictError) as raised:
+        compose(stack)
+    assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == [
+        "boundary.placement",
+        "grad.placement",
+    ]
 
 
 def test_every_phase_has_a_table() -> None:

@@ -4,8 +4,15 @@ import pytest
 
 from hybridtrain.profiler.ledger_trace import OpRecord
 from hybridtrain.profiler.observer import Stage
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.roofline import Bound, Efficiency, StepTime, estimate_step
+from hybridtrain.virtual_gpu.card import Card, find_card
+from hybridtrain.virtual_gpu.roofline import (
+    DEFAULT_EFFICIENCY,
+    Bound,
+    Efficiency,
+    StepTime,
+    efficiency_of,
+    estimate_step,
+)
 
 CARD = Card(
     name="round figures",
@@ -127,3 +134,29 @@ def test_a_step_without_ops_is_its_upload() -> None:
     assert time.seconds == pytest.approx(1e-3, rel=ROUNDING)
     assert time.ops == ()
     assert time.bound is Bound.TRANSFER
+
+
+def test_a_card_reaches_what_its_family_reaches() -> None:
+    geforce, data_center = efficiency_of(find_card("rtx-3090")), efficiency_of(find_card("a100-80gb"))
+    assert all(efficiency_of(find_card(name)) == geforce for name in ("rtx-4070-ti-super", "rtx-4090", "rtx-5090"))
+    assert all(efficiency_of(find_card(name)) == data_center for name in ("h100-sxm", "h200"))
+    assert geforce.matmul > data_center.matmul  # a data-center card's rate is cut by its power limit
+    assert (geforce.memory, geforce.bus, geforce.launch_seconds) == (0.80, 0.80, LAUNCH_S)
+
+
+@pytest.mark.parametrize("name", ["rtx-a5000", "rtx-a6000", "l4"])
+def test_a_card_of_no_family_keeps_the_assumed_shares(name: str) -> None:
+    assert efficiency_of(find_card(name)) == DEFAULT_EFFICIENCY
+    assert efficiency_of(CARD).matmul == 0.75
+
+
+def test_a_step_is_timed_at_its_cards_shares() -> None:
+    card = find_card("rtx-4090")
+    time = estimate_step([op(card.tflops_bf16 * 1e12, 1)], card, upload_bytes=0)
+    assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
+
+
+def test_shares_may_exceed_the_datasheet_but_not_vanish() -> None:
+    assert Efficiency(matmul=1.1).matmul == 1.1
+    with pytest.raises(ValueError, match=r"matmul: 0 must be above 0\nlaunch_seconds: -1 must be at least 0"):
+        Efficiency(matmul=0, launch_seconds=-1)

@@ -1,0 +1,208 @@
+"""Forward and backward of a group of micro-batches through all units of a model. B batch, T sequence, D width."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridtrain.engine.block_step import BlockGraph, differentiate_block, run_block
+from hybridtrain.engine.head_step import differentiate_head, differentiate_tied_weight
+from hybridtrain.engine.random_key import random_key
+from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
+from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.transfer import Transfer
+from hybridtrain.memory.weight_store import WeightStore
+from hybridtrain.models.block_model import Unit
+from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.profiler.observer import MemoryObserver, Stage
+
+BlockDone = Callable[[Unit], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One micro-batch on the compute device, int64."""
+
+    token_ids_BT: Tensor
+    target_ids_BT: Tensor
+
+
+class ModelRun(Protocol):
+    """What a visit needs of the executor."""
+
+    plan: PhasePlan
+    transfer: Transfer
+    observer: MemoryObserver
+    units: tuple[Unit, ...]
+    num_blocks: int
+    num_recomputed: int
+    """Blocks before this number are recomputed, the others keep their graphs."""
+    is_tied: bool
+    draws: bool
+    weights: WeightStore
+    boundaries: BoundaryStore
+    grads: GradStore
+    segments: list[range]
+
+
+class StepVisit:
+    """Takes micro-batches of one step through embedding, blocks and head, and back."""
+
+    def __init__(
+        self,
+        run: ModelRun,
+        batches: Sequence[DeviceBatch],
+        group: Sequence[int],
+        seed: int,
+        *,
+        is_last: bool,
+        on_block_done: BlockDone | None,
+    ) -> None:
+        self._run = run
+        self._batches = batches
+        self._group = group
+        self._seed = seed
+        self._is_last = is_last
+        self._on_block_done = on_block_done
+        self._scale = 1.0 / len(batches)
+        self._defers_tied = run.is_tied and len(group) > 1
+        self._embedded: dict[int, GradientEdge] = {}
+        self._graphs: dict[tuple[int, int], BlockGraph] = {}
+        self._hidden: dict[int, Tensor] = {}
+        self._grad: dict[int, Tensor] = {}
+        self._tied_grads: dict[int, Tensor] = {}
+
+    def run(self) -> list[Tensor]:
+        """Return the losses of the group, scalars float32 on the device."""
+        for micro_batch in self._group:
+            self._embed(micro_batch)
+        for segment in self._run.segments:
+            for block in segment:
+                for micro_batch in self._group:
+                    self._forward_block(micro_batch, block, is_boundary=block == segment.start)
+        losses = [self._head(micro_batch) for micro_batch in self._group]
+        self._finish("head")
+        for segment in reversed(self._run.segments):
+            for block in reversed(segment):
+                self._prefetch(f"block.{block}")
+            for micro_batch in self._group:
+                self._backward_segment(micro_batch, segment)
+            for block in reversed(segment):
+                self._finish_block(block)
+        for micro_batch in self._group:
+            self._embed_backward(micro_batch)
+        self._finish("embedding")
+        return losses
+
+    def _seed_unit(self, micro_batch: int, unit: int) -> None:
+        if self._run.draws:
+            self._run.transfer.seed(random_key(self._seed, micro_batch, unit))
+
+    def _embed(self, micro_batch: int) -> None:
+        run = self._run
+        with run.observer.region(Stage.FORWARD, "embedding"):
+            self._seed_unit(micro_batch, 0)
+            with torch.enable_grad():
+                embedded_BTD = run.weights.acquire_embedding()(self._batches[micro_batch].token_ids_BT)
+        self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
+        self._hidden[micro_batch] = embedded_BTD.detach()
+
+    def _forward_block(self, micro_batch: int, block: int, *, is_boundary: bool) -> None:
+        run = self._run
+        hidden_BTD = self._hidden.pop(micro_batch)
+        with run.observer.region(Stage.FORWARD, f"block.{block}"):
+            module = run.weights.acquire(block)
+            self._seed_unit(micro_batch, block + 1)
+            if block < run.num_recomputed:
+                if is_boundary:
+                    run.boundaries.put(micro_batch, block, hidden_BTD)
+                with torch.no_grad():
+                    self._hidden[micro_batch] = module(hidden_BTD)
+            else:
+                run.boundaries.note(block, hidden_BTD)
+                self._graphs[micro_batch, block], self._hidden[micro_batch] = run_block(module, hidden_BTD)
+
+    def _head(self, micro_batch: int) -> Tensor:
+        run = self._run
+        hidden_BTD = self._hidden.pop(micro_batch)
+        with run.observer.region(Stage.BACKWARD, "head"):
+            step = differentiate_head(
+                run.weights.acquire_head(), run.units[-1], hidden_BTD,
+                self._batches[micro_batch].target_ids_BT, scale=self._scale,
+                chunk_tokens=run.plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
+            )  # fmt: skip
+            run.grads.accumulate("head", step.unit_grads)
+        self._grad[micro_batch] = step.grad_BTD
+        if step.tied_grad_VD is not None:
+            self._tied_grads[micro_batch] = step.tied_grad_VD
+        if self._defers_tied:
+            with run.observer.region(Stage.BACKWARD, "head"):
+                run.boundaries.put(micro_batch, HEAD_INPUT, hidden_BTD)
+        return step.loss
+
+    def _backward_segment(self, micro_batch: int, segment: range) -> None:
+        run = self._run
+        if segment.start < run.num_recomputed:
+            with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
+                hidden_BTD = run.boundaries.take(micro_batch, segment.start)
+            for block in segment:
+                with run.observer.region(Stage.BACKWARD, f"block.{block}"):
+                    module = run.weights.acquire(block)
+                    self._seed_unit(micro_batch, block + 1)
+                    graph, hidden_BTD = run_block(module, hidden_BTD, computes_output=block != segment[-1])
+                self._graphs[micro_batch, block] = graph
+                del graph
+            del hidden_BTD
+        for block in reversed(segment):
+            unit = run.units[block + 1]
+            with run.observer.region(Stage.BACKWARD, unit.name):
+                run.weights.acquire(block)
+                self._grad[micro_batch], grads = differentiate_block(
+                    self._graphs.pop((micro_batch, block)), unit.tensors, self._grad.pop(micro_batch)
+                )
+                run.grads.accumulate(unit.name, grads)
+                del grads  # or they would live through the next block's backward pass
+
+    def _finish_block(self, block: int) -> None:
+        run = self._run
+        unit = run.units[block + 1]
+        self._finish(unit.name)
+        if self._is_last and self._on_block_done is not None:
+            with run.observer.region(Stage.BACKWARD, unit.name):
+                run.weights.acquire(block)
+            self._on_block_done(unit)
+
+    def _prefetch(self, unit: str) -> None:
+        with self._run.observer.region(Stage.BACKWARD, unit):
+            self._run.grads.prefetch(unit)
+
+    def _finish(self, unit: str) -> None:
+        with self._run.observer.region(Stage.BACKWARD, unit):
+            self._run.grads.finish_visit(unit, is_last=self._is_last)
+
+    def _embed_backward(self, micro_batch: int) -> None:
+        run = self._run
+        unit = run.units[0]
+        with run.observer.region(Stage.BACKWARD, unit.name):
+            grads = list(
+                torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))
+            )
+            if run.is_tied:
+                grads[0] = self._tied_grad(micro_batch).add_(grads[0])
+            run.grads.accumulate(unit.name, grads)
+
+    def _tied_grad(self, micro_batch: int) -> Tensor:
+        """Return the head's contribution to the token embedding's gradient, which is the unit's first parameter."""
+        if not self._defers_tied:
+            return self._tied_grads.pop(micro_batch)
+        run = self._run
+        return differentiate_tied_weight(
+            run.weights.acquire_head(),
+            run.boundaries.take(micro_batch, HEAD_INPUT),
+            self._batches[micro_batch].target_ids_BT,
+            scale=self._scale,
+            chunk_tokens=run.plan.loss_chunk_tokens,
+        )

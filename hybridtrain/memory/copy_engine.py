@@ -1,0 +1,76 @@
+"""Copies between the tiers: counted by the ledger, ordered by tickets, done by the transfer."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybridtrain.memory.tier import Ticket, TierBuffer, page_rounded
+from hybridtrain.memory.transfer import Transfer
+from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.profiler.observer import Lane, MemoryObserver
+
+
+class CopyEngine:
+    """Allocates buffers below the device and copies between them and device tensors.
+
+    A copy is only started here; what needs its result waits for its ticket.
+    """
+
+    def __init__(self, transfer: Transfer, observer: MemoryObserver) -> None:
+        self.transfer = transfer
+        self._observer = observer
+
+    def allocate(self, num_bytes: int, placement: Placement, tensor_class: TensorClass, name: str) -> TierBuffer:
+        """Return a zeroed buffer of whole pages.
+
+        Raises:
+            HostMemoryError, DiskSpaceError: there is not enough; nothing was taken.
+        """
+        size = page_rounded(num_bytes)
+        self.transfer.tiers.enter(placement, size, tensor_class)
+        try:
+            content = self.transfer.open_bytes(placement, size, f"{tensor_class} of {name}")
+        except BaseException:
+            self.transfer.tiers.leave(placement, size, tensor_class)
+            raise
+        return TierBuffer(placement, size, tensor_class, content)
+
+    def release(self, buffer: TierBuffer) -> None:
+        """Give a buffer back."""
+        self.transfer.tiers.leave(buffer.placement, buffer.num_bytes, buffer.tensor_class)
+        if buffer.content is not None:
+            buffer.content.close()
+
+    def fetch(self, target: Tensor, source: TierBuffer, offset: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
+        """Start filling ``target`` from ``source``; it may be overwritten once the tickets in ``after`` are done."""
+        before = [*after, *([] if source.last_store is None else [source.last_store])]
+        waits = [ticket.op for ticket in before]
+        if source.placement is Placement.DISK:
+            waits = [self._observer.work(Lane.DISK, target.nbytes, waits)]
+        op = self._observer.work(Lane.COPY_IN, target.nbytes, waits)
+        return Ticket(op, self.transfer.copy_in(target, source.content, offset, [ticket.event for ticket in before]))
+
+    def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
+        """Start writing ``source`` as the compute queue leaves it; it must not change until the ticket is done."""
+        op = self._observer.work(Lane.COPY_OUT, source.nbytes, [self._observer.mark()])
+        if target.placement is Placement.DISK:
+            op = self._observer.work(Lane.DISK, source.nbytes, [op])
+        ticket = Ticket(op, self.transfer.copy_out(source, target.content, offset))
+        target.last_store = ticket
+        return ticket
+
+    def mark(self) -> Ticket:
+        """Return a ticket for everything the compute queue was given so far."""
+        return Ticket(self._observer.mark(), self.transfer.mark())
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let what the compute queue is given next wait for ``ticket``."""
+        self._observer.join(ticket.op)
+        self.transfer.wait(ticket.event)
+
+    def host_work(self, num_bytes: int, after: Sequence[Ticket | None]) -> Ticket:
+        """Say that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
+        tickets = [ticket for ticket in after if ticket is not None]
+        for ticket in tickets:
+            self.transfer.synchronize(ticket.event)
+        return Ticket(self._observer.work(Lane.HOST, num_bytes, [ticket.op for ticket in tickets]))

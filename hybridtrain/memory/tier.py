@@ -1,0 +1,173 @@
+"""Memory below the device: buffers in host memory or in files, and an exact account of their bytes."""
+
+import mmap
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import HostMemoryError
+from hybridtrain.memory.disk_tier import DiskFile
+from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.units import KIB, format_bytes
+
+_PAGE = mmap.PAGESIZE
+
+
+class TierAccount:
+    """Live and largest bytes by tier, counted alike in a dry run and in a real one.
+
+    Args:
+        host_limit_bytes: Host memory that buffers may take in all; None: no limit.
+    """
+
+    def __init__(self, host_limit_bytes: int | None = None) -> None:
+        self.host_limit_bytes = host_limit_bytes
+        self._live: defaultdict[Placement, int] = defaultdict(int)
+        self._peak: defaultdict[Placement, int] = defaultdict(int)
+        self._by_class: defaultdict[tuple[Placement, TensorClass], int] = defaultdict(int)
+
+    def enter(self, placement: Placement, num_bytes: int, tensor_class: TensorClass) -> None:
+        """Count a new buffer.
+
+        Raises:
+            HostMemoryError: host memory would exceed the limit; nothing was counted.
+        """
+        wanted = self._live[placement] + num_bytes
+        if placement is Placement.HOST and self.host_limit_bytes is not None and wanted > self.host_limit_bytes:
+            held = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.by_class(placement).items())
+            raise HostMemoryError(
+                f"host memory: {format_bytes(num_bytes)} more for {tensor_class} exceed the limit of "
+                f"{format_bytes(self.host_limit_bytes)} (held: {held or 'nothing'}); raise the limit, move a class to "
+                f"disk (tier = 'disk'), or store it in fewer bytes (int8_weights, int8_optimizer, factored_optimizer)."
+            )
+        self._live[placement] = wanted
+        self._peak[placement] = max(self._peak[placement], wanted)
+        self._by_class[placement, tensor_class] += num_bytes
+
+    def leave(self, placement: Placement, num_bytes: int, tensor_class: TensorClass) -> None:
+        """Count a buffer no more."""
+        self._live[placement] -= num_bytes
+        self._by_class[placement, tensor_class] -= num_bytes
+
+    def peak_bytes(self, placement: Placement) -> int:
+        """Return the largest bytes ever held at once."""
+        return self._peak[placement]
+
+    def by_class(self, placement: Placement) -> dict[TensorClass, int]:
+        """Return the live bytes of each class that holds any."""
+        return {
+            tensor_class: size for (place, tensor_class), size in self._by_class.items() if place is placement and size
+        }
+
+
+class Bytes(Protocol):
+    """Where a buffer's content is."""
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Fill ``target``, contiguous on the CPU, from ``offset`` bytes on."""
+        ...
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Write ``source``, contiguous on the CPU, at ``offset`` bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class HostBytes:
+    """Anonymous pages: taken from the system as they are touched, zero until then, given back at once by ``close``.
+
+    One mapping per buffer, rounded to whole pages; torch's own pinned allocator rounds to a power of two.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        try:
+            self._map = mmap.mmap(-1, page_rounded(num_bytes))
+        except OSError as error:
+            raise HostMemoryError(
+                f"host memory: the system refused {format_bytes(num_bytes)} ({error.strerror}); close other programs, "
+                f"move a tensor class to disk (tier = 'disk'), or choose a smaller model."
+            ) from error
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pinned
+        if pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = runtime.cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, 0)
+            if int(code) != 0:
+                raise HostMemoryError(
+                    f"host memory: {format_bytes(num_bytes)} could not be pinned (CUDA error {int(code)}); raise the "
+                    f"limit of locked memory (ulimit -l) or, under WSL, the memory of the virtual machine."
+                )
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Copy out of the pages."""
+        target.view(-1).view(torch.uint8).copy_(self.tensor[offset : offset + target.nbytes])
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Copy into the pages."""
+        self.tensor[offset : offset + source.nbytes].copy_(source.view(-1).view(torch.uint8))
+
+    def close(self) -> None:
+        """Unpin; the pages go with the last view of them."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+
+
+class DiskBytes:
+    """A file of the disk tier."""
+
+    def __init__(self, file: DiskFile) -> None:
+        self._file = file
+
+    def read(self, offset: int, target: Tensor) -> None:
+        """Read into the tensor's own memory."""
+        self._file.read(offset, target.view(-1).view(torch.uint8).numpy().data)
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """Write from the tensor's own memory."""
+        self._file.write(offset, source.view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Do nothing: the arena removes all of its files together."""
+
+
+def available_host_bytes() -> int | None:
+    """Return the memory that the system says new programs can have, None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith("MemAvailable:")), None)
+
+
+@dataclass(slots=True)
+class TierBuffer:
+    """Bytes of one purpose on a tier."""
+
+    placement: Placement
+    num_bytes: int
+    tensor_class: TensorClass
+    content: Bytes | None
+    """None in a dry run."""
+    last_store: "Ticket | None" = None
+    """The newest copy into the buffer; what reads it must wait for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Something that a lane will have done: its number in the ledger and, on CUDA, what to wait for."""
+
+    op: int
+    event: object = None
+
+
+def page_rounded(num_bytes: int) -> int:
+    """Return bytes in whole pages, at least one."""
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE

@@ -1,0 +1,134 @@
+"""Tensors that live below the device, and their passage through it in slices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybridtrain.memory.byte_layout import ByteLayout, lay_out
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
+from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.profiler.observer import MemoryObserver
+
+_NUM_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TierTensor:
+    """A tensor inside a buffer of a tier."""
+
+    buffer: TierBuffer
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+    def on_host(self) -> Tensor:
+        """Return the tensor in host memory, for work of the processor; only for the host tier of a real run."""
+        content = self.buffer.content
+        assert isinstance(content, HostBytes), "the processor works on host memory"
+        return content.tensor[self.offset : self.offset + self.numel() * self.dtype.itemsize].view(self.dtype)
+
+
+Stored = Tensor | TierTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a stored tensor's elements that one step of work reads, and maybe writes."""
+
+    stored: Stored
+    part: slice
+    writes: bool = True
+    fill: int | None = None
+    """Value of every element, where nothing was ever stored: it is set instead of fetched."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is on the device already."""
+        return isinstance(self.stored, Tensor)
+
+
+class SliceStream:
+    """Brings pieces to the device ahead of their use and writes changed ones back behind it, in two slots."""
+
+    def __init__(self, copies: CopyEngine, observer: MemoryObserver) -> None:
+        self._copies = copies
+        self._observer = observer
+        self._slots: list[Tensor] = []
+        self._leaving: list[Ticket | None] = [None] * _NUM_SLOTS
+
+    def run(self, items: Iterable[Sequence[Piece]], slot_bytes: int) -> Iterator[list[Tensor]]:
+        """Yield the flat device tensors of each item in turn; they may be changed until the next is asked for.
+
+        Args:
+            items: Of any length; the next one is asked for before the last one is yielded, if anything is streamed.
+            slot_bytes: What the largest item takes, 0 when all is on the device.
+        """
+        self._grow(slot_bytes)
+        source = iter(items)
+        item = next(source, None)
+        tensors, tickets = ([], []) if item is None else self._fetch(item, 0)
+        number = 0
+        while item is not None:
+            if slot_bytes:
+                following = next(source, None)
+                arriving = None if following is None else self._fetch(following, 1 - number)
+            for ticket in tickets:
+                self._copies.wait(ticket)
+            yield tensors
+            self._store(item, tensors, number)
+            if not slot_bytes:
+                del item, tensors
+                following = next(source, None)
+                arriving = None if following is None else self._fetch(following, 1 - number)
+            item, number = following, 1 - number
+            tensors, tickets = arriving or ([], [])
+
+    def _grow(self, num_bytes: int) -> None:
+        if num_bytes and (not self._slots or self._slots[0].nbytes < num_bytes):
+            self._slots = []
+            for index in range(_NUM_SLOTS):
+                slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+                self._observer.label(slot, TensorClass.WORKSPACE, f"stream.{index}")
+                self._slots.append(slot)
+
+    def _fetch(self, item: Sequence[Piece], number: int) -> tuple[list[Tensor], list[Ticket]]:
+        streamed = [piece for piece in item if not piece.is_resident]
+        fields = iter(_layout(streamed).fields)
+        leaving, self._leaving[number] = self._leaving[number], None
+        after = [self._copies.mark(), *([] if leaving is None else [leaving])] if streamed else []
+        tensors: list[Tensor] = []
+        tickets: list[Ticket] = []
+        for piece in item:
+            stored = piece.stored
+            if isinstance(stored, Tensor):
+                tensors.append(stored.view(-1)[piece.part])
+                continue
+            tensor = next(fields).view(self._slots[number])
+            tensors.append(tensor)
+            if piece.fill is None:
+                offset = stored.offset + piece.part.start * stored.dtype.itemsize
+                tickets.append(self._copies.fetch(tensor, stored.buffer, offset, after))
+            else:
+                if leaving is not None:
+                    self._copies.wait(leaving)
+                tensor.fill_(piece.fill)
+        return tensors, tickets
+
+    def _store(self, item: Sequence[Piece], tensors: Sequence[Tensor], number: int) -> None:
+        for piece, tensor in zip(item, tensors, strict=True):
+            stored = piece.stored
+            if piece.writes and not isinstance(stored, Tensor):
+                offset = stored.offset + piece.part.start * stored.dtype.itemsize
+                self._leaving[number] = self._copies.store(tensor, stored.buffer, offset)
+
+
+def _layout(pieces: Sequence[Piece]) -> ByteLayout:
+    return lay_out(((piece.part.stop - piece.part.start,), piece.stored.dtype) for piece in pieces)

@@ -1,0 +1,66 @@
+"""Device memory that blocks share, and the small rules of which block is where."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.memory.tier import Ticket
+from hybridtrain.memory.tier_tensor import TierTensor
+from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.tensor_class import Codec, Placement
+
+
+@dataclass(slots=True)
+class WeightSlot:
+    """Device memory that blocks share, one at a time."""
+
+    flat: Tensor
+    """uint8."""
+    block: int | None = None
+    """Whose content is inside or on its way."""
+    arriving: Ticket | None = None
+    leaving: Ticket | None = None
+
+
+_T = TypeVar("_T", Tensor, TierTensor)
+
+
+def grouped(tensors: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
+    """Yield the stored parts of each parameter: codes are followed by their scales."""
+    rest = iter(tensors)
+    for tensor in rest:
+        yield (tensor, next(rest)) if tensor.dtype == torch.int8 else (tensor,)
+
+
+def packed_blocks(plan: PhasePlan, num_blocks: int) -> range:
+    """Return the blocks whose parameters are bound to slots instead of having memory of their own."""
+    if plan.weight.codec is Codec.INT8_BLOCKS:
+        return range(num_blocks)
+    if plan.weight.placement is Placement.DEVICE:
+        return range(0)
+    return range(num_blocks - min(plan.resident_layers, num_blocks))
+
+
+@contextmanager
+def placeholder_scope() -> Iterator[None]:
+    """Build modules without memory: nothing is allocated, and no ledger sees it."""
+    with _disable_current_modes(), torch.device("meta"):
+        yield
+
+
+def bind(block: nn.Module, names: Sequence[str], views: Sequence[Tensor]) -> None:
+    """Make ``views`` the parameters of ``block``, by qualified name."""
+    for name, view in zip(names, views, strict=True):
+        owner, _, attribute = name.rpartition(".")
+        setattr(block.get_submodule(owner), attribute, nn.Parameter(view.data))  # a version counter of its own
+
+
+def block_number(unit: str) -> int:
+    """Return the number in ``block.3``, -1 for any other unit."""
+    kind, _, number = unit.partition(".")
+    return int(number) if kind == "block" else -1

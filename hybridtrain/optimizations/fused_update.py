@@ -1,0 +1,23 @@
+"""Fused update: each block is updated at the end of its backward visit, and its gradient is never stored."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.tensor_class import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FusedUpdate:
+    """Give gradients no place at all; accumulation needs the vertical schedule in one visit.
+
+    Exact clipping by the global norm then costs a second forward and backward pass, because no block may be updated
+    before all norms are known; ``optimizer.clip = "previous"`` clips by the norm of the step before instead.
+    """
+
+    kind: ClassVar[str] = "fused_update"
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claim on the gradients' place."""
+        yield Claim("grad.placement", Placement.DROPPED)

@@ -1,0 +1,34 @@
+"""Optimizer offload: master weights, moments and, if wished, gradients wait on the host or on disk."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybridtrain.plan.claim import Claim, UpdateDevice
+from hybridtrain.plan.tensor_class import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOffload:
+    """Stream the optimizer's state through the device, or update where the state lives."""
+
+    kind: ClassVar[str] = "optimizer_offload"
+
+    update_on: Literal["device", "host"] = "device"
+    """device: state passes through in slices, twice over the bus. host: the processor updates, gradients go out."""
+    tier: Literal["host", "disk"] = "host"
+    offload_grads: bool = True
+    """Gradients wait in host memory; without it they stay on the device until the update. An update on the host
+    needs them there in any case."""
+
+    def __post_init__(self) -> None:
+        if self.update_on == "host" and self.tier == "disk":
+            raise ValueError("tier: disk needs update_on = 'device'; an update on the host works in host memory")
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claims on the place of everything the update reads and writes."""
+        yield Claim("master.placement", Placement(self.tier))
+        yield Claim("optim_state.placement", Placement(self.tier))
+        yield Claim("update_on", UpdateDevice(self.update_on))
+        if self.offload_grads or self.update_on == "host":
+            yield Claim("grad.placement", Placement.HOST)

@@ -1,0 +1,45 @@
+"""Weight streaming: blocks wait on the host or on disk and come to the device just in time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybridtrain.config.rules import below_least
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.tensor_class import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStreaming:
+    """Keep ``max_active_layers`` blocks on the device; embedding and head always stay there."""
+
+    kind: ClassVar[str] = "weight_streaming"
+
+    max_active_layers: int = 2
+    """Blocks on the device at a time, those on the way included: 1 cannot hide any copy."""
+    prefetch_distance: int = 1
+    """Blocks fetched ahead; never more than leaves one place for the block at work."""
+    resident_layers: int = 0
+    """Last blocks that stay on the device beside the streamed ones."""
+    tier: Literal["host", "disk"] = "host"
+    active_phases: tuple[Phase, ...] = tuple(Phase)
+    """Phases with streaming; in others weights are on the device."""
+
+    def __post_init__(self) -> None:
+        faults = below_least(self, ("max_active_layers",)) + below_least(
+            self, ("prefetch_distance", "resident_layers"), least=0
+        )
+        if not self.active_phases:
+            faults.append("active_phases: empty; name at least one phase or drop the optimization")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claims on the weights' place and on the places of active blocks."""
+        phases = [None] if set(self.active_phases) == set(Phase) else list(self.active_phases)
+        for phase in phases:
+            yield Claim("weight.placement", Placement(self.tier), phase)
+        yield Claim("max_active_layers", self.max_active_layers)
+        yield Claim("prefetch_distance", self.prefetch_distance)
+        yield Claim("resident_layers", self.resident_layers)

@@ -1,0 +1,178 @@
+"""The memory profiler: a snapshot every n steps, for a report, a CSV file and metric loggers.
+
+With a card it costs one call into torch's allocator, one into NVML and one small file in /proc per snapshot; between
+snapshots a step costs a comparison.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hybridtrain.atomic_write import replace_file
+from hybridtrain.phase import Phase
+from hybridtrain.profiler.memory_history import MemoryHistory
+from hybridtrain.profiler.memory_reader import MemoryReader, SystemReader
+from hybridtrain.profiler.memory_report import ProfilingCost, alert_advice, memory_report
+from hybridtrain.profiler.memory_snapshot import MemorySnapshot, to_csv
+from hybridtrain.profiler.metric_loggers import MetricLogger, MetricLoggers
+from hybridtrain.units import GB
+
+DEFAULT_ALERT_BYTES = 45 * GB
+"""For cards of 48 GB."""
+
+
+class MemoryProfiler:
+    """Takes a snapshot of the memory every n steps. Nothing that fails while reading or logging ends the run.
+
+    Args:
+        every_n_steps: Snapshots are taken at steps that this divides, and at the first one.
+        alert_threshold_bytes: Use above this is an alert.
+        spike_threshold: Rise over the previous snapshot, as a fraction of it, above which a snapshot is a spike.
+        sinks: Receive each snapshot's figures as metrics; whoever made them closes them.
+        reader: Reads the memory; None: the card and this process, opened at the start.
+        on_alert: Told the alert and the advice when the use rises above the threshold for the first time.
+        clock: Returns seconds, monotonic.
+
+    Raises:
+        ValueError: an interval or a threshold is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 1,
+        alert_threshold_bytes: int = DEFAULT_ALERT_BYTES,
+        spike_threshold: float = 0.1,
+        sinks: Sequence[MetricLogger] = (),
+        reader: MemoryReader | None = None,
+        on_alert: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        faults = [] if every_n_steps >= 1 else [f"every_n_steps: {every_n_steps} must be at least 1"]
+        thresholds = {"alert_threshold_bytes": alert_threshold_bytes, "spike_threshold": spike_threshold}
+        faults += [f"{name}: {value} must be above 0" for name, value in thresholds.items() if not value > 0]
+        if faults:
+            raise ValueError("\n".join(faults))
+        self.every_n_steps = every_n_steps
+        self._thresholds = (alert_threshold_bytes, spike_threshold)
+        self._given_reader = reader
+        self._on_alert = on_alert
+        self._clock = clock
+        self._notes: list[str] = []
+        self._sinks = MetricLoggers(sinks, self._notes.append)
+        self._reset()
+
+    def _reset(self) -> None:
+        alert_threshold_bytes, spike_threshold = self._thresholds
+        self.history = MemoryHistory(alert_threshold_bytes=alert_threshold_bytes, spike_threshold=spike_threshold)
+        """Snapshots and what they add up to."""
+        self._notes.clear()
+        self._reader: MemoryReader | None = None
+        self.num_steps = 0
+        """Steps that were told since the start, with a snapshot or without."""
+        self._seconds = 0.0
+        self._begin_s = self._end_s = self._clock()
+
+    def start(self) -> None:
+        """Begin a new profile; what was recorded before is dropped."""
+        self.stop()
+        self._reset()
+        self._reader = self._given_reader or SystemReader()
+
+    def record_step(self, step: int, phase: Phase) -> None:
+        """Take a snapshot after a step, if it is due.
+
+        Args:
+            step: Number of the step just done; counted up.
+            phase: Its phase.
+
+        Raises:
+            RuntimeError: the profiler is not running.
+        """
+        if self._reader is None:
+            raise RuntimeError("the memory profiler is not running; call start() or use it in a with statement")
+        self.num_steps += 1
+        if step % self.every_n_steps and self.num_steps > 1:
+            return
+        begin = self._clock()
+        snapshot = self._read(self._reader, step, phase, begin - self._begin_s)
+        if snapshot is not None:
+            self._count(snapshot)
+        self._seconds += self._clock() - begin
+
+    def stop(self) -> None:
+        """End the profile and release the card; what was recorded stays. More than once does nothing."""
+        if self._reader is None:
+            return
+        self._end_s = self._clock()
+        if isinstance(self._reader, SystemReader):
+            self._note_once(self._reader.note)
+            if self._reader is not self._given_reader:
+                self._reader.close()
+        self._reader = None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    def report(self) -> str:
+        """Return the profile as text, while it runs and after."""
+        notes = list(self._notes)
+        running = self._reader is not None
+        if isinstance(self._reader, SystemReader) and self._reader.note:
+            notes.append(self._reader.note)
+        cost = ProfilingCost(
+            every_n_steps=self.every_n_steps, num_steps=self.num_steps, seconds=self._seconds,
+            elapsed_s=(self._clock() if running else self._end_s) - self._begin_s,
+        )  # fmt: skip
+        return memory_report(self.history, cost, notes)
+
+    def write_csv(self, path: Path) -> None:
+        """Write the snapshots to ``path`` in one step; a long run's are thinned.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        replace_file(path, to_csv(self.history.snapshots()).encode())
+
+    def _read(self, reader: MemoryReader, step: int, phase: Phase, elapsed_s: float) -> MemorySnapshot | None:
+        try:
+            reading = reader()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._note_once(f"the memory could not be read at some steps ({error}); they have no snapshot")
+            return None
+        process = reading.process
+        return MemorySnapshot(
+            step=step, phase=phase, elapsed_s=elapsed_s,
+            source=reading.source, used_bytes=reading.used_bytes, total_bytes=reading.total_bytes,
+            allocator=reading.allocator,
+            rss_bytes=None if process is None else process.rss_bytes,
+            peak_rss_bytes=None if process is None else process.peak_rss_bytes,
+        )  # fmt: skip
+
+    def _count(self, snapshot: MemorySnapshot) -> None:
+        alert = self.history.add(snapshot)
+        if self._sinks:
+            self._sinks.log(snapshot.step, snapshot.as_metrics())
+        if alert is not None and self.history.num_alerts == 1 and self._on_alert is not None:
+            advice = "; ".join(alert_advice(snapshot.source))
+            self._on_alert(
+                f"memory alert: {snapshot.used_gb:.1f} GB used at step {snapshot.step}, above "
+                f"{self.history.alert_threshold_bytes / GB:.1f} GB ({snapshot.source}). In this order: {advice}"
+            )
+
+    def _note_once(self, note: str) -> None:
+        if note and note not in self._notes and len(self._notes) < _MAX_NOTES:
+            self._notes.append(note)
+
+
+_MAX_NOTES = 10

@@ -1,0 +1,136 @@
+"""Where metrics go while a run lasts: TensorBoard, Weights & Biases, or anything with ``log`` and ``close``.
+
+Both packages are optional and imported on first use.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hybridtrain.errors import ConfigError
+
+WandbMode = Literal["online", "offline", "disabled"]
+
+
+class MetricLogger(Protocol):
+    """Receives numbers by name."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one step; steps do not go back."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left."""
+        ...
+
+
+class TensorBoardLogger:
+    """Writes scalars to a TensorBoard event file; see them with ``tensorboard --logdir FOLDER``.
+
+    Args:
+        folder: Where the event file goes; made if missing.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        tensorboard = _import_optional("torch.utils.tensorboard", "TensorBoard", extra="tensorboard")
+        self._writer: Any = tensorboard.SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue one scalar per metric; a thread of TensorBoard writes them."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write the queue out and close the file."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """Sends metrics to a run of Weights & Biases.
+
+    Args:
+        project: Name of the project there.
+        folder: Where its local files go, in a folder ``wandb``; None: the current folder.
+        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: what WANDB_MODE says, else online.
+        config: Settings that are stored with the run.
+
+    Raises:
+        ConfigError: the package is not installed, or the run cannot be started.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        folder: Path | None = None,
+        mode: WandbMode | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        wandb = _import_optional("wandb", "Weights & Biases", extra="wandb")
+        try:
+            self._run: Any = wandb.init(
+                project=project, dir=None if folder is None else str(folder), mode=mode, config=dict(config or {})
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                "Weights & Biases",
+                [f"the run does not start ({error}); run wandb login, or set WANDB_MODE=offline to sync later"],
+            ) from None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run; offline runs are complete on disk after this."""
+        self._run.finish()
+
+
+class MetricLoggers:
+    """Several loggers as one. A logger that fails is closed out and the run goes on.
+
+    Args:
+        loggers: Who receives the metrics.
+        on_fault: Told one sentence when a logger is dropped.
+    """
+
+    def __init__(self, loggers: Sequence[MetricLogger], on_fault: Callable[[str], None]) -> None:
+        self._loggers = list(loggers)
+        self._on_fault = on_fault
+
+    def __bool__(self) -> bool:
+        """Say whether anyone still listens."""
+        return bool(self._loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give the metrics of one step to every logger."""
+        for logger in tuple(self._loggers):
+            self._try(logger, f"stopped at step {step}", partial(logger.log, step, metrics))
+
+    def close(self) -> None:
+        """Close every logger."""
+        for logger in tuple(self._loggers):
+            self._try(logger, "did not close", logger.close)
+        self._loggers.clear()
+
+    def _try(self, logger: MetricLogger, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  whatever a logging service raises, training is worth more
+            self._loggers.remove(logger)
+            self._on_fault(f"{type(logger).__name__} {what} ({error}); training goes on without it")
+
+
+def _import_optional(module: str, name: str, *, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            name, [f"it cannot be imported ({error}); install it with: pip install 'hybridtrain[{extra}]'"]
+        ) from None

@@ -1,0 +1,104 @@
+"""PyTorch's allocator counters, and the process' own memory."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.profiler.cuda_memory import CudaMemory, read_cuda_memory
+from hybridtrain.profiler.process_memory import machine_memory_bytes, read_process_memory
+
+MIB = 2**20
+
+
+class FakeCuda:
+    def __init__(self, *, initialized: bool = True) -> None:
+        self.initialized = initialized
+        self.asked: list[int | None] = []
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
+        self.asked.append(device)
+        pools = {"current": -1, "peak": -1}
+        return {
+            "allocated_bytes": {"all": {"current": 10, "peak": 30}, "small_pool": pools},
+            "reserved_bytes": {"all": {"current": 25, "peak": 40}, "small_pool": pools},
+            "active_bytes": {"all": {"current": 11, "peak": 31}},
+        }
+
+
+def test_the_counters_are_read_with_one_question() -> None:
+    cuda = FakeCuda()
+    memory = read_cuda_memory(3, cuda=cuda)
+    assert memory == CudaMemory(allocated_bytes=10, reserved_bytes=25, peak_allocated_bytes=30, peak_reserved_bytes=40)
+    assert memory.free_bytes == 15
+    assert cuda.asked == [3]
+
+
+def test_before_cuda_is_used_there_is_nothing_to_read() -> None:
+    cuda = FakeCuda(initialized=False)
+    assert read_cuda_memory(cuda=cuda) is None
+    assert cuda.asked == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_the_figures_are_those_of_torchs_own_functions() -> None:
+    tensor = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    memory = read_cuda_memory()
+    assert memory == CudaMemory(
+        allocated_bytes=torch.cuda.memory_allocated(), reserved_bytes=torch.cuda.memory_reserved(),
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(), peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+    )  # fmt: skip
+    assert memory.allocated_bytes >= tensor.nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_resident_memory_rises_with_a_tensor_that_is_written() -> None:
+    before = read_process_memory()
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+    after = read_process_memory()
+    assert before is not None
+    assert after is not None
+    rise = after.rss_bytes - before.rss_bytes
+    assert abs(rise - tensor.nbytes) < 8 * MIB  # what else the process takes or gives back meanwhile
+    assert after.peak_rss_bytes >= after.rss_bytes
+
+
+def test_the_status_file_is_in_kib(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmPeak:\t    99 kB\nVmHWM:\t    7 kB\nVmRSS:\t      5 kB\nRssAnon:\t 1 kB\n")
+    memory = read_process_memory(status)
+    assert memory is not None
+    assert (memory.rss_bytes, memory.peak_rss_bytes) == (5 * 1024, 7 * 1024)
+
+
+@pytest.mark.parametrize("content", [None, "Name:\tkernel thread\n"])
+def test_without_a_status_file_the_peak_of_getrusage_stands_for_both(tmp_path: Path, content: str | None) -> None:
+    resource = pytest.importorskip("resource")
+    status = tmp_path / "status"
+    if content is not None:
+        status.write_text(content)
+    memory = read_process_memory(status)
+    assert memory is not None
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert memory.rss_bytes == memory.peak_rss_bytes == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def test_where_nothing_tells_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert read_process_memory(tmp_path / "gone") is None
+
+
+def test_a_containers_limit_is_the_machines_memory(tmp_path: Path) -> None:
+    physical = machine_memory_bytes(limits=())
+    assert physical is not None
+    (tmp_path / "limit").write_text(f"{5 * MIB}\n")
+    (tmp_path / "none").write_text("max\n")
+    (tmp_path / "huge").write_text(f"{2**63 - 4096}\n")
+    assert machine_memory_bytes((tmp_path / "gone", tmp_path / "limit")) == 5 * MIB
+    assert machine_memory_bytes((tmp_path / "none", tmp_path / "huge")) == physical

@@ -1,0 +1,139 @@
+"""Placement changes no bit of rounded storage either: each stack against itself with everything on the device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.errors import PlanConflictError
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optimizations import (
+    ActivationOffload,
+    Bf16Optimizer,
+    FactoredOptimizer,
+    FusedUpdate,
+    GradAccumulation,
+    GradientCheckpointing,
+    Int8Optimizer,
+    Int8Weights,
+    MixedPrecision,
+    OptimizerOffload,
+    WeightStreaming,
+)
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.tensor_class import Codec
+from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
+from training_history import History, assert_all_bitwise, assert_same_training, trained_history
+
+GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
+"""Its matrices have 4096 elements and more, so their moments are 8-bit codes."""
+LLAMA = replace(LLAMA_GROUPED, width=64, ffn_width=96, num_blocks=4)
+"""6144 elements of a feed-forward matrix: whole groups of 256; 2048 of a key's: fp32 moments."""
+ACCUM_STEPS = 2
+BASE = (GradAccumulation(steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(interval=2))
+
+STORAGE: dict[str, list[Optimization]] = {
+    "bf16-master": [MixedPrecision()],
+    "bf16-split16": [MixedPrecision(master="split16")],
+    "bf16-absent": [MixedPrecision(master="absent")],
+    "int8-optimizer": [Int8Optimizer()],
+    "int8-optimizer-split16": [Int8Optimizer(), MixedPrecision(master="split16")],
+    "bf16-optimizer": [Bf16Optimizer()],
+    "bf16-optimizer-absent": [Bf16Optimizer(), MixedPrecision(master="absent")],
+    "factored": [FactoredOptimizer()],
+    "factored-bf16-master": [FactoredOptimizer(), MixedPrecision()],
+    "int8-weights-master": [Int8Weights()],
+    "int8-weights-absent": [Int8Weights(master="absent")],
+    "int8-weights-static": [Int8Weights(master="absent", static_scales=True), MixedPrecision(master="absent")],
+    "int8-weights-bf16": [Int8Weights(), MixedPrecision()],
+    "int8-all": [Int8Weights(), MixedPrecision(master="absent"), Int8Optimizer()],
+    "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), FactoredOptimizer()],
+}
+PLACES: dict[str, list[Optimization]] = {
+    "weights": [WeightStreaming()],
+    "weights-one-slot": [WeightStreaming(max_active_layers=1)],
+    "weights-disk": [WeightStreaming(max_active_layers=3, prefetch_distance=2, resident_layers=1, tier="disk")],
+    "state": [OptimizerOffload()],
+    "state-alone-disk": [OptimizerOffload(tier="disk", offload_grads=False)],
+    "state-updated-on-host": [OptimizerOffload(update_on="host")],
+    "updated-on-host-weights": [OptimizerOffload(update_on="host"), WeightStreaming(resident_layers=1)],
+    "boundaries": [ActivationOffload()],
+    "fused": [FusedUpdate()],
+    "fused-all": [
+        FusedUpdate(),
+        WeightStreaming(),
+        OptimizerOffload(offload_grads=False),
+        ActivationOffload(tier="disk"),
+    ],
+    "all": [WeightStreaming(max_active_layers=3, prefetch_distance=1), OptimizerOffload(), ActivationOffload()],
+}
+
+
+ROUNDS_BY_CHANCE = {
+    "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all"
+}  # fmt: skip
+
+
+@cache
+def resident_history(config: ModelConfig, storage: str, *, updates_on_host: bool = False) -> History:
+    """Train with everything on the device, or at least the weights.
+
+    The processor draws other numbers than the device, so an update there is compared with an update there where
+    numbers are drawn.
+    """
+    update = [OptimizerOffload(update_on="host")] if updates_on_host else []
+    return trained_history(config, [*BASE, *STORAGE[storage], *update], ACCUM_STEPS)
+
+
+def is_refused(stack: Sequence[Optimization]) -> bool:
+    try:
+        compose(stack)
+    except PlanConflictError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_a_place_below_the_device_changes_no_bit(storage: str, place: str, tmp_path: Path) -> None:
+    stack = [*BASE, *STORAGE[storage], *PLACES[place]]
+    if "factored" in storage and "updated-on-host" in place:
+        assert is_refused(stack)  # rows and columns need whole gradients on the device
+        return
+    actual = trained_history(GPT2, stack, ACCUM_STEPS, disk_folder=tmp_path)
+    draws_on_host = "updated-on-host" in place and storage in ROUNDS_BY_CHANCE
+    expected = resident_history(GPT2, storage, updates_on_host=draws_on_host)
+    assert_same_training(actual, expected)
+    assert_all_bitwise(actual.state, expected.state, "state ")
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_it_changes_no_bit_of_llama(storage: str, tmp_path: Path) -> None:
+    stack = [*BASE, *STORAGE[storage], *PLACES["all"]]
+    actual = trained_history(LLAMA, stack, ACCUM_STEPS, disk_folder=tmp_path)
+    expected = resident_history(LLAMA, storage)
+    assert_same_training(actual, expected)
+    assert_all_bitwise(actual.state, expected.state, "state ")
+
+
+def test_each_storage_gives_another_training() -> None:
+    # Guards the comparison: a codec that were ignored would be equal to fp32, and to its neighbour.
+    losses = [tuple(resident_history(GPT2, storage).losses) for storage in STORAGE]
+    assert len(set(losses)) >= len(losses) - 1  # a split master differs from a float32 one in ties only
+
+
+@pytest.mark.parametrize("offload_grads", [False, True])
+@pytest.mark.parametrize("visit_micro_batches", [1, 2, 3])
+def test_a_bfloat16_accumulator_sums_alike_here_and_below(visit_micro_batches: int, *, offload_grads: bool) -> None:
+    stack: list[Optimization] = [
+        GradAccumulation(
+            steps=3, schedule="vertical", visit_micro_batches=visit_micro_batches, accumulator=Codec.BFLOAT16.value
+        ),
+        MixedPrecision(),
+        GradientCheckpointing(interval=2),
+    ]
+    away = [*stack, OptimizerOffload(offload_grads=offload_grads), WeightStreaming()]
+    histories = [trained_history(GPT2, chosen, 3) for chosen in (away, stack)]
+    assert_same_training(*histories)
