@@ -338,10 +338,10 @@ def test_a_missing_argument_is_named(command: Command) -> None:
 
 def test_an_unknown_verb_names_the_known_ones(command: Command) -> None:
     assert command("valdate", "mine") == 2
-    assert "'validate', 'dry-run', 'train', 'gate', 'report', 'list', 'doctor'" in command.err
+    assert "'validate', 'dry-run', 'execute', 'train', 'gate', 'report', 'list', 'doctor'" in command.err
 
 
-@pytest.mark.parametrize("verb", ["validate", "dry-run", "train", "gate", "report", "list", "doctor"])
+@pytest.mark.parametrize("verb", ["validate", "dry-run", "execute", "train", "gate", "report", "list", "doctor"])
 def test_every_verb_has_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

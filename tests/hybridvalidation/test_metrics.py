@@ -9,13 +9,14 @@ from hybridtrain.dry_run import Workload, dry_run
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.case import Case, Metric
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Evidence, Outcome
 from hybridvalidation.figures import memory_figures
 from hybridvalidation.metrics import accuracy_retention, compute_metric, perplexity_ratio
-from hybridvalidation.record import AccuracyFigures, MeasuredFigures, Record, SeedResult
+from hybridvalidation.record import AccuracyFigures, MeasuredFigures, Record, SeedResult, Timeline
 from hybridvalidation.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
+from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Target
 from tiny_models import GPT2_UNTIED
 
 ROUNDING = 1e-12  # relative, of a few float64 operations
@@ -77,31 +78,43 @@ def by_class(**sizes: int) -> Mapping[str, int]:
     return dict.fromkeys(PLANNED.by_class, 0) | sizes
 
 
+def asked(run: ScenarioRun, name: str, stack: str, baseline: str = "vanilla") -> Metric | None:
+    target = Target(id="stated", source=("000",), says="stated", metric=name, direction="max", value=1.0)
+    return compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline))
+
+
 @pytest.mark.parametrize(("name", "divisor", "unit"), [("peak_vram_gib", GIB, "GiB"), ("peak_vram_gb", GB, "GB")])
 def test_the_peak_is_what_the_device_shows(name: str, divisor: int, unit: str) -> None:
     run = run_of(planned("lean", device_used_bytes=5 * divisor, peak_allocated_bytes=4 * divisor))
-    found = compute_metric(run, name, "lean")
+    found = asked(run, name, "lean")
     assert found is not None
     assert (found.value, found.unit, found.evidence, found.fits) == (5.0, unit, Evidence.PLANNED, True)
     assert found.remark == f"allocated 4.00 {unit}"
 
 
+def test_a_peak_tells_what_lies_elsewhere() -> None:
+    run = run_of(planned("lean", peak_allocated_bytes=4 * GIB, host_peak_bytes=7 * GIB, disk_peak_bytes=9 * GIB))
+    found = asked(run, "peak_vram_gib", "lean")
+    assert found is not None
+    assert found.remark == "allocated 4.00 GiB, host 7.00 GiB, disk 9.00 GiB"
+
+
 def test_a_measured_peak_replaces_the_planned_one() -> None:
-    found = compute_metric(run_of(planned("lean"), measured("lean")), "peak_vram_gib", "lean")
+    found = asked(run_of(planned("lean"), measured("lean")), "peak_vram_gib", "lean")
     assert found is not None
     assert (found.value, found.evidence) == (3.0, Evidence.MEASURED)
 
 
 def test_a_measured_run_out_of_memory_is_no_measurement() -> None:
     run = run_of(planned("lean"), record("measured", "lean"))
-    found = compute_metric(run, "peak_vram_gib", "lean")
+    found = asked(run, "peak_vram_gib", "lean")
     assert found is not None
     assert found.evidence is Evidence.PLANNED
 
 
 def test_speed_is_estimated_until_it_is_measured() -> None:
-    estimated = compute_metric(run_of(planned("lean", tokens_per_s=77.0)), "tokens_per_s", "lean")
-    found = compute_metric(run_of(planned("lean", tokens_per_s=77.0), measured("lean")), "tokens_per_s", "lean")
+    estimated = asked(run_of(planned("lean", tokens_per_s=77.0)), "tokens_per_s", "lean")
+    found = asked(run_of(planned("lean", tokens_per_s=77.0), measured("lean")), "tokens_per_s", "lean")
     assert estimated is not None
     assert found is not None
     assert (estimated.value, estimated.evidence) == (77.0, Evidence.ESTIMATED)
@@ -111,7 +124,7 @@ def test_speed_is_estimated_until_it_is_measured() -> None:
 @pytest.mark.parametrize("fits", [True, False])
 def test_relative_speed_says_when_the_baseline_cannot_run(fits: bool) -> None:
     run = run_of(planned("lean", tokens_per_s=30.0), planned("vanilla", tokens_per_s=40.0, fits=fits))
-    found = compute_metric(run, "relative_throughput_x", "lean")
+    found = asked(run, "relative_throughput_x", "lean")
     assert found is not None
     assert found.value == 0.75
     assert found.fits
@@ -123,8 +136,8 @@ def test_reductions_are_against_the_unoptimised_run() -> None:
         planned("lean", peak_allocated_bytes=250, by_class=by_class(optim_state=20)),
         planned("vanilla", peak_allocated_bytes=1000, by_class=by_class(optim_state=80)),
     )
-    peak = compute_metric(run, "peak_vram_reduction_pct", "lean")
-    state = compute_metric(run, "optimizer_bytes_reduction_pct", "lean")
+    peak = asked(run, "peak_vram_reduction_pct", "lean")
+    state = asked(run, "optimizer_bytes_reduction_pct", "lean")
     assert peak is not None
     assert state is not None
     assert (peak.value, peak.evidence) == (75.0, Evidence.PLANNED)
@@ -132,11 +145,53 @@ def test_reductions_are_against_the_unoptimised_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("relative_throughput_x", 0.8), ("slowdown_x", 1.25), ("step_time_overhead_pct", 25.0)]
+)
+def test_speed_is_told_against_the_baseline(name: str, value: float) -> None:
+    run = run_of(planned("lean", tokens_per_s=32.0), planned("vanilla", tokens_per_s=40.0))
+    found = asked(run, name, "lean")
+    assert found is not None
+    assert found.value == pytest.approx(value, rel=ROUNDING)
+    assert found.evidence is Evidence.ESTIMATED
+
+
+def through_a_step(**sizes: tuple[int, ...]) -> Timeline:
+    moments = len(next(iter(sizes.values())))
+    return Timeline(
+        times_s=tuple(float(moment) for moment in range(moments)),
+        by_class=dict.fromkeys(PLANNED.by_class, (0,) * moments) | sizes,
+    )
+
+
+def test_kept_bytes_are_compared_at_each_runs_own_peak_of_them() -> None:
+    # Both classes together at one moment: 80 + 20, not 90 + 20; and not what they hold at the peak of all classes.
+    vanilla = through_a_step(activation=(10, 80, 90), boundary=(20, 20, 0), grad=(0, 0, 500))
+    lean = through_a_step(activation=(10, 20), boundary=(5, 5), grad=(900, 0))
+    run = run_of(planned("vanilla", timeline=vanilla), planned("lean", timeline=lean))
+    found = asked(run, "activation_peak_reduction_pct", "lean")
+    assert found is not None
+    assert (found.value, found.evidence) == (75.0, Evidence.PLANNED)
+
+
+def test_parameters_are_compared_at_their_peak_with_the_named_stack() -> None:
+    run = run_of(
+        planned("vanilla", timeline=through_a_step(weight=(400, 400))),
+        planned("mixed", timeline=through_a_step(weight=(200, 200))),
+        planned("lean", timeline=through_a_step(weight=(40, 50), activation=(9, 0))),
+    )
+    assert asked(run, "parameter_peak_reduction_pct", "lean").value == 87.5  # type: ignore[union-attr]
+    against = asked(run, "parameter_peak_reduction_pct", "lean", baseline="mixed")
+    assert against is not None
+    assert against.value == 75.0
+    assert "against mixed" in against.remark
+
+
+@pytest.mark.parametrize(
     "name",
-    ["peak_vram_gib", "tokens_per_s", "relative_throughput_x", "peak_vram_reduction_pct"],
+    ["peak_vram_gib", "tokens_per_s", "relative_throughput_x", "peak_vram_reduction_pct", "step_time_overhead_pct"],
 )
 def test_a_metric_knows_that_its_stack_does_not_fit(name: str) -> None:
-    found = compute_metric(run_of(planned("lean", fits=False), planned("vanilla")), name, "lean")
+    found = asked(run_of(planned("lean", fits=False), planned("vanilla")), name, "lean")
     assert found is not None
     assert not found.fits
 
@@ -149,6 +204,11 @@ def test_a_metric_knows_that_its_stack_does_not_fit(name: str) -> None:
         ("relative_throughput_x", [planned("lean")]),
         ("relative_throughput_x", [planned("vanilla")]),
         ("peak_vram_reduction_pct", [planned("lean")]),
+        ("slowdown_x", [planned("lean")]),
+        ("step_time_overhead_pct", [planned("vanilla")]),
+        ("activation_peak_reduction_pct", [planned("lean")]),
+        ("activation_peak_reduction_pct", [planned("lean"), planned("vanilla")]),  # without what happened in the step
+        ("accuracy_loss_pct", [executed("lean", [0.1, 0.2, 0.3])]),
         ("optimizer_bytes_reduction_pct", [planned("vanilla")]),
         ("accuracy_retention_pct", [executed("lean", [0.1, 0.2, 0.3])]),
         ("accuracy_retention_pct", [executed("vanilla", [0.1, 0.2, 0.3])]),
@@ -157,7 +217,7 @@ def test_a_metric_knows_that_its_stack_does_not_fit(name: str) -> None:
     ],
 )
 def test_without_evidence_there_is_no_metric(name: str, records: Sequence[Record]) -> None:
-    assert compute_metric(run_of(*records), name, "lean") is None
+    assert asked(run_of(*records), name, "lean") is None
 
 
 def test_accuracy_is_paired_by_seed() -> None:
@@ -167,10 +227,29 @@ def test_accuracy_is_paired_by_seed() -> None:
     assert found is not None
     assert found.mean == pytest.approx(100.0, rel=ROUNDING)
     assert found.high - found.low == pytest.approx(2 * T95_OF_3 / 3**0.5, rel=1e-9)  # float64, differences of ratios
-    metric = compute_metric(run, "accuracy_retention_pct", "lean")
+    metric = asked(run, "accuracy_retention_pct", "lean")
     assert metric is not None
     assert (metric.interval, metric.evidence) == (found, Evidence.EXECUTED)
     assert "1.23M parameters, 3 seeds" in metric.remark
+
+
+def test_a_loss_of_accuracy_is_what_is_not_retained() -> None:
+    run = run_of(executed("lean", [0.396, 0.2, 0.297]), executed("vanilla", [0.4, 0.2, 0.3]))  # 99, 100 and 99 %
+    loss, kept = asked(run, "accuracy_loss_pct", "lean"), accuracy_retention(run, "lean")
+    assert loss is not None
+    assert loss.interval is not None
+    assert kept is not None
+    assert loss.value == pytest.approx(2 / 3, rel=1e-9)  # float64, differences of ratios
+    assert (loss.interval.low, loss.interval.high) == (100 - kept.high, 100 - kept.low)
+    assert loss.evidence is Evidence.EXECUTED
+
+
+def test_accuracy_is_compared_with_the_named_stack() -> None:
+    accuracies = {"vanilla": 0.4, "mixed": 0.2, "lean": 0.1}
+    run = run_of(*(executed(stack, [accuracy] * 3) for stack, accuracy in accuracies.items()))
+    found = asked(run, "accuracy_retention_pct", "lean", baseline="mixed")
+    assert found is not None
+    assert found.value == pytest.approx(50.0, rel=ROUNDING)
 
 
 def test_the_baseline_retains_all_of_itself() -> None:

@@ -95,7 +95,7 @@ def test_every_target_of_a_shipped_scenario_can_be_judged(name: str) -> None:
     scenario, targets = SHIPPED.scenario(name), SHIPPED.targets()
     assert scenario.targets
     for item in scenario.targets:
-        assert targets[item.id].metric in metrics._METRICS, item.id
+        assert targets[item.id].metric in metrics.METRICS, item.id
         assert set(item.stacks) <= {ANY_STACK, *scenario.stacks}
 
 

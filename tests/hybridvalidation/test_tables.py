@@ -56,7 +56,8 @@ PLANNED = replace(
         with_timeline=False,
     ),
     peak_allocated_bytes=28 * GIB, peak_reserved_bytes=30 * GIB, device_used_bytes=31 * GIB, by_class=BY_CLASS,
-    steps=STEPS, step_time_s=0.25, tokens_per_s=4096.4, bound="compute",
+    host_peak_bytes=40 * GIB, disk_peak_bytes=50 * GIB, steps=STEPS, step_time_s=0.25, tokens_per_s=4096.4,
+    bound="compute",
 )  # fmt: skip
 OOM = RefusedRequest(
     step=2, stage="backward", unit="block.3", requested_bytes=3 * GIB, allocated_bytes=22 * GIB,
@@ -113,7 +114,7 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
     )  # fmt: skip
     head, vanilla, lean = rows(summary_table(run, MARKDOWN))
     assert head[:4] == ["stack", "fits", "allocated GiB", "reserved GiB"]
-    figures = ["28.00", "30.00", "31.00", "0.250", "4,096", "compute"]
+    figures = ["28.00", "30.00", "31.00", "40.00", "50.00", "0.250", "4,096", "compute"]
     whole = "100.00 [100.00, 100.00]"
     assert vanilla == ["vanilla", "yes", *figures, whole, whole]
     assert lean == ["lean", "NO", *figures, "80.00 [80.00, 80.00]", whole]
@@ -121,7 +122,12 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
 
 def test_a_stack_without_records_is_unknown_and_claims_nothing() -> None:
     _, vanilla, _ = rows(summary_table(run_of(), MARKDOWN))
-    assert vanilla == ["vanilla", "unknown", *["-"] * 8]
+    assert vanilla == ["vanilla", "unknown", *["-"] * 10]
+
+
+def test_a_stack_that_host_memory_refuses_says_so() -> None:
+    run = run_of(record("dry_run", "lean", memory=replace(PLANNED, fits=False, fits_host=False)))
+    assert rows(summary_table(run, MARKDOWN))[2][:2] == ["lean", "NO, host"]
 
 
 def test_the_class_table_shows_the_holders_of_the_larger_step() -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from hybridvalidation import verdict as verdict_module
+from hybridvalidation.case import Decider, Metric
 from hybridvalidation.evidence import Evidence
-from hybridvalidation.metrics import Metric
 from hybridvalidation.runner import ScenarioRun
 from hybridvalidation.scenario import (
     AccuracySpec,
@@ -48,7 +48,7 @@ def planned(value: float, *, fits: bool = True, interval: Interval | None = None
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, stated: Target, found: Mapping[str, Metric], stack: str = "any") -> Verdict:
-    monkeypatch.setattr(verdict_module, "compute_metric", lambda _run, _name, name: found.get(name))
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: found.get(case.stack))
     return judge(run_of(), stated, stack)
 
 
@@ -167,7 +167,71 @@ def test_any_is_the_stack_that_does_best(
     monkeypatch: pytest.MonkeyPatch, direction: str, values: tuple[float, ...], best: str
 ) -> None:
     found = {stack: planned(value) for stack, value in zip(STACKS, values, strict=True)}
-    assert judged(monkeypatch, target(direction, value=4.0), found).stack == best
+    assert judged(monkeypatch, target(direction, "tokens_per_s", value=4.0), found).stack == best
+
+
+@pytest.mark.parametrize(
+    ("values", "shown", "status"),
+    [((30.0, 18.0, 20.0), "lean", Status.HOLDS), ((30.0, 15.0, 9.0), "tight", Status.REFUTED)],
+)
+def test_a_need_is_refuted_by_the_one_stack_that_does_with_less(
+    monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...], shown: str, status: Status
+) -> None:
+    # "13B does not fit 16 GB" speaks of every stack: vanilla, which does not fit, must not prove it.
+    found = {stack: planned(value, fits=value < 16) for stack, value in zip(STACKS, values, strict=True)}
+    verdict = judged(monkeypatch, target("min", value=16.0), found)
+    assert (verdict.stack, verdict.status) == (shown, status)
+
+
+def saving(stated: float, deciding: float) -> Metric:
+    decider = Decider(deciding, Evidence.PLANNED, "is an average over steps", "the peak of Full")
+    return Metric(stated, Evidence.ARITHMETIC, "%", remark="4 of 32 kept", decider=decider)
+
+
+@pytest.mark.parametrize(
+    ("direction", "value", "stated", "deciding", "status"),
+    [
+        ("min", 96.0, 96.25, 61.0, Status.MISLEADING),
+        ("min", 96.0, 96.25, 96.0, Status.HOLDS),
+        ("min", 96.0, 95.0, 61.0, Status.REFUTED),  # not even right as it was got
+        ("min", 96.0, 95.0, 99.0, Status.REFUTED),
+        ("equal", 87.5, 87.5, 61.0, Status.MISLEADING),
+        ("equal", 87.5, 87.5, 87.0, Status.HOLDS),
+        ("equal", 87.5, 87.5, 95.0, Status.HOLDS),  # the peak falls even further
+        ("max", 10.0, 9.0, 11.0, Status.MISLEADING),
+    ],
+)
+def test_a_right_figure_that_does_not_decide_is_misleading(
+    monkeypatch: pytest.MonkeyPatch, direction: str, value: float, stated: float, deciding: float, status: Status
+) -> None:
+    metric = saving(stated, deciding)
+    found = judged_one(monkeypatch, target(direction, "activation_peak_reduction_pct", value=value), metric)
+    assert (found.status, found.value, found.decider) == (status, stated, metric.decider)
+
+
+def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged_one(monkeypatch, target("min", value=96.0), saving(96.25, 61.0))
+    assert found.reason == (
+        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; what decides, the peak of Full: "
+        "61.00 %, planned; 4 of 32 kept."
+    )
+
+
+def test_any_prefers_a_figure_that_may_hold_to_a_misleading_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsure = Metric(97.0, Evidence.EXECUTED, "%", interval=Interval(97.0, 90.0, 99.0))
+    found = {"vanilla": saving(1.0, 1.0), "lean": saving(99.0, 1.0), "tight": unsure}
+    assert judged(monkeypatch, target("min", "step", value=96.0), found).stack == "tight"
+    assert judged(monkeypatch, target("min", "step", value=96.0), found | {"tight": saving(2.0, 2.0)}).stack == "lean"
+
+
+def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        verdict_module, "compute_metric", lambda case: planned({"vanilla": 1.0, "lean": 2.0}[case.baseline])
+    )
+    run = run_of(
+        ScenarioTarget(id="stated", stacks=("tight",)), ScenarioTarget(id="stated", stacks=("tight",), baseline="lean")
+    )
+    assert [found.value for found in judge_all(run, {"stated": target(value=4.0)})] == [1.0, 2.0]
 
 
 def test_any_holds_when_one_stack_is_sure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +254,7 @@ def test_any_passes_over_stacks_that_do_not_fit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_target_is_judged_on_every_named_stack_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict_module, "compute_metric", lambda _run, name, _stack: planned(len(name)))
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: planned(len(case.target.metric)))
     targets = {name: replace(target(value=4.0), id=name) for name in ("a", "b")}
     run = run_of(ScenarioTarget(id="b", stacks=("tight", "lean")), ScenarioTarget(id="a"))
     verdicts = judge_all(run, targets)

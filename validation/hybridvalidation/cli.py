@@ -5,12 +5,15 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from hybridtrain.errors import ConfigError, DataError, HybridTrainError
+from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES
+from hybridtrain.units import GB
 from hybridvalidation import commands
 
 _RESULTS = Path("results")
@@ -26,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_validate(verbs)
     _add_dry_run(verbs)
+    _add_execute(verbs)
     _add_train(verbs)
     _add_gate(verbs)
     _add_report(verbs)
@@ -123,6 +127,29 @@ def _add_dry_run(verbs: "_Verbs[_Parser]") -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
 
 
+def _add_execute(verbs: "_Verbs[_Parser]") -> None:
+    parser = _add_verb(
+        verbs, "execute", commands.execute_command,
+        "train a few steps on the CPU, count what a card would hold, and compare with the dry run of the same steps; "
+        "exit code 1 when they differ",
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, help="name of a model, or a .toml file with its shape")
+    parser.add_argument("--stack", required=True, help="name of a stack, or a .toml file")
+    parser.add_argument("--micro-batch", type=_positive, required=True, metavar="B", help="sequences per micro-batch")
+    parser.add_argument("--seq", type=_positive, required=True, metavar="T", help="tokens per sequence")
+    parser.add_argument(
+        "--accum", type=_positive, default=None, metavar="A", help="micro-batches per step; default: the stack's"
+    )
+    parser.add_argument("--steps", type=_positive, required=True, metavar="N", help="optimizer steps")
+    parser.add_argument("--lr", type=_positive_number, default=3e-4, help="learning rate (default: %(default)s)")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where a stack with disk tiers may make files")
+    parser.add_argument(
+        "--host-limit-gib", type=_positive_number, metavar="X",
+        help="host memory for offloaded tensors; default: what is available",
+    )  # fmt: skip
+    _add_results(parser)
+
+
 def _add_train(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(verbs, "train", commands.train_command, "train a model on your own text")
     parser.add_argument("config", type=Path, help="a training .toml file")
@@ -133,6 +160,23 @@ def _add_train(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("run"), help="folder for log and saved state (default: run)")
     parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
+    monitoring = parser.add_argument_group("monitoring", "the first three also print a memory report at the end")
+    monitoring.add_argument(
+        "--profile-memory", type=Path, metavar="PATH.csv", help="write the memory after each step of this call"
+    )
+    monitoring.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="log metrics and memory for tensorboard --logdir DIR"
+    )
+    monitoring.add_argument(
+        "--wandb", metavar="PROJECT", help="log both to Weights & Biases; WANDB_MODE=offline keeps them on this machine"
+    )
+    monitoring.add_argument(
+        "--profile-every", type=_positive, default=1, metavar="N", help="steps between memory snapshots (default: 1)"
+    )
+    monitoring.add_argument(
+        "--alert-gb", type=_positive, default=DEFAULT_ALERT_BYTES // GB, metavar="GB",
+        help="say at once when more memory than this is used (default: %(default)s, for cards of 48 GB)",
+    )  # fmt: skip
 
 
 def _add_gate(verbs: "_Verbs[_Parser]") -> None:
@@ -172,6 +216,16 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number above 0") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
     return value
 
 

@@ -14,19 +14,24 @@ import torch
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.data.open_corpus import open_corpus
+from hybridtrain.dry_run import Workload
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.units import to_gib
+from hybridtrain.units import GB, GIB, to_gib
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridvalidation.dry_run_report import plan_run
+from hybridvalidation.dry_run_report import plan_run, read_model, with_accumulation
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Outcome
+from hybridvalidation.execute_run import ExecuteSpec, execute
+from hybridvalidation.executed_record import append_executed, read_executed
+from hybridvalidation.executed_table import equality_line, executed_table, write_executed
 from hybridvalidation.gate import GateExit, drop_replacements, run_gate, write_baselines
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.report import TERMINAL, report_text, write_report
+from hybridvalidation.run_monitor import Monitoring
 from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.train_run import TrainFile, train
@@ -66,14 +71,42 @@ def dry_run_command(options: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
+def execute_command(options: argparse.Namespace) -> int:
+    """Train on the CPU, compare with the dry run, record both."""
+    shape = read_model(options.model)
+    stack = _files(options).stack(options.stack)
+    limit = options.host_limit_gib
+    spec = ExecuteSpec(
+        model=Path(options.model).stem if options.model.endswith(".toml") else options.model,
+        shape=shape, stack=stack.name, plan=with_accumulation(stack.plan(), options.accum),
+        workload=Workload(micro_batch_size=options.micro_batch, seq_len=options.seq), num_steps=options.steps,
+        lr=options.lr, disk_folder=options.disk, host_limit_bytes=None if limit is None else int(limit * GIB),
+    )  # fmt: skip
+    read_executed(options.results / "records")  # a damaged file is told now, not after the run
+    corpus = open_corpus(None, vocab_size=shape.vocab_size)
+    run = execute(spec, corpus, (lambda _: None) if options.json else _print)
+    paths = [append_executed(options.results / "records", run)]
+    paths += write_executed(read_executed(options.results / "records"), options.results)
+    if options.json:
+        _print_json(encode(run) | {"is_equal": run.is_equal, "files": [path.as_posix() for path in paths]})
+    else:
+        written = ", ".join(path.as_posix() for path in paths)
+        _print(f"\n{executed_table([run], TERMINAL)}\n\n{equality_line(run)}\nWritten: {written}")
+    return 0 if run.is_equal else 1
+
+
 def train_command(options: argparse.Namespace) -> int:
     """Train a model on text."""
     file = load_toml(TrainFile, options.config, unions={Optimization: OPTIMIZATIONS})
     corpus = open_corpus(options.data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []
+    monitoring = Monitoring(
+        profile_csv=options.profile_memory, profile_every=options.profile_every,
+        alert_bytes=int(options.alert_gb * GB), tensorboard=options.tensorboard, wandb_project=options.wandb,
+    )  # fmt: skip
     last = train(
         file, corpus, options.out, resume=options.resume, say=said.append if options.json else _print,
-        progress=not options.json,
+        progress=not options.json, monitoring=monitoring,
     )  # fmt: skip
     if options.json:
         _print_json({"last_step": encode(last), "corpus": corpus.name, "said": said, "out": options.out.as_posix()})
@@ -134,6 +167,8 @@ def report_command(options: argparse.Namespace) -> int:
         scenario = files.scenario(name)
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         written += write_report(run, files.targets(), options.results)
+    if not options.names:
+        written += write_executed(read_executed(options.results / "records"), options.results)
     if options.json:
         _print_json({"files": [path.as_posix() for path in written]})
     else:

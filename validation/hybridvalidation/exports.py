@@ -5,14 +5,15 @@ from pathlib import Path
 
 from hybridtrain.dry_run import DryRun
 from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.profiler.observer import Lane
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
 from hybridtrain.virtual_gpu.snapshot_format import Frame
 from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
 
-_COMPUTE_STREAM, _COPY_IN_STREAM, _COPY_OUT_STREAM = 0, 1, 2
-_STREAM_NAMES = {_COMPUTE_STREAM: "compute", _COPY_IN_STREAM: "copy in", _COPY_OUT_STREAM: "copy out"}
+_STREAMS = {lane: number for number, lane in enumerate(Lane)}
+_STREAM_NAMES = {number: lane.value for lane, number in _STREAMS.items()}
 
 
 def write_run_snapshot(run: DryRun, path: Path, config: AllocatorConfig) -> None:
@@ -34,7 +35,7 @@ def write_run_trace(run: DryRun, path: Path) -> None:
     """Write the last step's estimated timeline, memory counters beside it."""
     slices = [
         Slice(
-            name=timed.op.name, category=timed.bound, stream=_COMPUTE_STREAM, start_us=timed.start_s * 1e6,
+            name=timed.op.name, category=timed.bound, stream=_STREAMS[timed.op.lane], start_us=timed.start_s * 1e6,
             duration_us=timed.duration_s * 1e6,
             args={
                 "stage": timed.op.stage, "unit": timed.op.unit, "flops": timed.op.flops, "bytes": timed.op.bytes_moved,
@@ -46,7 +47,7 @@ def write_run_trace(run: DryRun, path: Path) -> None:
         Slice(
             name="batch",
             category="transfer",
-            stream=_COPY_IN_STREAM,
+            stream=_STREAMS[Lane.COPY_IN],
             start_us=0.0,
             duration_us=run.time.upload_seconds * 1e6,
         )
@@ -59,13 +60,7 @@ def write_run_trace(run: DryRun, path: Path) -> None:
 
 def _counters(run: DryRun) -> list[Counter]:
     counters: list[Counter] = []
-    ops = iter(run.time.ops)
-    timed = next(ops, None)
-    clock = 0.0
-    for event, by_class in run.uncapped.live_by_class:
-        while timed is not None and timed.op.event <= event:
-            clock = timed.start_s
-            timed = next(ops, None)
+    for clock, by_class in run.moments():
         values = {tensor_class.value: size / GIB for tensor_class, size in by_class.items()}
         counter = Counter(name="allocated GiB", time_us=clock * 1e6, values=values)
         if counters and counters[-1].time_us == counter.time_us:

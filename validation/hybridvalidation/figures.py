@@ -30,10 +30,15 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
         peak_reserved_bytes=run.peak_reserved_bytes,
         device_used_bytes=run.device_used_bytes,
         host_peak_bytes=run.host_peak_bytes,
+        host_by_class=_plain(run.host_by_class),
+        disk_peak_bytes=run.disk_peak_bytes,
+        fits_host=run.fits_host,
         by_class=_plain(run.by_class()),
         by_unit=unit_names(run.peak.by_unit),
         oom=None if run.oom is None else _refused(run.oom),
         step_time_s=run.time.seconds,
+        busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
+        flops=run.time.flops,
         time_by_bound={bound.value: seconds for bound, seconds in run.time.seconds_by_bound.items()},
         tokens_per_step=run.tokens_per_step,
         tokens_per_s=run.tokens_per_s,
@@ -76,14 +81,8 @@ def _refused(oom: OutOfMemory) -> RefusedRequest:
 def _timeline(run: DryRun) -> Timeline:
     """Return the highest moment of each of a few hundred equal slices of the last step."""
     moments: dict[int, tuple[float, dict[TensorClass, int]]] = {}
-    ops = iter(run.time.ops)
-    timed = next(ops, None)
-    clock = 0.0
     width = run.time.seconds / _TIMELINE_POINTS
-    for event, by_class in run.uncapped.live_by_class:
-        while timed is not None and timed.op.event <= event:
-            clock = timed.start_s
-            timed = next(ops, None)
+    for clock, by_class in run.moments():
         bucket = int(clock / width)
         if bucket not in moments or sum(by_class.values()) > sum(moments[bucket][1].values()):
             moments[bucket] = (clock, by_class)

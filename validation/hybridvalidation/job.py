@@ -54,7 +54,7 @@ def subject_of(kind: JobKind, scenario: Scenario, stack: Stack) -> str:
     """Return the digest of what a run of this kind is about."""
     inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload)
     if kind == "accuracy":
-        inputs = (scenario.accuracy,)
+        inputs = () if scenario.accuracy is None else (scenario.accuracy,)
     return digest(_Subject(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan())))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -34,7 +34,7 @@ def measure_on_cuda(
     sampler = BatchSampler(
         corpus.train, micro_batch_size=workload.batch_size // accum_steps, seq_len=workload.seq_len, seed=0
     )
-    trainer = Trainer(model, plan, TrainerConfig(), DirectTransfer(device))
+    trainer = Trainer(model, plan, TrainerConfig(), open_transfer(device))
     times = []
     for step in range(_WARMUP_STEPS + _COUNTED_STEPS):
         batches = [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]

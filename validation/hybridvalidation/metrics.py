@@ -1,61 +1,52 @@
 """From records to the metrics of targets: a value, its interval where it has one, and how it was got."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import exp
 
 from hybridtrain.units import GB, GIB
+from hybridvalidation import arithmetic, planned
+from hybridvalidation.case import Case, Metric
 from hybridvalidation.evidence import Evidence, Outcome
-from hybridvalidation.record import AccuracyFigures, MemoryFigures, Record, SeedResult
+from hybridvalidation.record import AccuracyFigures, Record, SeedResult
 from hybridvalidation.runner import ScenarioRun
+from hybridvalidation.scenario import BASELINE_STACK
 from hybridvalidation.statistics import Interval, mean_interval
 
-BASELINE_STACK = "vanilla"
 _LARGEST_EXPONENT = 700.0
 """A difference of losses whose exponential is still a float64."""
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One figure of one stack."""
-
-    value: float
-    evidence: Evidence
-    unit: str
-    interval: Interval | None = None
-    fits: bool = True
-    """Whether the stack runs on the scenario's card at all."""
-    remark: str = ""
-    """What a reader must know beside the value."""
+_SHOWN_BYTES = 10**8
+"""Less on host or disk is not worth a word: the batch on its way."""
 
 
-def compute_metric(run: ScenarioRun, name: str, stack: str) -> Metric | None:
-    """Return a metric of ``targets.toml`` for a stack, None where there is no evidence."""
-    return _METRICS[name](run, stack) if name in _METRICS else None
+def compute_metric(case: Case) -> Metric | None:
+    """Return the metric of a target for a stack, None where there is no evidence."""
+    name = case.target.metric
+    return METRICS[name](case) if name in METRICS else None
 
 
-def accuracy_retention(run: ScenarioRun, stack: str) -> Interval | None:
+def accuracy_retention(run: ScenarioRun, stack: str, baseline: str = BASELINE_STACK) -> Interval | None:
     """Return validation top-1 accuracy against the baseline's in percent, paired by seed."""
-    pairs = _seed_pairs(run, stack)
-    if any(baseline.validation_accuracy == 0 for _, baseline in pairs):
+    pairs = _seed_pairs(run, stack, baseline)
+    if any(other.validation_accuracy == 0 for _, other in pairs):
         return None
-    return _interval([100 * own.validation_accuracy / baseline.validation_accuracy for own, baseline in pairs])
+    return _interval([100 * own.validation_accuracy / other.validation_accuracy for own, other in pairs])
 
 
 def perplexity_ratio(run: ScenarioRun, stack: str) -> Interval | None:
     """Return validation perplexity against the baseline's in percent, paired by seed; above 100 is worse."""
-    pairs = _seed_pairs(run, stack)
+    pairs = _seed_pairs(run, stack, BASELINE_STACK)
     return _interval(
         [100 * exp(min(own.validation_loss - baseline.validation_loss, _LARGEST_EXPONENT)) for own, baseline in pairs]
     )
 
 
-def _seed_pairs(run: ScenarioRun, stack: str) -> list[tuple[SeedResult, SeedResult]]:
+def _seed_pairs(run: ScenarioRun, stack: str, baseline: str) -> list[tuple[SeedResult, SeedResult]]:
     """Return each seed's run and its baseline; nothing when the two were not made with the same seeds."""
-    own, baseline = _accuracy(run, stack), _accuracy(run, BASELINE_STACK)
-    if own is None or baseline is None or [seed.seed for seed in own.seeds] != [seed.seed for seed in baseline.seeds]:
+    own, other = _accuracy(run, stack), _accuracy(run, baseline)
+    if own is None or other is None or [seed.seed for seed in own.seeds] != [seed.seed for seed in other.seeds]:
         return []
-    return list(zip(own.seeds, baseline.seeds, strict=True))
+    return list(zip(own.seeds, other.seeds, strict=True))
 
 
 def _interval(samples: list[float]) -> Interval | None:
@@ -67,15 +58,9 @@ def _accuracy(run: ScenarioRun, stack: str) -> AccuracyFigures | None:
     return None if record is None else record.accuracy
 
 
-def _memory(run: ScenarioRun, stack: str) -> MemoryFigures | None:
-    record = run.get("dry_run", stack)
-    return None if record is None else record.memory
-
-
-def _peak(divisor: int, unit: str) -> Callable[[ScenarioRun, str], Metric | None]:
-    def metric(run: ScenarioRun, stack: str) -> Metric | None:
-        record = run.get("measured", stack)
-        memory = _memory(run, stack)
+def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
+    def metric(case: Case) -> Metric | None:
+        record, memory = case.run.get("measured", case.stack), case.memory
         if record is not None and record.measured is not None:
             return Metric(record.measured.device_used_bytes / divisor, Evidence.MEASURED, unit)
         if memory is None:
@@ -83,15 +68,17 @@ def _peak(divisor: int, unit: str) -> Callable[[ScenarioRun, str], Metric | None
         if _was_refused(record):
             value = memory.device_used_bytes / divisor
             return Metric(value, Evidence.PLANNED, unit, fits=False, remark="the card refused it")
-        remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}"
+        sizes = {"host": memory.host_peak_bytes, "disk": memory.disk_peak_bytes}
+        remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
+            f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
+        )
         return Metric(memory.device_used_bytes / divisor, Evidence.PLANNED, unit, fits=memory.fits, remark=remark)
 
     return metric
 
 
-def _tokens_per_s(run: ScenarioRun, stack: str) -> Metric | None:
-    record = run.get("measured", stack)
-    memory = _memory(run, stack)
+def _tokens_per_s(case: Case) -> Metric | None:
+    record, memory = case.run.get("measured", case.stack), case.memory
     if record is not None and record.measured is not None:
         return Metric(record.measured.tokens_per_s, Evidence.MEASURED, "tokens/s")
     if memory is None:
@@ -105,21 +92,9 @@ def _was_refused(record: Record | None) -> bool:
     return record is not None and record.outcome is Outcome.OUT_OF_MEMORY
 
 
-def _relative_throughput(run: ScenarioRun, stack: str) -> Metric | None:
-    own, baseline = _memory(run, stack), _memory(run, BASELINE_STACK)
-    if own is None or baseline is None:
-        return None
-    remark = (
-        ""
-        if baseline.fits
-        else "the unoptimised run does not fit this card; its speed is a roofline of one that holds it"
-    )
-    return Metric(own.tokens_per_s / baseline.tokens_per_s, Evidence.ESTIMATED, "x", fits=own.fits, remark=remark)
-
-
-def _retention(run: ScenarioRun, stack: str) -> Metric | None:
-    interval = accuracy_retention(run, stack)
-    figures = _accuracy(run, stack)
+def _retention(case: Case) -> Metric | None:
+    interval = accuracy_retention(case.run, case.stack, case.baseline)
+    figures = _accuracy(case.run, case.stack)
     if interval is None or figures is None:
         return None
     remark = (
@@ -128,28 +103,33 @@ def _retention(run: ScenarioRun, stack: str) -> Metric | None:
     return Metric(interval.mean, Evidence.EXECUTED, "%", interval=interval, remark=remark)
 
 
-def _peak_reduction(run: ScenarioRun, stack: str) -> Metric | None:
-    own, baseline = _memory(run, stack), _memory(run, BASELINE_STACK)
-    if own is None or baseline is None:
+def _accuracy_loss(case: Case) -> Metric | None:
+    kept = _retention(case)
+    if kept is None or kept.interval is None:
         return None
-    value = 100 * (1 - own.peak_allocated_bytes / baseline.peak_allocated_bytes)
-    return Metric(value, Evidence.PLANNED, "%", fits=own.fits)
+    interval = Interval(100 - kept.interval.mean, 100 - kept.interval.high, 100 - kept.interval.low)
+    return Metric(interval.mean, kept.evidence, "%", interval=interval, remark=kept.remark)
 
 
-def _optimizer_reduction(run: ScenarioRun, stack: str) -> Metric | None:
-    own, baseline = _memory(run, stack), _memory(run, BASELINE_STACK)
-    if own is None or baseline is None:
-        return None
-    value = 100 * (1 - own.by_class["optim_state"] / baseline.by_class["optim_state"])
-    return Metric(value, Evidence.PLANNED, "%", fits=own.fits, remark="scales and small fp32 tensors included")
-
-
-_METRICS: dict[str, Callable[[ScenarioRun, str], Metric | None]] = {
+METRICS: dict[str, Callable[[Case], Metric | None]] = {
     "peak_vram_gib": _peak(GIB, "GiB"),
     "peak_vram_gb": _peak(GB, "GB"),
     "tokens_per_s": _tokens_per_s,
-    "relative_throughput_x": _relative_throughput,
     "accuracy_retention_pct": _retention,
-    "peak_vram_reduction_pct": _peak_reduction,
-    "optimizer_bytes_reduction_pct": _optimizer_reduction,
+    "accuracy_loss_pct": _accuracy_loss,
+    "relative_throughput_x": planned.relative_throughput,
+    "slowdown_x": planned.slowdown,
+    "step_time_overhead_pct": planned.time_overhead,
+    "peak_vram_reduction_pct": planned.peak_reduction,
+    "optimizer_bytes_reduction_pct": arithmetic.int8_state_reduction,
+    "parameter_peak_reduction_pct": planned.weight_peak_reduction,
+    "activation_peak_reduction_pct": planned.kept_bytes_reduction,
+    "stored_activation_reduction_pct": arithmetic.stored_activation_reduction,
+    "time_averaged_activation_reduction_pct": arithmetic.averaged_activation_reduction,
+    "weight_bytes_reduction_pct": arithmetic.int8_weight_reduction,
+    "time_averaged_weight_reduction_pct": arithmetic.phase_aware_weight_reduction,
+    "bytes_per_layer_mb": arithmetic.bytes_per_layer_mb,
+    "sum_of_parts_gb": arithmetic.sum_of_parts_gb,
+    "peak_vram_gb_per_gpu": arithmetic.heavier_card_gb,
 }
+"""By the name in ``targets.toml``."""

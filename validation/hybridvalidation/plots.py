@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.units import to_gib
-from hybridvalidation.metrics import BASELINE_STACK, accuracy_retention
+from hybridvalidation.metrics import accuracy_retention
 from hybridvalidation.record import MemoryFigures
 from hybridvalidation.runner import ScenarioRun
+from hybridvalidation.scenario import BASELINE_STACK
 
 _COLORS = {
     TensorClass.WEIGHT: "#0072b2", TensorClass.MASTER: "#56b4e9", TensorClass.OPTIM_STATE: "#009e73",
@@ -24,6 +25,8 @@ _ORDER = tuple(_COLORS)
 _CONTEXT_COLOR = "#999999"
 _LEAST_SHARE = 0.4
 """Of the card's memory; below it the card's line would squeeze what is to be seen."""
+_LARGEST_SHARE = 3.0
+"""Of the card's memory; bars are cut off above, lest they squeeze those that fit."""
 
 
 def write_plots(run: ScenarioRun, folder: Path) -> list[Path]:
@@ -31,10 +34,11 @@ def write_plots(run: ScenarioRun, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     name = run.scenario.name
     plots: list[tuple[str, tuple[float, float], Callable[[ScenarioRun, Figure], None]]] = [
-        ("peak", (9, 5), _plot_peak),
+        ("peak", (max(9.0, 3 + 1.1 * len(run.scenario.stacks)), 5), _plot_peak),
         ("timeline", (10, 2.6 * max(1, len(_with_memory(run)))), _plot_timeline),
-        ("accuracy", (8, 4), _plot_accuracy),
     ]
+    if run.scenario.accuracy is not None:
+        plots.append(("accuracy", (8, 4), _plot_accuracy))
     paths = []
     with mpl.rc_context({"svg.hashsalt": name, "axes.spines.top": False, "axes.spines.right": False}):
         for suffix, size, draw in plots:
@@ -66,11 +70,14 @@ def _plot_peak(run: ScenarioRun, figure: Figure) -> None:
     tops = [low + height for low, height in zip(bottoms, slack, strict=True)]
     context = to_gib(card.context_bytes)
     axes.bar(names, [context] * len(names), bottom=tops, label="CUDA context", color=_CONTEXT_COLOR)
+    ceiling = _LARGEST_SHARE * to_gib(card.memory_bytes)
     for index, ((_, memory), top) in enumerate(zip(stacks, tops, strict=True)):
         text = f"{to_gib(memory.device_used_bytes):.1f}" + ("" if memory.fits else "\ndoes not fit")
-        axes.annotate(text, (index, top + context), ha="center", va="bottom", fontsize=9)
+        axes.annotate(text, (index, min(top + context, ceiling)), ha="center", va="bottom", fontsize=9)
     _card_line(axes, to_gib(card.memory_bytes), card.name)
     axes.margins(y=0.12)
+    if max(tops, default=0.0) + context > ceiling:
+        axes.set_ylim(0, ceiling)
     axes.set_ylabel("GiB at the peak (planned)")
     axes.set_title(f"{run.scenario.says}: where the memory goes", fontsize=11)
     if stacks:

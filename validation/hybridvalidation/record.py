@@ -1,7 +1,7 @@
 """A record: one run's evidence, written once and never edited. Bytes are integers, times seconds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridvalidation.environment import Environment
 from hybridvalidation.evidence import Evidence, Outcome
@@ -57,6 +57,7 @@ class MemoryFigures:
     peak_reserved_bytes: int
     device_used_bytes: int
     host_peak_bytes: int
+    """Offloaded tensors and the batch on its way."""
     by_class: Mapping[str, int]
     by_unit: Mapping[str, int]
     """Holders of the peak's bytes, as ``class/unit``."""
@@ -67,6 +68,14 @@ class MemoryFigures:
     tokens_per_s: float
     bound: str
     timeline: Timeline | None
+    host_by_class: Mapping[str, int] = field(default_factory=dict)
+    disk_peak_bytes: int = 0
+    fits_host: bool = True
+    """Whether host memory and disk hold what is offloaded."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of work of each lane, hidden or not."""
+    flops: int = 0
+    """Of one step: matmuls and attention, recomputation included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

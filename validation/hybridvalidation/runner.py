@@ -55,7 +55,9 @@ def run_scenario(
     kinds: list[JobKind] = ["dry_run", "accuracy"]
     if torch.cuda.is_available():
         kinds.append("measured")
-    jobs = [make_job(kind, scenario, stack, corpus) for kind in kinds for stack in stacks]
+    jobs = [
+        make_job(kind, scenario, stack, corpus) for kind in kinds for stack in stacks if _is_run(kind, scenario, stack)
+    ]
     cached = {} if fresh else {job.key: record for job in jobs if (record := store.find(scenario.name, job.key))}
     records: dict[tuple[str, str], Record] = {
         (job.kind, job.stack.name): cached[job.key] for job in jobs if job.key in cached
@@ -91,6 +93,8 @@ def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordS
     records: dict[tuple[str, str], Record] = {}
     for kind in get_args(JobKind):
         for name, stack in chosen.items():
+            if not _is_run(kind, scenario, stack):
+                continue
             subject = subject_of(kind, scenario, stack)
             same = [record for record in everything if record.kind == kind and record.subject == subject]
             crashed = [
@@ -99,6 +103,10 @@ def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordS
             if same or crashed:
                 records[kind, name] = (same or crashed)[-1]
     return ScenarioRun(scenario=scenario, stacks=chosen, records=records, num_cached=len(records))
+
+
+def _is_run(kind: JobKind, scenario: Scenario, stack: Stack) -> bool:
+    return kind != "accuracy" or scenario.trains(stack.name)
 
 
 def run_in_process(job: Job) -> Record:

@@ -13,6 +13,8 @@ from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
+BASELINE_STACK = "vanilla"
+"""What savings, speed and quality are told against, unless a target names another stack."""
 
 
 def name_faults(name: str) -> list[str]:
@@ -114,6 +116,8 @@ class ScenarioTarget:
     id: str
     """Of ``targets.toml``."""
     stacks: tuple[str, ...] = (ANY_STACK,)
+    baseline: str = BASELINE_STACK
+    """Stack to compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,10 @@ class Scenario:
     card: CardSpec
     workload: BatchWorkload
     stacks: tuple[str, ...]
-    accuracy: AccuracySpec
+    accuracy: AccuracySpec | None = None
+    """None: nothing is trained for this scenario."""
+    accuracy_stacks: tuple[str, ...] = ()
+    """Stacks whose cost in quality is found out, with what they are compared with; empty: all."""
     targets: tuple[ScenarioTarget, ...] = ()
 
     def __post_init__(self) -> None:
@@ -140,18 +147,36 @@ class Scenario:
             faults.append(
                 f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})"
             )
-        if self.accuracy.proxy.family != model.family:
+        if self.accuracy is not None and self.accuracy.proxy.family != model.family:
             faults.append(
                 f"accuracy.proxy.family: '{self.accuracy.proxy.family}' must be the model's family, '{model.family}'"
             )
+        if self.accuracy_stacks and self.accuracy is None:
+            faults.append("accuracy_stacks: there is no table [accuracy]; add one or drop the list")
+        faults += [
+            f"accuracy_stacks: {unknown_name('stack', stack, self.stacks)}"
+            for stack in self.accuracy_stacks
+            if stack not in self.stacks
+        ]
+        faults += self._target_faults()
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def trains(self, stack: str) -> bool:
+        """Return whether a proxy is trained under ``stack``."""
+        return self.accuracy is not None and stack in (self.accuracy_stacks or self.stacks)
+
+    def _target_faults(self) -> list[str]:
+        faults = []
         for position, target in enumerate(self.targets):
             faults += [
                 f"targets[{position}].stacks: {unknown_name('stack', stack, [ANY_STACK, *self.stacks])}"
                 for stack in target.stacks
                 if stack not in {ANY_STACK, *self.stacks}
             ]
-        if faults:
-            raise ValueError("\n".join(faults))
+            if target.baseline not in {BASELINE_STACK, *self.stacks}:
+                faults.append(f"targets[{position}].baseline: {unknown_name('stack', target.baseline, self.stacks)}")
+        return faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +199,23 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatedParts:
+    """What a stated total of memory consists of."""
+
+    weight: float
+    """Bytes a parameter, as the next two."""
+    grad: float
+    optim_state: float = 0.0
+    activation_gb: float = 0.0
+    """Of the whole step, as stated: a figure without its sequence length cannot be derived."""
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes of all that grows with the parameters."""
+        return self.weight + self.grad + self.optim_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """One stated figure."""
 
@@ -186,6 +228,8 @@ class Target:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    parts: StatedParts | None = None
+    """Of totals that are derived anew from the model's shape."""
 
     def __post_init__(self) -> None:
         wanted = (self.low, self.high) if self.direction == "range" else (self.value,)

@@ -79,12 +79,12 @@ class ScenarioFiles:
         faults = []
         for name in scenario.stacks:
             steps = self.stack(name).plan().for_phase(Phase.FULL).grad_accum_steps
+            sizes = {"workload": scenario.workload.batch_size}
+            if scenario.accuracy is not None and scenario.trains(name):
+                sizes["accuracy"] = scenario.accuracy.batch_size
             faults += [
                 f"$.{where}.batch_size: {size} must be a multiple of the accumulation steps of stack '{name}' ({steps})"
-                for where, size in (
-                    ("workload", scenario.workload.batch_size),
-                    ("accuracy", scenario.accuracy.batch_size),
-                )
+                for where, size in sizes.items()
                 if size % steps
             ]
         return faults

@@ -16,8 +16,8 @@ from hybridvalidation.verdict import Verdict
 TERMINAL, MARKDOWN = "simple", "github"
 
 _SUMMARY_HEADERS = (
-    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "step s", "tokens/s", "bound", "top-1 kept %",
-    "perplexity %",
+    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s", "bound",
+    "top-1 kept %", "perplexity %",
 )  # fmt: skip
 
 
@@ -103,13 +103,15 @@ def outcome_lines(run: ScenarioRun) -> list[str]:
 
 def _summary_row(run: ScenarioRun, stack: str) -> list[str]:
     memory = _memory(run.get("dry_run", stack))
-    cells = ["unknown", *["-"] * 6]
+    cells = ["unknown", *["-"] * 8]
     if memory is not None:
         cells = [
-            "yes" if memory.fits else "NO",
+            "yes" if memory.fits else ("NO" if memory.fits_host else "NO, host"),
             f"{to_gib(memory.peak_allocated_bytes):.2f}",
             f"{to_gib(memory.peak_reserved_bytes):.2f}",
             f"{to_gib(memory.device_used_bytes):.2f}",
+            f"{to_gib(memory.host_peak_bytes):.2f}",
+            f"{to_gib(memory.disk_peak_bytes):.2f}",
             f"{memory.step_time_s:.3f}",
             f"{memory.tokens_per_s:,.0f}",
             memory.bound,

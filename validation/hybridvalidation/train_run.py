@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.config.encode import to_json
+from hybridtrain.config.encode import encode, to_json
 from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
@@ -26,6 +26,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.run_monitor import Monitoring, RunMonitor
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
 
 
@@ -73,6 +74,13 @@ class StepLog:
     peak_bytes: int
     """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
 
+    def as_metrics(self) -> dict[str, float | None]:
+        """Return everything but the step by its name."""
+        return {
+            "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
+            "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+
 
 def train(
     file: TrainFile,
@@ -82,12 +90,13 @@ def train(
     resume: bool,
     say: Callable[[str], None],
     progress: bool,
+    monitoring: Monitoring | None = None,
 ) -> StepLog:
     """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``; return the last step's line.
 
     Raises:
         DivergenceError: the loss is no number any more; the last saved state stays.
-        ConfigError: ``out`` holds another run and ``resume`` was not asked for.
+        ConfigError: ``out`` holds another run and ``resume`` was not asked for; or what is to be monitored cannot be.
     """
     state_path, log_path = out / "state.pt", out / "log.jsonl"
     if state_path.exists() and not resume:
@@ -95,14 +104,15 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ledger = StorageLedger(record=False)
-    with ledger:
-        trainer = _build(file, device)
-    if resume:
+    with RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say) as monitor:
         with ledger:
-            load_train_state(trainer, state_path)
-        say(f"resumed after step {trainer.steps_done}")
-    _trim_log(log_path, trainer.steps_done)
-    last = _run(file, trainer, corpus, ledger, state_path, log_path, progress=progress)
+            trainer = _build(file, device)
+        if resume:
+            with ledger:
+                load_train_state(trainer, state_path)
+            say(f"resumed after step {trainer.steps_done}")
+        _trim_log(log_path, trainer.steps_done)
+        last = _run(file, trainer, corpus, ledger, state_path, log_path, monitor, progress=progress)
     if file.sample_tokens:
         say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
     return last
@@ -122,7 +132,7 @@ def _build(file: TrainFile, device: torch.device) -> Trainer:
 
 def _run(
     file: TrainFile, trainer: Trainer, corpus: Corpus, ledger: StorageLedger, state_path: Path, log_path: Path,
-    *, progress: bool,
+    monitor: RunMonitor, *, progress: bool,
 ) -> StepLog:  # fmt: skip
     accum_steps = trainer.plan.grad_accum_steps
     sampler = BatchSampler(
@@ -141,6 +151,7 @@ def _run(
             log = _step(trainer, ledger, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)])
             log_file.write(to_json(log) + "\n")
             log_file.flush()
+            monitor.record_step(log.step, Phase.FULL, log.as_metrics())
             bar.set_postfix_str(
                 f"loss {log.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
             )

@@ -1,12 +1,13 @@
-"""A stated figure, judged: holds, refuted or unproven, each with a sentence and the kind of evidence."""
+"""A stated figure, judged: holds, misleading, refuted or unproven, with a sentence and the kind of evidence."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hybridvalidation.case import Case, Decider, Metric
 from hybridvalidation.evidence import Evidence
-from hybridvalidation.metrics import Metric, compute_metric
+from hybridvalidation.metrics import compute_metric
 from hybridvalidation.runner import ScenarioRun
-from hybridvalidation.scenario import ANY_STACK, Target
+from hybridvalidation.scenario import ANY_STACK, BASELINE_STACK, Target
 
 _EQUAL_TOLERANCE = 0.01
 """Figures stated to two or three digits are re-derived within one percent."""
@@ -16,6 +17,8 @@ class Status(StrEnum):
     """What the evidence says."""
 
     HOLDS = "holds"
+    MISLEADING = "misleading"
+    """The figure is right as it was got, but is an average or a part; what decides misses the bound."""
     REFUTED = "refuted"
     UNPROVEN = "unproven"
 
@@ -34,24 +37,33 @@ class Verdict:
     value: float | None
     fits: bool = True
     """Whether the stack runs on the scenario's card."""
+    decider: Decider | None = None
+    """The figure that decides, where ``value`` is an average or a part."""
 
 
-def judge(run: ScenarioRun, target: Target, stack: str) -> Verdict:
-    """Return the verdict; for ``any`` the stack that does best among those that fit the card."""
+def judge(run: ScenarioRun, target: Target, stack: str, baseline: str = BASELINE_STACK) -> Verdict:
+    """Return the verdict; for ``any`` the stack that does best among those that fit the card.
+
+    A figure that says how much must be needed is about every stack: there the most frugal one is shown.
+    """
     if stack != ANY_STACK:
-        return _judge_stack(run, target, stack)
-    verdicts = [_judge_stack(run, target, name) for name in run.scenario.stacks]
-    order = (Status.HOLDS, Status.UNPROVEN, Status.REFUTED)
+        return _judge_stack(run, target, stack, baseline)
+    verdicts = [_judge_stack(run, target, name, baseline) for name in run.scenario.stacks]
+    order = [Status.HOLDS, Status.UNPROVEN, Status.MISLEADING, Status.REFUTED]
+    if _states_least_need(target):
+        order.reverse()
     return min(verdicts, key=lambda v: (order.index(v.status), not v.fits, _distance(target, v)))
 
 
 def judge_all(run: ScenarioRun, targets: dict[str, Target]) -> list[Verdict]:
     """Return one verdict per target and stack of the scenario, in file order."""
-    return [judge(run, targets[item.id], stack) for item in run.scenario.targets for stack in item.stacks]
+    return [
+        judge(run, targets[item.id], stack, item.baseline) for item in run.scenario.targets for stack in item.stacks
+    ]
 
 
-def _judge_stack(run: ScenarioRun, target: Target, stack: str) -> Verdict:
-    metric = compute_metric(run, target.metric, stack)
+def _judge_stack(run: ScenarioRun, target: Target, stack: str, baseline: str) -> Verdict:
+    metric = compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline))
     if metric is None:
         status, reason = Status.UNPROVEN, f"no record of {target.metric} for stack {stack}"
     else:
@@ -59,7 +71,7 @@ def _judge_stack(run: ScenarioRun, target: Target, stack: str) -> Verdict:
     return Verdict(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason,
         evidence=None if metric is None else metric.evidence, value=None if metric is None else metric.value,
-        fits=metric is None or metric.fits,
+        fits=metric is None or metric.fits, decider=None if metric is None else metric.decider,
     )  # fmt: skip
 
 
@@ -84,6 +96,10 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
         if status is Status.HOLDS and not _states_need(target):
             status = Status.REFUTED
         reason += "; this stack runs out of memory on the card"
+    if metric.decider is not None:
+        if status is Status.HOLDS and not _is_met(target, metric.decider):
+            status = Status.MISLEADING
+        reason += _told(metric.decider, metric.unit)
     if metric.remark:
         reason += f"; {metric.remark}"
     return status, f"{reason}."
@@ -92,6 +108,21 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
 def _states_need(target: Target) -> bool:
     """Return whether the statement is about what a run takes, so that a card too small does not refute it."""
     return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
+
+
+def _states_least_need(target: Target) -> bool:
+    return _states_need(target) and target.direction == "min"
+
+
+def _is_met(target: Target, decider: Decider) -> bool:
+    """Return whether the figure that decides keeps the bound; it may save more than a stated equality."""
+    low, high = _bounds(target)
+    return low <= decider.value and (decider.value <= high or target.direction == "equal")
+
+
+def _told(decider: Decider, unit: str) -> str:
+    what = f"{decider.decides}: {_number(decider.value)} {unit}, {decider.evidence}"
+    return f", but {decider.stated_is}; what decides, {what}"
 
 
 def _bounds(target: Target) -> tuple[float, float]:
@@ -119,7 +150,7 @@ def _distance(target: Target, verdict: Verdict) -> float:
     """Rank equally judged stacks: the smallest value for an upper bound, the largest for a lower one."""
     if verdict.value is None:
         return float("inf")
-    return -verdict.value if target.direction == "min" else verdict.value
+    return -verdict.value if target.direction == "min" and not _states_least_need(target) else verdict.value
 
 
 def _number(value: float) -> str:

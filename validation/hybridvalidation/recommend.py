@@ -1,0 +1,311 @@
+"""The fastest stack that fits a card and a machine, found by dry runs; gentler numbers first.
+
+A candidate's bytes and seconds come from dry runs of a few blocks and micro-batches, extended in straight lines: every
+block and every micro-batch does the same. The winner is then run dry as it is, and takes less when it does not fit.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.errors import OutOfMemoryError
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optimizations import (
+    ActivationOffload,
+    Bf16Optimizer,
+    ChunkedLoss,
+    FactoredOptimizer,
+    FusedUpdate,
+    GradAccumulation,
+    GradientCheckpointing,
+    Int8Optimizer,
+    Int8Weights,
+    MixedPrecision,
+    OptimizerOffload,
+    WeightStreaming,
+)
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.units import GIB, format_bytes
+from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.host import Host
+
+_VISIT_TOKENS = 16384
+"""Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
+_MARGIN = 0.97
+"""Share of the card that an extended figure may fill; reserved bytes are no straight line."""
+_WORTH_HARSHER = 1.05
+"""A harsher level must be this much faster to be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How exact weights and optimizer state are: one level of the search."""
+
+    name: str
+    says: str
+    optimizations: tuple[Optimization, ...]
+    weight_bytes: float
+    """Per parameter, as streamed."""
+    state_bytes: float
+    """Master and moments, per parameter."""
+
+
+LEVELS = (
+    Numerics(
+        "exact", "exact fp32 master weights, fp32 moments", (MixedPrecision(master="split16"),), 2, 10
+    ),
+    Numerics(
+        "int8-state", "exact fp32 master weights, 8-bit moments",
+        (MixedPrecision(master="split16"), Int8Optimizer()), 2, 4.05,
+    ),
+    Numerics(
+        "bf16", "bf16 weights with stochastic rounding, bf16 moments",
+        (MixedPrecision(master="absent"), Bf16Optimizer()), 2, 4,
+    ),
+    Numerics(
+        "bf16-int8-state", "bf16 weights with stochastic rounding, 8-bit moments",
+        (MixedPrecision(master="absent"), Int8Optimizer()), 2, 2.05,
+    ),
+    Numerics(
+        "bf16-factored", "bf16 weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"), FactoredOptimizer()), 2, 0.02,
+    ),
+    Numerics(
+        "int8-factored", "8-bit weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"), Int8Weights(), FactoredOptimizer()), 1.02, 0.02,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where things live, and in which order micro-batches pass: one shape of the search."""
+
+    name: str
+    streams: bool = False
+    offloads_state: bool = False
+    fuses: bool = False
+    """Vertical, gradients never stored, boundaries on the host."""
+
+    def optimizations(self, num_micro_batches: int, keep_last: int) -> tuple[Optimization, ...]:
+        """Return the declarations for a number of micro-batches."""
+        stack: list[Optimization] = [
+            GradientCheckpointing(interval=1, keep_last=keep_last),
+            ChunkedLoss(chunk_tokens=2048),
+            GradAccumulation(
+                steps=num_micro_batches, schedule="vertical" if self.fuses else "horizontal", accumulator="bfloat16"
+            ),
+        ]
+        if self.streams:
+            stack.append(WeightStreaming())
+        if self.offloads_state:
+            stack.append(OptimizerOffload(offload_grads=not self.fuses))
+        if self.fuses:
+            stack += [FusedUpdate(), ActivationOffload()]
+        return tuple(stack)
+
+
+ARRANGEMENTS = (
+    Arrangement("all on the card"),
+    Arrangement("optimizer state on the host", offloads_state=True),
+    Arrangement("weights and state on the host", streams=True, offloads_state=True),
+    Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One stack that fits, with its estimate."""
+
+    level: Numerics
+    arrangement: Arrangement
+    micro_batch_size: int
+    num_micro_batches: int
+    keep_last: int
+    tokens_per_s: float
+    """Estimated, extended from two short dry runs."""
+
+    def optimizations(self) -> tuple[Optimization, ...]:
+        """Return the stack."""
+        return (*self.level.optimizations, *self.arrangement.optimizations(self.num_micro_batches, self.keep_last))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The answer."""
+
+    chosen: Candidate
+    run: DryRun
+    """The chosen stack's dry run, whole."""
+    candidates: tuple[Candidate, ...]
+    """The best of each level that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be trained, on what."""
+
+    model: ModelConfig
+    card: Card
+    host: Host
+    seq_len: int
+    num_sequences: int
+    """Per optimizer step."""
+
+    def run(self, level: Numerics, arrangement: Arrangement, size: int, count: int, keep_last: int) -> DryRun:
+        """Return the dry run of ``count`` micro-batches of ``size`` sequences."""
+        plan = compose((*level.optimizations, *arrangement.optimizations(count, keep_last)))
+        workload = Workload(micro_batch_size=size, seq_len=self.seq_len)
+        return dry_run(self.model, plan, self.card, workload, host=self.host)
+
+
+def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendation:
+    """Return the fastest stack that fits; a gentler level wins unless a harsher one is 5 % faster.
+
+    Raises:
+        OutOfMemoryError: nothing fits; the message says what is missing.
+    """
+    best_of_level: list[Candidate] = []
+    for level in LEVELS:
+        found = [
+            candidate
+            for arrangement in ARRANGEMENTS
+            if _may_fit(question, level, arrangement)
+            and (candidate := _fit(question, level, arrangement, on_try)) is not None
+        ]
+        if found:
+            best_of_level.append(max(found, key=lambda candidate: candidate.tokens_per_s))
+    while best_of_level:
+        chosen = best_of_level[0]
+        for candidate in best_of_level[1:]:
+            if candidate.tokens_per_s > _WORTH_HARSHER * chosen.tokens_per_s:
+                chosen = candidate
+        on_try(f"{chosen.level.name}, {chosen.arrangement.name}: whole step")
+        confirmed = _confirm(question, chosen)
+        if confirmed is not None:
+            candidate, run = confirmed
+            return Recommendation(chosen=candidate, run=run, candidates=tuple(best_of_level))
+        best_of_level.remove(chosen)
+    raise OutOfMemoryError(_nothing_fits(question))
+
+
+def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:
+    """Return the candidate as it fits when run whole, keeping fewer activations if need be."""
+    keep_last = chosen.keep_last
+    while True:
+        run = question.run(
+            chosen.level, chosen.arrangement, chosen.micro_batch_size, chosen.num_micro_batches, keep_last
+        )
+        if run.fits:
+            return replace(chosen, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
+        if not keep_last:
+            return None
+        keep_last -= 1
+
+
+def _may_fit(question: Question, level: Numerics, arrangement: Arrangement) -> bool:
+    """Rule out by arithmetic what cannot fit: bytes per parameter against card and host."""
+    grad_bytes = 0 if arrangement.fuses else 2
+    on_card = on_host = 0.0
+    for size, is_away in (
+        (level.weight_bytes, arrangement.streams),
+        (level.state_bytes, arrangement.offloads_state),
+        (grad_bytes, arrangement.offloads_state),
+    ):
+        on_host += size if is_away else 0
+        on_card += 0 if is_away else size
+    params = question.model.num_params
+    return (
+        on_host * params < question.host.tensor_bytes and on_card * params < question.card.allocator_capacity_bytes
+    )
+
+
+def _fit(
+    question: Question, level: Numerics, arrangement: Arrangement, on_try: Callable[[str], None]
+) -> Candidate | None:
+    """Return the arrangement with the largest micro-batch and the least recomputation that fit."""
+    for size in _sizes(question):
+        on_try(f"{level.name}, {arrangement.name}: {size} x {question.seq_len}")
+        line = _Line(question, level, arrangement, size)
+        keep_last = line.most_kept()
+        if keep_last is None:
+            continue
+        tokens = question.num_sequences * question.seq_len
+        return Candidate(
+            level=level, arrangement=arrangement, micro_batch_size=size,
+            num_micro_batches=question.num_sequences // size, keep_last=keep_last,
+            tokens_per_s=tokens / line.seconds(keep_last),
+        )  # fmt: skip
+    return None
+
+
+class _Line:
+    """Bytes and seconds of one arrangement, extended from shallow models and few micro-batches."""
+
+    def __init__(self, question: Question, level: Numerics, arrangement: Arrangement, size: int) -> None:
+        self._question = question
+        self._keeps = not arrangement.fuses
+        self._depth = question.model.num_blocks
+        self._count = question.num_sequences // size
+        shallow, deep = min(4, self._depth), min(6, self._depth)
+        few = min(2, self._count)
+        more = min(3, self._count)
+
+        def probe(depth: int, count: int, keep_last: int) -> DryRun:
+            model = replace(question.model, num_blocks=depth)
+            return replace(question, model=model).run(level, arrangement, size, count, keep_last)
+
+        self._base = probe(shallow, few, 0)
+        self._deep = probe(deep, few, 0) if deep > shallow else self._base
+        self._many = probe(shallow, more, 0) if more > few else self._base
+        self._deep_many = probe(deep, more, 0) if deep > shallow and more > few else self._many
+        self._kept = probe(shallow, few, 2) if self._keeps and shallow > 2 else self._base
+        self._steps = (deep - shallow, more - few)
+        self._extra = (self._depth - shallow, self._count - few)
+        self._few = few
+
+    def most_kept(self) -> int | None:
+        """Return how many blocks may keep their activations; None when it does not fit at all."""
+        question = self._question
+        device = self._extended(lambda run: float(run.peak_reserved_bytes))
+        host = self._extended(lambda run: float(run.host_peak_bytes))
+        capacity = _MARGIN * question.card.allocator_capacity_bytes
+        if device > capacity or host > question.host.tensor_bytes:
+            return None
+        per_block = max(1.0, (self._kept.peak_reserved_bytes - self._base.peak_reserved_bytes) / 2)
+        return min(self._depth, int((capacity - device) / per_block)) if self._kept is not self._base else 0
+
+    def seconds(self, keep_last: int) -> float:
+        """Return the seconds of a whole step."""
+        saved = (self._base.time.seconds - self._kept.time.seconds) / 2 * self._count / self._few
+        return self._extended(lambda run: run.time.seconds) - keep_last * saved
+
+    def _extended(self, figure: Callable[[DryRun], float]) -> float:
+        base, deep, many, both = (figure(run) for run in (self._base, self._deep, self._many, self._deep_many))
+        depth = self._extra[0] / self._steps[0] if self._steps[0] else 0.0
+        count = self._extra[1] / self._steps[1] if self._steps[1] else 0.0
+        return base + depth * (deep - base) + count * (many - base) + depth * count * (both - deep - many + base)
+
+
+def _sizes(question: Question) -> Iterator[int]:
+    """Yield micro-batch sizes from the largest down: powers of two that divide the step's sequences."""
+    largest = max(1, _VISIT_TOKENS // question.seq_len)
+    size = 1 << (largest.bit_length() - 1)
+    while size:
+        if question.num_sequences % size == 0:
+            yield size
+        size //= 2
+
+
+def _nothing_fits(question: Question) -> str:
+    harshest = LEVELS[-1]
+    needed = harshest.weight_bytes * question.model.num_params
+    host = replace(question.host, memory_gib=None)
+    short = Question(question.model, question.card, host, question.seq_len, question.num_sequences)
+    run = short.run(harshest, ARRANGEMENTS[-1], 1, 1, 0)
+    return (
+        f"nothing fits: the smallest stack tried takes {format_bytes(run.device_used_bytes)} of "
+        f"{format_bytes(question.card.memory_bytes)} on the card and {format_bytes(run.host_peak_bytes)} of "
+        f"{format_bytes(question.host.tensor_bytes)} of host memory (weights alone {needed / GIB:.1f} GiB); "
+        "take a smaller --seq, a larger card, or more host memory."
+    )
