@@ -161,12 +161,19 @@ def dry_run(
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
 ) -> DryRun:
-    """Run ``num_steps`` optimizer steps of ``model`` under ``plan`` on the virtual ``card``.
+    """Run optimizer steps of a model on the virtual card.
 
     The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last.
 
     Args:
+        model: Its shape.
+        plan: Where everything lives.
+        card: Its capacity and rates.
+        workload: One micro-batch.
         host: The machine around the card; None: one with enough of everything.
+        num_steps: Optimizer steps, at least 1.
+        allocator: Settings of the caching allocator.
+        record_history: Keep what snapshots need.
 
     Raises:
         ConfigError: the workload does not suit the model.

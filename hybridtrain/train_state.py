@@ -29,6 +29,7 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
         "schema": _SCHEMA,
         "run": _run_digest(trainer),
         "steps_done": trainer.steps_done,
+        "born_after": trainer.states.born_after,
         "tensors": tensors,
     }
     with replaced_file(path) as partial:
@@ -61,6 +62,7 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         _write(target, sources[name])
     trainer.weights.reload()
     trainer.steps_done = steps_done
+    trainer.states.born_after = int(content["born_after"])
     trainer.previous_norm = tensors.get(_NORM)
     for state in (state for _, states in trainer.states.items() for state in states):
         state.is_fresh = not steps_done

@@ -18,6 +18,7 @@ from hybridtrain.engine.update import Update
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import StoredWeight, master_codecs
+from hybridtrain.memory.state_shelter import StateShelter
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
@@ -70,7 +71,9 @@ class Trainer:
         observer: MemoryObserver | None = None,
     ) -> None:
         self.config = config
+        self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
+        self.phase = Phase.FULL
         self.steps_done = 0
         self.transfer = transfer
         self._observer = observer or NullObserver()
@@ -92,6 +95,7 @@ class Trainer:
         )  # fmt: skip
         self.states = StateStore(self.plan, codecs, copies, self._observer)
         units = self.model.units()
+        self._shelter = StateShelter(self.states, copies, self._observer)
         self._initialize(units)
         self.executor = Executor(
             self.model, self.weights, self.plan, wants_norm=config.optimizer.max_grad_norm > 0, copies=copies,
@@ -127,6 +131,27 @@ class Trainer:
             fill_initial(name, initial, self.model.config, generator)
             self.states.initialize(unit, parameter, initial, weight)
 
+    def enter_phase(self, phase: Phase) -> None:
+        """Put optimizer state where the plan of ``phase`` wants it; steps need a phase in which it is as in FULL.
+
+        Raises:
+            ValueError: the plan asks for something that cannot change between phases yet.
+        """
+        if phase is self.phase:
+            return
+        wanted = self.memory_plan.for_phase(phase)
+        for name in ("weight", "grad"):
+            if getattr(wanted, name) != getattr(self.plan, name):
+                raise ValueError(
+                    f"{name}: the plan of phase {phase} differs from that of {Phase.FULL}; only optimizer state, "
+                    "master and boundaries change between phases: let the optimization act in every phase."
+                )
+        with self._observer.region(Stage.UPDATE, ""):
+            self._shelter.restore()
+            if wanted.optim_state != self.plan.optim_state or wanted.master != self.plan.master:
+                self._shelter.put_away(wanted.optim_state, wanted.master, step=self.steps_done)
+        self.phase = phase
+
     def step(self, batches: Sequence[TokenBatch]) -> StepResult:
         """Run one optimizer step over the micro-batches of one batch.
 
@@ -135,6 +160,7 @@ class Trainer:
                 unless updates are fused into the backward pass and clipped by the previous norm.
         """
         assert len(batches) == self.plan.grad_accum_steps, "one batch per accumulation step"
+        assert self.phase is not Phase.PREDICT, "a predicted step needs no gradients; enter another phase first"
         number = self.steps_done + 1
         lr = self.config.optimizer.lr * self.config.schedule.factor(number)
         with self._observer.region(Stage.LOAD, ""):

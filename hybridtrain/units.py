@@ -12,7 +12,9 @@ def to_gib(num_bytes: float) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return bytes as text with a binary unit, three significant digits."""
+    """Return bytes as text with a binary unit, three significant digits; infinite ones are any number."""
+    if num_bytes == float("inf"):
+        return "any number"
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"

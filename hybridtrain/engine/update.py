@@ -169,7 +169,7 @@ class Update:
     def _step(self, state: ParameterState, settings: StepSettings) -> AdamWStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""
         weight_decay = self.config.weight_decay if state.parameter.dim() >= 2 else 0.0
-        return AdamWStep(self.config, settings.lr, weight_decay, settings.number)
+        return AdamWStep(self.config, settings.lr, weight_decay, settings.number - self._states.born_after)
 
     def _is_whole(self, entry: _Entry) -> bool:
         """Return whether everything is fp32 and on the device, so that the fused kernel can work on it directly."""

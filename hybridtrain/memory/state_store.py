@@ -1,7 +1,7 @@
 """Master weights and optimizer moments, one owner for both, on the device or below it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 import torch
@@ -12,6 +12,7 @@ from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import ALIGNMENT, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight
+from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import PhasePlan
@@ -47,6 +48,10 @@ class ParameterState:
     row and column means of a matrix, v of a vector, float32. Empty before step 1."""
     is_fresh: bool = True
     """The moments were never written: below the device they must be set, not fetched."""
+    arriving: list[Ticket] = field(default_factory=list)
+    """On the way back from another tier; waited for before use."""
+    leaving: list[TierBuffer] = field(default_factory=list)
+    """Where they come from, given back once they are here."""
 
     @property
     def is_int8(self) -> bool:
@@ -77,6 +82,8 @@ class StateStore:
         self._copies = copies
         self._observer = observer
         self._states: dict[str, list[ParameterState]] = {}
+        self.born_after = 0
+        """Steps done when the moments started from zero: bias correction counts from there."""
 
     @torch.no_grad()
     def initialize(self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight) -> None:
@@ -94,6 +101,11 @@ class StateStore:
         states = self._states[unit.name]
         if states and not states[0].moments:
             self._allocate(unit.name, states)
+        for state in states:
+            while state.arriving:
+                self._copies.wait(state.arriving.pop(0))
+            while state.leaving:
+                self._copies.release(state.leaving.pop(0))
         return states
 
     def of(self, unit: str) -> list[ParameterState]:

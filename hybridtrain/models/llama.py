@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from hybridkernels.flash_attention import causal_attention
 from hybridkernels.rotary import rotary
+from hybridkernels.swiglu import swiglu
 from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable, add_linear
@@ -64,7 +65,7 @@ class LlamaBlock(nn.Module):
         return out_BTNH.flatten(-2)
 
     def _feed_forward(self, normed_BTD: Tensor) -> Tensor:
-        return functional.silu(self.ffn_gate(normed_BTD)) * self.ffn_up(normed_BTD)  # type: ignore[no-any-return]
+        return swiglu(self.ffn_gate(normed_BTD), self.ffn_up(normed_BTD))
 
 
 def build_llama(config: ModelConfig, dtype: torch.dtype, block_scope: BlockScope) -> BlockModel:

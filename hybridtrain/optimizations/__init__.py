@@ -11,6 +11,7 @@ from hybridtrain.optimizations.int8_optimizer import Int8Optimizer
 from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
+from hybridtrain.optimizations.predict_memory import PredictMemory
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.plan.compose import Optimization
 
@@ -26,5 +27,6 @@ OPTIMIZATIONS: dict[str, type[Optimization]] = {
     Int8Weights.kind: Int8Weights,
     MixedPrecision.kind: MixedPrecision,
     OptimizerOffload.kind: OptimizerOffload,
+    PredictMemory.kind: PredictMemory,
     WeightStreaming.kind: WeightStreaming,
 }

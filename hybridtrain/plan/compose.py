@@ -40,7 +40,7 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
 def plan_faults(plan: PhasePlan) -> list[str]:
     """Return what contradicts itself in a table, one sentence each."""
     faults = []
-    if plan.boundary.placement is not Placement.DEVICE and not plan.recompute_every:
+    if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
         faults.append(
             "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
             "activations inside the blocks stay on the device and nothing would be saved."

@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hybridtrain.errors import ConfigError, DataError, HybridTrainError
+import torch
+
+from hybridtrain.errors import ConfigError, DataError, HybridTrainError, OutOfMemoryError
 from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES
 from hybridtrain.units import GB
 from hybridvalidation import commands
+from hybridvalidation.recommend_command import recommend_command
 
 _RESULTS = Path("results")
 
@@ -30,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_validate(verbs)
     _add_dry_run(verbs)
     _add_execute(verbs)
+    _add_recommend(verbs)
     _add_train(verbs)
     _add_gate(verbs)
     _add_report(verbs)
@@ -54,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0911  a cod
         return _report(error, [str(error)], 2, as_json=as_json)
     except HybridTrainError as error:
         return _report(error, (), 1, as_json=as_json)
+    except torch.OutOfMemoryError as error:
+        message = (
+            f"the card is too small for this run ({str(error).splitlines()[0]}); ask hybridtrain recommend for a stack "
+            "that fits, or lower the batch size"
+        )
+        return _report(OutOfMemoryError(message), (), 1, as_json=as_json)
     except KeyboardInterrupt:
         sys.stderr.write("hybridtrain: stopped; finished runs are kept\n")
         return 130
@@ -122,6 +132,7 @@ def _add_dry_run(verbs: "_Verbs[_Parser]") -> None:
         metavar="A",
         help="micro-batches per step; default: the stack's",
     )
+    parser.add_argument("--host-memory", metavar="SIZE", help="as 64GiB or 128GB (default: as much as it takes)")
     parser.add_argument("--expandable-segments", action="store_true", help="plan with torch's expandable_segments:True")
     parser.add_argument("--snapshot", type=Path, help="write a memory_viz snapshot (.pickle)")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
@@ -150,6 +161,21 @@ def _add_execute(verbs: "_Verbs[_Parser]") -> None:
     _add_results(parser)
 
 
+def _add_recommend(verbs: "_Verbs[_Parser]") -> None:
+    parser = _add_verb(
+        verbs, "recommend", recommend_command, "find the fastest stack that fits a card and its host memory"
+    )
+    parser.add_argument("--model", help="name of a model, or a .toml file with its shape")
+    parser.add_argument("--card", help="name of a card, or a .toml file with its figures")
+    parser.add_argument("--host-memory", default="64GiB", metavar="SIZE", help="as 64GiB or 128GB (default: 64GiB)")
+    parser.add_argument("--seq", type=_positive, default=2048, metavar="T", help="tokens per sequence (default: 2048)")
+    parser.add_argument(
+        "--tokens-per-step", type=_positive, default=131072, metavar="N", help="per optimizer step (default: 131072)"
+    )
+    parser.add_argument("--scenario", help="take model, card, host and workload of a scenario instead")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the stack to a .toml file")
+
+
 def _add_train(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(verbs, "train", commands.train_command, "train a model on your own text")
     parser.add_argument("config", type=Path, help="a training .toml file")
@@ -160,6 +186,11 @@ def _add_train(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("run"), help="folder for log and saved state (default: run)")
     parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where tensors placed on disk get their files")
+    parser.add_argument(
+        "--host-limit-gib", type=_positive_number, default=None, metavar="X",
+        help="host memory for offloaded tensors (default: what is available)",
+    )  # fmt: skip
     monitoring = parser.add_argument_group("monitoring", "the first three also print a memory report at the end")
     monitoring.add_argument(
         "--profile-memory", type=Path, metavar="PATH.csv", help="write the memory after each step of this call"

@@ -29,6 +29,7 @@ from hybridvalidation.executed_record import append_executed, read_executed
 from hybridvalidation.executed_table import equality_line, executed_table, write_executed
 from hybridvalidation.gate import GateExit, drop_replacements, run_gate, write_baselines
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.recommend_command import parse_host
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.report import TERMINAL, report_text, write_report
 from hybridvalidation.run_monitor import Monitoring
@@ -61,6 +62,7 @@ def dry_run_command(options: argparse.Namespace) -> int:
     report = plan_run(
         _files(options), model=options.model, stack=options.stack, card=options.card,
         micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum,
+        host=None if options.host_memory is None else parse_host(options.host_memory),
         expandable_segments=options.expandable_segments,
         snapshot=options.snapshot, trace=options.trace,
     )  # fmt: skip
@@ -104,9 +106,11 @@ def train_command(options: argparse.Namespace) -> int:
         profile_csv=options.profile_memory, profile_every=options.profile_every,
         alert_bytes=int(options.alert_gb * GB), tensorboard=options.tensorboard, wandb_project=options.wandb,
     )  # fmt: skip
+    limit = options.host_limit_gib
     last = train(
         file, corpus, options.out, resume=options.resume, say=said.append if options.json else _print,
-        progress=not options.json, monitoring=monitoring,
+        progress=not options.json, monitoring=monitoring, disk_folder=options.disk,
+        host_limit_bytes=None if limit is None else int(limit * GIB),
     )  # fmt: skip
     if options.json:
         _print_json({"last_step": encode(last), "corpus": corpus.name, "said": said, "out": options.out.as_posix()})

@@ -16,6 +16,7 @@ from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.exports import write_run_snapshot, write_run_trace
 from hybridvalidation.figures import memory_figures
 from hybridvalidation.record import MemoryFigures
@@ -51,6 +52,9 @@ class DryRunReport:
             "peak_reserved_bytes": figures.peak_reserved_bytes,
             "device_used_bytes": figures.device_used_bytes,
             "host_peak_bytes": figures.host_peak_bytes,
+            "host_by_class": dict(figures.host_by_class),
+            "disk_peak_bytes": figures.disk_peak_bytes,
+            "fits_host": figures.fits_host,
             "by_class": dict(figures.by_class),
             "fits": figures.fits,
             "step_time_s": figures.step_time_s,
@@ -93,14 +97,30 @@ class DryRunReport:
             f"{figures.bound}-bound (estimated)"
         )
         table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
-        answer = "fits" if figures.fits else self._oom_text()
-        lines = [title, table, memory, steps, speed, answer]
+        below = (
+            f"host {format_bytes(figures.host_peak_bytes)}, disk {format_bytes(figures.disk_peak_bytes)} beside the "
+            "process itself (planned)"
+        )
+        lines = [title, table, memory, below, steps, speed, self._answer()]
         return "\n".join(lines)
+
+    def _answer(self) -> str:
+        if self.figures.oom is not None:
+            return self._oom_text()
+        if self.run.fits_host:
+            return "fits"
+        host = self.run.host
+        return (
+            f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of {format_bytes(host.tensor_bytes)}, "
+            f"disk {format_bytes(self.figures.disk_peak_bytes)} of {format_bytes(host.disk_bytes)}; move a tensor "
+            "class to disk (tier = 'disk'), store it in fewer bytes (int8_weights, int8_optimizer, factored_optimizer), "
+            "or ask hybridtrain recommend"
+        )
 
     def _oom_text(self) -> str:
         oom = self.figures.oom
         assert oom is not None, "a run that does not fit was refused something"
-        place = f"step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
+        place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
         holders = "\n".join(
             f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]
         )
@@ -110,7 +130,7 @@ class DryRunReport:
         )  # fmt: skip
         segment = segment_size(round_size(oom.requested_bytes))
         return (
-            f"DOES NOT FIT: out of memory at {place}: {format_bytes(oom.requested_bytes)} requested "
+            f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested "
             f"(a segment of {format_bytes(segment)}), "
             f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
             f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}\n{advice}"
@@ -126,6 +146,7 @@ def plan_run(
     micro_batch_size: int,
     seq_len: int,
     accum_steps: int | None,
+    host: Host | None = None,
     expandable_segments: bool = False,
     snapshot: Path | None = None,
     trace: Path | None = None,
@@ -137,7 +158,9 @@ def plan_run(
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
     plan = with_accumulation(chosen.plan(), accum_steps)
-    run = dry_run(shape, plan, found_card, workload, allocator=allocator, record_history=snapshot is not None)
+    run = dry_run(
+        shape, plan, found_card, workload, host=host, allocator=allocator, record_history=snapshot is not None
+    )
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
@@ -180,6 +203,6 @@ def _fitting_stacks(
             plan = with_accumulation(files.stack(name).plan(), accum_steps)
         except HybridTrainError:  # a faulty file beside the chosen one is not what was asked about
             continue
-        if dry_run(shape, plan, run.card, workload).fits:
+        if dry_run(shape, plan, run.card, workload, host=run.host).fits:
             fitting.append(name)
     return fitting

@@ -99,9 +99,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     planned = _pass(spec, sampler, VirtualTransfer(), lambda _: None)
     _check_room(spec, planned.peaks)
     say(f"planned: {_told(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
-    transfer = DirectTransfer(
-        torch.device("cpu"), disk_folder=spec.disk_folder, host_limit_bytes=spec.host_limit_bytes
-    )
+    transfer = DirectTransfer(torch.device("cpu"), disk_folder=spec.disk_folder, host_limit_bytes=spec.host_limit_bytes)
     try:
         executed = _pass(spec, sampler, transfer, lambda step: say(_step_told(step, spec.num_steps)))
     finally:
@@ -119,9 +117,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     )  # fmt: skip
 
 
-def _pass(
-    spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, on_step: Callable[[_Step], None]
-) -> _Passage:
+def _pass(spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, on_step: Callable[[_Step], None]) -> _Passage:
     ledger = StorageLedger()
     steps: list[_Step] = []
     begin = time.perf_counter()

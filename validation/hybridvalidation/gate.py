@@ -134,7 +134,7 @@ def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     plan = stack.plan()
     micro_batch_size = scenario.workload.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps
     workload = Workload(micro_batch_size=micro_batch_size, seq_len=scenario.workload.seq_len)
-    run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload)
+    run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host)
     return _baseline(memory_figures(run, with_timeline=False))
 
 

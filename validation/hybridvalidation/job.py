@@ -7,6 +7,7 @@ import torch
 
 from hybridtrain.config.encode import digest
 from hybridtrain.data.corpus import Corpus
+from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.environment import read_environment, source_digest
 from hybridvalidation.figures import plan_figures
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack
@@ -24,6 +25,7 @@ class Job:
     model: ModelSpec
     card: CardSpec
     workload: BatchWorkload
+    host: Host
     accuracy: AccuracySpec | None
     subject: str
     """Digest of what is run."""
@@ -52,7 +54,7 @@ class _Key:
 
 def subject_of(kind: JobKind, scenario: Scenario, stack: Stack) -> str:
     """Return the digest of what a run of this kind is about."""
-    inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload)
+    inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload, scenario.host)
     if kind == "accuracy":
         inputs = () if scenario.accuracy is None else (scenario.accuracy,)
     return digest(_Subject(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan())))
@@ -70,6 +72,6 @@ def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) ->
     key = digest(_Key(subject, source_digest(), torch.__version__, machine))
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card,
-        workload=scenario.workload, accuracy=scenario.accuracy if kind == "accuracy" else None,
+        workload=scenario.workload, host=scenario.host, accuracy=scenario.accuracy if kind == "accuracy" else None,
         subject=subject, key=key,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from hybridvalidation.evidence import Evidence
 from hybridvalidation.record import MemoryFigures
 from hybridvalidation.scenario import BASELINE_STACK
 
-_OVERSIZE = "does not fit this card; its speed is a roofline of one that holds it"
+_OVERSIZE = "does not fit; its speed is a roofline of a machine that holds it"
 
 
 def peak_reduction(case: Case) -> Metric | None:

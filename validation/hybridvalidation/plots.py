@@ -73,12 +73,16 @@ def _plot_peak(run: ScenarioRun, figure: Figure) -> None:
     ceiling = _LARGEST_SHARE * to_gib(card.memory_bytes)
     for index, ((_, memory), top) in enumerate(zip(stacks, tops, strict=True)):
         text = f"{to_gib(memory.device_used_bytes):.1f}" + ("" if memory.fits else "\ndoes not fit")
-        axes.annotate(text, (index, min(top + context, ceiling)), ha="center", va="bottom", fontsize=9)
+        if top + context > ceiling:
+            axes.annotate(text, (index, 0.97 * ceiling), ha="center", va="top", fontsize=9, color="white")
+        else:
+            axes.annotate(text, (index, top + context), ha="center", va="bottom", fontsize=9)
     _card_line(axes, to_gib(card.memory_bytes), card.name)
     axes.margins(y=0.12)
+    axes.set_ylabel("GiB at the peak (planned)")
     if max(tops, default=0.0) + context > ceiling:
         axes.set_ylim(0, ceiling)
-    axes.set_ylabel("GiB at the peak (planned)")
+        axes.set_ylabel("GiB at the peak (planned; tall bars are cut off)")
     axes.set_title(f"{run.scenario.says}: where the memory goes", fontsize=11)
     if stacks:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)

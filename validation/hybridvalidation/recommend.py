@@ -6,111 +6,25 @@ block and every micro-batch does the same. The winner is then run dry as it is, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
 from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations import (
-    ActivationOffload,
-    Bf16Optimizer,
-    ChunkedLoss,
-    FactoredOptimizer,
-    FusedUpdate,
-    GradAccumulation,
-    GradientCheckpointing,
-    Int8Optimizer,
-    Int8Weights,
-    MixedPrecision,
-    OptimizerOffload,
-    WeightStreaming,
-)
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import GIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.virtual_gpu.host import Host
+from hybridvalidation.recommend_space import ARRANGEMENTS, LEVELS, Arrangement, Numerics
 
 _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
+_WORTH_TRYING = 1.02
+"""A harsher level must be this much faster than the one before, or even harsher ones are not tried."""
 _MARGIN = 0.97
 """Share of the card that an extended figure may fill; reserved bytes are no straight line."""
 _WORTH_HARSHER = 1.05
 """A harsher level must be this much faster to be chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """How exact weights and optimizer state are: one level of the search."""
-
-    name: str
-    says: str
-    optimizations: tuple[Optimization, ...]
-    weight_bytes: float
-    """Per parameter, as streamed."""
-    state_bytes: float
-    """Master and moments, per parameter."""
-
-
-LEVELS = (
-    Numerics(
-        "exact", "exact fp32 master weights, fp32 moments", (MixedPrecision(master="split16"),), 2, 10
-    ),
-    Numerics(
-        "int8-state", "exact fp32 master weights, 8-bit moments",
-        (MixedPrecision(master="split16"), Int8Optimizer()), 2, 4.05,
-    ),
-    Numerics(
-        "bf16", "bf16 weights with stochastic rounding, bf16 moments",
-        (MixedPrecision(master="absent"), Bf16Optimizer()), 2, 4,
-    ),
-    Numerics(
-        "bf16-int8-state", "bf16 weights with stochastic rounding, 8-bit moments",
-        (MixedPrecision(master="absent"), Int8Optimizer()), 2, 2.05,
-    ),
-    Numerics(
-        "bf16-factored", "bf16 weights with stochastic rounding, factored state",
-        (MixedPrecision(master="absent"), FactoredOptimizer()), 2, 0.02,
-    ),
-    Numerics(
-        "int8-factored", "8-bit weights with stochastic rounding, factored state",
-        (MixedPrecision(master="absent"), Int8Weights(), FactoredOptimizer()), 1.02, 0.02,
-    ),
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Where things live, and in which order micro-batches pass: one shape of the search."""
-
-    name: str
-    streams: bool = False
-    offloads_state: bool = False
-    fuses: bool = False
-    """Vertical, gradients never stored, boundaries on the host."""
-
-    def optimizations(self, num_micro_batches: int, keep_last: int) -> tuple[Optimization, ...]:
-        """Return the declarations for a number of micro-batches."""
-        stack: list[Optimization] = [
-            GradientCheckpointing(interval=1, keep_last=keep_last),
-            ChunkedLoss(chunk_tokens=2048),
-            GradAccumulation(
-                steps=num_micro_batches, schedule="vertical" if self.fuses else "horizontal", accumulator="bfloat16"
-            ),
-        ]
-        if self.streams:
-            stack.append(WeightStreaming())
-        if self.offloads_state:
-            stack.append(OptimizerOffload(offload_grads=not self.fuses))
-        if self.fuses:
-            stack += [FusedUpdate(), ActivationOffload()]
-        return tuple(stack)
-
-
-ARRANGEMENTS = (
-    Arrangement("all on the card"),
-    Arrangement("optimizer state on the host", offloads_state=True),
-    Arrangement("weights and state on the host", streams=True, offloads_state=True),
-    Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +36,14 @@ class Candidate:
     micro_batch_size: int
     num_micro_batches: int
     keep_last: int
+    kept_bytes: float
+    """Of the card, that one more kept block takes."""
     tokens_per_s: float
     """Estimated, extended from two short dry runs."""
 
     def optimizations(self) -> tuple[Optimization, ...]:
         """Return the stack."""
-        return (*self.level.optimizations, *self.arrangement.optimizations(self.num_micro_batches, self.keep_last))
+        return self.arrangement.optimizations(self.level, self.num_micro_batches, self.keep_last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +70,7 @@ class Question:
 
     def run(self, level: Numerics, arrangement: Arrangement, size: int, count: int, keep_last: int) -> DryRun:
         """Return the dry run of ``count`` micro-batches of ``size`` sequences."""
-        plan = compose((*level.optimizations, *arrangement.optimizations(count, keep_last)))
+        plan = compose(arrangement.optimizations(level, count, keep_last))
         workload = Workload(micro_batch_size=size, seq_len=self.seq_len)
         return dry_run(self.model, plan, self.card, workload, host=self.host)
 
@@ -175,6 +91,8 @@ def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendati
         ]
         if found:
             best_of_level.append(max(found, key=lambda candidate: candidate.tokens_per_s))
+        if len(best_of_level) > 1 and best_of_level[-1].tokens_per_s < _WORTH_TRYING * best_of_level[-2].tokens_per_s:
+            break
     while best_of_level:
         chosen = best_of_level[0]
         for candidate in best_of_level[1:]:
@@ -198,14 +116,15 @@ def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] 
         )
         if run.fits:
             return replace(chosen, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
-        if not keep_last:
+        if not keep_last or not run.fits_host:
             return None
-        keep_last -= 1
+        excess = run.peak_reserved_bytes - question.card.allocator_capacity_bytes
+        keep_last = max(0, keep_last - max(1, ceil(excess / chosen.kept_bytes)))
 
 
 def _may_fit(question: Question, level: Numerics, arrangement: Arrangement) -> bool:
     """Rule out by arithmetic what cannot fit: bytes per parameter against card and host."""
-    grad_bytes = 0 if arrangement.fuses else 2
+    grad_bytes = 0 if arrangement.fuses else level.grad_bytes
     on_card = on_host = 0.0
     for size, is_away in (
         (level.weight_bytes, arrangement.streams),
@@ -215,28 +134,33 @@ def _may_fit(question: Question, level: Numerics, arrangement: Arrangement) -> b
         on_host += size if is_away else 0
         on_card += 0 if is_away else size
     params = question.model.num_params
-    return (
-        on_host * params < question.host.tensor_bytes and on_card * params < question.card.allocator_capacity_bytes
-    )
+    return on_host * params < question.host.tensor_bytes and on_card * params < question.card.allocator_capacity_bytes
 
 
 def _fit(
     question: Question, level: Numerics, arrangement: Arrangement, on_try: Callable[[str], None]
 ) -> Candidate | None:
-    """Return the arrangement with the largest micro-batch and the least recomputation that fit."""
+    """Return the fastest micro-batch with the least recomputation that fits.
+
+    A smaller micro-batch leaves room to keep more blocks and hides fewer copies: sizes go down while that pays.
+    """
+    best: Candidate | None = None
+    tokens = question.num_sequences * question.seq_len
     for size in _sizes(question):
         on_try(f"{level.name}, {arrangement.name}: {size} x {question.seq_len}")
         line = _Line(question, level, arrangement, size)
         keep_last = line.most_kept()
         if keep_last is None:
             continue
-        tokens = question.num_sequences * question.seq_len
-        return Candidate(
+        tokens_per_s = tokens / line.seconds(keep_last)
+        if best is not None and tokens_per_s <= best.tokens_per_s:
+            break
+        best = Candidate(
             level=level, arrangement=arrangement, micro_batch_size=size,
-            num_micro_batches=question.num_sequences // size, keep_last=keep_last,
-            tokens_per_s=tokens / line.seconds(keep_last),
+            num_micro_batches=question.num_sequences // size, keep_last=keep_last, kept_bytes=line.kept_bytes,
+            tokens_per_s=tokens_per_s,
         )  # fmt: skip
-    return None
+    return best
 
 
 class _Line:
@@ -263,6 +187,7 @@ class _Line:
         self._steps = (deep - shallow, more - few)
         self._extra = (self._depth - shallow, self._count - few)
         self._few = few
+        self.kept_bytes = max(1.0, (self._kept.peak_reserved_bytes - self._base.peak_reserved_bytes) / 2)
 
     def most_kept(self) -> int | None:
         """Return how many blocks may keep their activations; None when it does not fit at all."""
@@ -272,8 +197,7 @@ class _Line:
         capacity = _MARGIN * question.card.allocator_capacity_bytes
         if device > capacity or host > question.host.tensor_bytes:
             return None
-        per_block = max(1.0, (self._kept.peak_reserved_bytes - self._base.peak_reserved_bytes) / 2)
-        return min(self._depth, int((capacity - device) / per_block)) if self._kept is not self._base else 0
+        return min(self._depth, int((capacity - device) / self.kept_bytes)) if self._kept is not self._base else 0
 
     def seconds(self, keep_last: int) -> float:
         """Return the seconds of a whole step."""

@@ -1,7 +1,7 @@
 """What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
@@ -10,6 +10,7 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
+from hybridtrain.virtual_gpu.host import Host
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
@@ -130,6 +131,8 @@ class Scenario:
     card: CardSpec
     workload: BatchWorkload
     stacks: tuple[str, ...]
+    host: Host = field(default_factory=Host)
+    """The machine around the card."""
     accuracy: AccuracySpec | None = None
     """None: nothing is trained for this scenario."""
     accuracy_stacks: tuple[str, ...] = ()

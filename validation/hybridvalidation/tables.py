@@ -16,8 +16,8 @@ from hybridvalidation.verdict import Verdict
 TERMINAL, MARKDOWN = "simple", "github"
 
 _SUMMARY_HEADERS = (
-    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s", "bound",
-    "top-1 kept %", "perplexity %",
+    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s",
+    "bound", "top-1 kept %", "perplexity %",
 )  # fmt: skip
 
 

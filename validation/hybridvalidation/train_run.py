@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.profiler.storage_ledger import StorageLedger
@@ -91,12 +92,26 @@ def train(
     say: Callable[[str], None],
     progress: bool,
     monitoring: Monitoring | None = None,
+    disk_folder: Path | None = None,
+    host_limit_bytes: int | None = None,
 ) -> StepLog:
     """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``; return the last step's line.
+
+    Args:
+        file: What to train.
+        corpus: On what.
+        out: Folder of log and saved state.
+        resume: Continue the run saved there.
+        say: Receives what a user should read.
+        progress: Show a bar.
+        monitoring: What to watch; None: nothing.
+        disk_folder: Where a disk tier may make its files; they are removed at the end, however that comes.
+        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
 
     Raises:
         DivergenceError: the loss is no number any more; the last saved state stays.
         ConfigError: ``out`` holds another run and ``resume`` was not asked for; or what is to be monitored cannot be.
+        HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     state_path, log_path = out / "state.pt", out / "log.jsonl"
     if state_path.exists() and not resume:
@@ -104,17 +119,19 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ledger = StorageLedger(record=False)
-    with RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say) as monitor:
+    transfer = open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)
+    with closing(transfer), RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say) as monitor:
         with ledger:
-            trainer = _build(file, device)
+            config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
+            trainer = Trainer(file.model.resolve(), compose(file.optimizations), config, transfer, ledger)
         if resume:
             with ledger:
                 load_train_state(trainer, state_path)
             say(f"resumed after step {trainer.steps_done}")
         _trim_log(log_path, trainer.steps_done)
         last = _run(file, trainer, corpus, ledger, state_path, log_path, monitor, progress=progress)
-    if file.sample_tokens:
-        say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
+        if file.sample_tokens:
+            say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
     return last
 
 
@@ -123,11 +140,6 @@ def _trim_log(path: Path, steps_done: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= steps_done]
     replace_file(path, "".join(f"{line}\n" for line in kept).encode())
-
-
-def _build(file: TrainFile, device: torch.device) -> Trainer:
-    config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
-    return Trainer(file.model.resolve(), compose(file.optimizations), config, DirectTransfer(device))
 
 
 def _run(

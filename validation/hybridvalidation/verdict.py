@@ -95,7 +95,7 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
         if status is Status.HOLDS and not _states_need(target):
             status = Status.REFUTED
-        reason += "; this stack runs out of memory on the card"
+        reason += "; this stack runs out of memory"
     if metric.decider is not None:
         if status is Status.HOLDS and not _is_met(target, metric.decider):
             status = Status.MISLEADING
@@ -154,4 +154,6 @@ def _distance(target: Target, verdict: Verdict) -> float:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"

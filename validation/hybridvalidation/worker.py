@@ -61,7 +61,7 @@ def _plan_memory(job: Job) -> MemoryFigures:
     plan = job.stack.plan()
     micro_batch_size = job.workload.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps
     workload = Workload(micro_batch_size=micro_batch_size, seq_len=job.workload.seq_len)
-    return memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload))
+    return memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host))
 
 
 def main() -> None:
