@@ -71,6 +71,13 @@ def validate(session: nox.Session) -> None:
     session.run("hybridtrain", "validate", *session.posargs)
 
 
+@nox.session(default=False)
+def evidence(session: nox.Session) -> None:
+    """Measure on this machine's CUDA card: nox -s evidence -- [--minutes 25] [--only PART,PART]."""
+    session.install("--constraint", "constraints.txt", "--editable", ".[cuda]")
+    session.run("hybridtrain", "evidence", *session.posargs)
+
+
 def _named_session(scenario: str) -> None:
     def run(session: nox.Session) -> None:
         install(session)

@@ -1,7 +1,10 @@
 """Memory below the device: buffers in host memory or in files, and an exact account of their bytes."""
 
 import mmap
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -95,15 +98,13 @@ class HostBytes:
                 f"move a tensor class to disk (tier = 'disk'), or choose a smaller model."
             ) from error
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = pinned
+        self._unpin: Callable[[], object] | None = None
         if pinned:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = runtime.cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, 0)
-            if int(code) != 0:
-                raise HostMemoryError(
-                    f"host memory: {format_bytes(num_bytes)} could not be pinned (CUDA error {int(code)}); raise the "
-                    f"limit of locked memory (ulimit -l) or, under WSL, the memory of the virtual machine."
-                )
+            address = self.tensor.data_ptr()
+            _pin(address, self.tensor.nbytes)
+            # The driver must let go of the pages before they are unmapped, also when nobody calls ``close``.
+            self._unpin = finalizer = weakref.finalize(self, _unpin, address)
+            finalizer.atexit = False  # the system takes everything then, and CUDA may be gone
 
     def read(self, offset: int, target: Tensor) -> None:
         """Copy out of the pages."""
@@ -115,9 +116,8 @@ class HostBytes:
 
     def close(self) -> None:
         """Unpin; the pages go with the last view of them."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
+        if self._unpin is not None:
+            self._unpin()
 
 
 class DiskBytes:
@@ -136,6 +136,25 @@ class DiskBytes:
 
     def close(self) -> None:
         """Do nothing: the arena removes all of its files together."""
+
+
+def _pin(address: int, num_bytes: int) -> None:
+    """Lock pages, so that copies to a card really are asynchronous; CUDA finds out by the address."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(address, num_bytes, 0)
+    if int(code) != 0:
+        raise HostMemoryError(
+            f"host memory: {format_bytes(num_bytes)} could not be pinned (CUDA error {int(code)}, "
+            f"{runtime.cudaGetErrorString(code)}); raise the limit of locked memory (ulimit -l) or, under WSL, the "
+            f"memory of the virtual machine."
+        )
+
+
+def _unpin(address: int) -> None:
+    """Unlock pages once no copy uses them: nothing says that cudaHostUnregister waits."""
+    with suppress(RuntimeError):  # a device that failed copies nothing any more
+        torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def available_host_bytes() -> int | None:

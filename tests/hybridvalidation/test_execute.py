@@ -21,10 +21,11 @@ from hybridtrain.config.encode import encode
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.dry_run import record_steps
 from hybridtrain.errors import RecordError
+from hybridtrain.memory.tier import TierAccount
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.optimizations import GradientCheckpointing
 from hybridtrain.plan.compose import compose
-from hybridtrain.plan.tensor_class import TensorClass
+from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace, StepMark
 from hybridtrain.units import GIB
 from hybridvalidation import execute_run
@@ -196,15 +197,10 @@ def test_accumulation_can_be_changed(command: Command) -> None:
     assert found["plan"]["grad_accum_steps"] == "3"
 
 
-def test_a_model_of_the_catalogue_is_recorded_by_its_name(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hybridvalidation.commands.read_model", lambda _: GPT2_256)
+def test_a_model_of_the_catalogue_is_recorded_by_its_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridvalidation.commands.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256))
     command(*arguments("gpt2-1b"))
     assert [run.model for run in records()] == ["gpt2-1b"]
-
-
-GPT2_256 = replace(GPT2_UNTIED, vocab_size=256)
 
 
 # --- a run that differs -----------------------------------------------------------------------------------------
@@ -231,11 +227,12 @@ def test_a_run_that_differs_is_recorded_and_told(command: Command, monkeypatch: 
 
 
 def test_tiers_are_compared_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    peak_bytes = execute_run.VirtualTransfer().tiers.__class__.peak_bytes
-    monkeypatch.setattr(
-        "hybridtrain.memory.tier.TierAccount.peak_bytes",
-        lambda account, place: peak_bytes(account, place) + (place == "host" and account.host_limit_bytes is None),
-    )
+    def peak_bytes(account: TierAccount, place: Placement) -> int:
+        is_virtual = account.host_limit_bytes is None
+        return plain(account, place) + (place is Placement.HOST and is_virtual)
+
+    plain = TierAccount.peak_bytes
+    monkeypatch.setattr(TierAccount, "peak_bytes", peak_bytes)
     found = command.json(*arguments("gpt2.toml", HOST_STACK), code=1)
     assert found["difference"].startswith("peaks: the dry run device ")
 

@@ -1,4 +1,4 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
 from typing import Any
@@ -74,10 +74,6 @@ def measured(stack: str) -> Record:
     return record("measured", stack, measured=figures)
 
 
-def by_class(**sizes: int) -> Mapping[str, int]:
-    return dict.fromkeys(PLANNED.by_class, 0) | sizes
-
-
 def asked(run: ScenarioRun, name: str, stack: str, baseline: str = "vanilla") -> Metric | None:
     target = Target(id="stated", source=("000",), says="stated", metric=name, direction="max", value=1.0)
     return compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline))
@@ -132,16 +128,10 @@ def test_relative_speed_says_when_the_baseline_cannot_run(fits: bool) -> None:
 
 
 def test_reductions_are_against_the_unoptimised_run() -> None:
-    run = run_of(
-        planned("lean", peak_allocated_bytes=250, by_class=by_class(optim_state=20)),
-        planned("vanilla", peak_allocated_bytes=1000, by_class=by_class(optim_state=80)),
-    )
+    run = run_of(planned("lean", peak_allocated_bytes=250), planned("vanilla", peak_allocated_bytes=1000))
     peak = asked(run, "peak_vram_reduction_pct", "lean")
-    state = asked(run, "optimizer_bytes_reduction_pct", "lean")
     assert peak is not None
-    assert state is not None
     assert (peak.value, peak.evidence) == (75.0, Evidence.PLANNED)
-    assert state.value == 75.0
 
 
 @pytest.mark.parametrize(
@@ -171,6 +161,14 @@ def test_kept_bytes_are_compared_at_each_runs_own_peak_of_them() -> None:
     found = asked(run, "activation_peak_reduction_pct", "lean")
     assert found is not None
     assert (found.value, found.evidence) == (75.0, Evidence.PLANNED)
+
+
+@pytest.mark.parametrize("name", ["peak_vram_reduction_pct", "slowdown_x"])
+def test_other_batches_than_the_baselines_are_told(name: str) -> None:
+    run = run_of(planned("lean", tokens_per_step=4096), planned("vanilla", tokens_per_step=512))
+    found = asked(run, name, "lean")
+    assert found is not None
+    assert "against vanilla, 4,096 tokens a step against 512" in found.remark
 
 
 def test_parameters_are_compared_at_their_peak_with_the_named_stack() -> None:

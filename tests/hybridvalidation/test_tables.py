@@ -114,7 +114,7 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
     )  # fmt: skip
     head, vanilla, lean = rows(summary_table(run, MARKDOWN))
     assert head[:4] == ["stack", "fits", "allocated GiB", "reserved GiB"]
-    figures = ["28.00", "30.00", "31.00", "40.00", "50.00", "0.250", "4,096", "compute"]
+    figures = ["28.00", "30.00", "31.00", "40.00", "50.00", "8", "0.250", "4,096", "compute"]
     whole = "100.00 [100.00, 100.00]"
     assert vanilla == ["vanilla", "yes", *figures, whole, whole]
     assert lean == ["lean", "NO", *figures, "80.00 [80.00, 80.00]", whole]
@@ -122,7 +122,7 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
 
 def test_a_stack_without_records_is_unknown_and_claims_nothing() -> None:
     _, vanilla, _ = rows(summary_table(run_of(), MARKDOWN))
-    assert vanilla == ["vanilla", "unknown", *["-"] * 10]
+    assert vanilla == ["vanilla", "unknown", *["-"] * 11]
 
 
 def test_a_stack_that_host_memory_refuses_says_so() -> None:

@@ -20,6 +20,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.profiler.observer import MemoryObserver
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from lazy_transfer import LazyTransfer
 from numerics import assert_bitwise
 from tiny_models import random_steps
 
@@ -30,7 +31,7 @@ CONFIG = TrainerConfig(optimizer=AdamWConfig(max_grad_norm=0.25))
 
 @dataclass
 class History:
-    """What five steps of training left behind."""
+    """What a few steps of training left behind."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -53,13 +54,13 @@ def fresh_trainer(
 
 
 @cache
-def plain_history(config: ModelConfig, accum_steps: int) -> History:
+def plain_history(config: ModelConfig, accum_steps: int, num_steps: int = NUM_STEPS) -> History:
     """Train as anyone would: one graph and ``backward()`` a micro-batch, torch's clipping and optimizer."""
     model = fresh_trainer(config, []).model
     named = dict(model.named_unit_parameters())
     optimizer = plain_optimizer(list(named.values()))
     history = History()
-    for step, batches in enumerate(random_steps(config, NUM_STEPS, accum_steps), 1):
+    for step, batches in enumerate(random_steps(config, num_steps, accum_steps), 1):
         losses = [plain_loss(model, batch, step, index) for index, batch in enumerate(batches)]
         for loss in losses:
             (loss / len(batches)).backward()
@@ -105,15 +106,18 @@ def trained_history(
     transfer: Transfer | None = None,
     observer: MemoryObserver | None = None,
     disk_folder: Path | None = None,
+    num_steps: int = NUM_STEPS,
 ) -> History:
     """Train under ``stack``; weights and state are read from where they live."""
     way = transfer or DirectTransfer(torch.device("cpu"), disk_folder=disk_folder)
     trainer = fresh_trainer(config, stack, way, observer)
     history = History()
-    for batches in random_steps(config, NUM_STEPS, accum_steps):
+    for batches in random_steps(config, num_steps, accum_steps):
         result = trainer.step(batches)
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
+    if isinstance(way, LazyTransfer):
+        way.finish()
     history.weights, history.state = stored_weights(trainer), stored_state(trainer)
     way.close()
     return history

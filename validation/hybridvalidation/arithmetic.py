@@ -72,7 +72,7 @@ def stored_activation_reduction(case: Case) -> Metric | None:
 def averaged_activation_reduction(case: Case) -> Metric | None:
     """Return the saving of kept block inputs, averaged over steps of which few run backward."""
     return _activation_saving(
-        case, _BACKWARD_SHARE, f"is an average over steps, {_BACKWARD_SHARE:.0%} with backward pass"
+        case, _BACKWARD_SHARE, f"is an average over steps, {100 * _BACKWARD_SHARE:.0f} % with backward pass"
     )
 
 
@@ -92,16 +92,16 @@ def int8_weight_reduction(case: Case) -> Metric | None:
 
 
 def int8_state_reduction(case: Case) -> Metric | None:
-    """Return what 8-bit moments save of fp32 ones, as planned, beside the bare arithmetic."""
+    """Return what codes and scales of 8-bit moments save of fp32 ones, beside what is planned."""
     planned = optimizer_reduction(case)
     if planned is None:
         return None
     before, after = (2 * size * case.model.num_params / GB for size in (4.0, _MOMENT_BYTES))
     remark = (
-        f"by arithmetic {before:.2f} to {after:.2f} GB, {100 * (1 - after / before):.2f} %; the plan counts small fp32 "
-        f"tensors and the allocator's rounding too"
+        f"{before:.2f} to {after:.2f} GB; planned: {planned.value:.2f} %, with small tensors that stay fp32 and the "
+        f"allocator's rounding"
     )
-    return replace(planned, remark=remark)
+    return Metric(100 * (1 - after / before), Evidence.ARITHMETIC, "%", fits=planned.fits, remark=remark)
 
 
 def phase_aware_weight_reduction(case: Case) -> Metric:
@@ -110,7 +110,7 @@ def phase_aware_weight_reduction(case: Case) -> Metric:
     average = _PREDICT_SHARE * predict + (1 - _PREDICT_SHARE) * full
     decider = Decider(
         100 * (1 - max(full, predict) / full), Evidence.ARITHMETIC,
-        f"is an average over steps, {_PREDICT_SHARE:.0%} of them in Predict", "the phase that stores most",
+        f"is an average over steps, {100 * _PREDICT_SHARE:.0f} % of them in Predict", "the phase that stores most",
     )  # fmt: skip
     scaled = 100 * _PREDICT_SHARE * (1 - _INT8_BYTES / _HALF_BYTES)
     remark = (

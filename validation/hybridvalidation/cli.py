@@ -17,6 +17,7 @@ from hybridtrain.errors import ConfigError, DataError, HybridTrainError, OutOfMe
 from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES
 from hybridtrain.units import GB
 from hybridvalidation import commands
+from hybridvalidation.cuda_command import evidence_command
 from hybridvalidation.recommend_command import recommend_command
 
 _RESULTS = Path("results")
@@ -34,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_dry_run(verbs)
     _add_execute(verbs)
     _add_recommend(verbs)
+    _add_evidence(verbs)
     _add_train(verbs)
     _add_gate(verbs)
     _add_report(verbs)
@@ -174,6 +176,21 @@ def _add_recommend(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("--scenario", help="take model, card, host and workload of a scenario instead")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the stack to a .toml file")
+
+
+def _add_evidence(verbs: "_Verbs[_Parser]") -> None:
+    parser = _add_verb(
+        verbs, "evidence", evidence_command, "measure on this machine's CUDA card what is planned elsewhere, in minutes"
+    )
+    parser.add_argument(
+        "--minutes", type=_positive_number, default=25.0, metavar="N",
+        help="stop after so many; parts that do not fit any more are recorded as skipped (default: 25)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=(), metavar="PART,PART",
+        help="7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair; default: all",
+    )  # fmt: skip
+    _add_results(parser)
 
 
 def _add_train(verbs: "_Verbs[_Parser]") -> None:

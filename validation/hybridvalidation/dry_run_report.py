@@ -113,8 +113,8 @@ class DryRunReport:
         return (
             f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of {format_bytes(host.tensor_bytes)}, "
             f"disk {format_bytes(self.figures.disk_peak_bytes)} of {format_bytes(host.disk_bytes)}; move a tensor "
-            "class to disk (tier = 'disk'), store it in fewer bytes (int8_weights, int8_optimizer, factored_optimizer), "
-            "or ask hybridtrain recommend"
+            "class to disk (tier = 'disk'), store it in fewer bytes (int8_weights, int8_optimizer, "
+            "factored_optimizer), or ask hybridtrain recommend"
         )
 
     def _oom_text(self) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
 from hybridtrain.errors import ConfigError, HybridTrainError, RecordError
-from hybridtrain.phase import Phase
 from hybridtrain.units import format_bytes
 from hybridvalidation.figures import memory_figures
 from hybridvalidation.record import MemoryFigures
@@ -132,8 +131,7 @@ def run_gate(files: ScenarioFiles, names: list[str], baselines: Path, on_run: Ca
 def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     """Return today's figures of a stack."""
     plan = stack.plan()
-    micro_batch_size = scenario.workload.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps
-    workload = Workload(micro_batch_size=micro_batch_size, seq_len=scenario.workload.seq_len)
+    workload = scenario.workload_of(stack.name).micro_batch(plan)
     run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host)
     return _baseline(memory_figures(run, with_timeline=False))
 

@@ -54,7 +54,7 @@ class _Key:
 
 def subject_of(kind: JobKind, scenario: Scenario, stack: Stack) -> str:
     """Return the digest of what a run of this kind is about."""
-    inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload, scenario.host)
+    inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload_of(stack.name), scenario.host)
     if kind == "accuracy":
         inputs = () if scenario.accuracy is None else (scenario.accuracy,)
     return digest(_Subject(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan())))
@@ -72,6 +72,7 @@ def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) ->
     key = digest(_Key(subject, source_digest(), torch.__version__, machine))
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card,
-        workload=scenario.workload, host=scenario.host, accuracy=scenario.accuracy if kind == "accuracy" else None,
+        workload=scenario.workload_of(stack.name), host=scenario.host,
+        accuracy=scenario.accuracy if kind == "accuracy" else None,
         subject=subject, key=key,
     )  # fmt: skip

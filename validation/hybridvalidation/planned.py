@@ -79,4 +79,8 @@ def _own_peak(memory: MemoryFigures, classes: Sequence[TensorClass]) -> int | No
 
 
 def _against(case: Case) -> str:
-    return "" if case.baseline == BASELINE_STACK else f"against {case.baseline}"
+    """Name the baseline where it is not the usual one, or has other batches."""
+    assert case.memories is not None, "asked of two runs"
+    own, baseline = (memory.tokens_per_step for memory in case.memories)
+    batches = "" if own == baseline else f", {own:,} tokens a step against {baseline:,}"
+    return f"against {case.baseline}{batches}" if batches or case.baseline != BASELINE_STACK else ""

@@ -6,7 +6,7 @@ block and every micro-batch does the same. The winner is then run dry as it is, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import floor
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
 from hybridtrain.errors import OutOfMemoryError
@@ -21,6 +21,8 @@ _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
 _WORTH_TRYING = 1.02
 """A harsher level must be this much faster than the one before, or even harsher ones are not tried."""
+_MOST_CONFIRMATIONS = 4
+"""Whole dry runs of a winner, to keep as many blocks as fit."""
 _MARGIN = 0.97
 """Share of the card that an extended figure may fill; reserved bytes are no straight line."""
 _WORTH_HARSHER = 1.05
@@ -109,17 +111,28 @@ def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendati
 
 def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:
     """Return the candidate as it fits when run whole, keeping fewer activations if need be."""
-    keep_last = chosen.keep_last
-    while True:
+    keep_last, best = chosen.keep_last, None
+    for _ in range(_MOST_CONFIRMATIONS):
         run = question.run(
             chosen.level, chosen.arrangement, chosen.micro_batch_size, chosen.num_micro_batches, keep_last
         )
         if run.fits:
-            return replace(chosen, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
-        if not keep_last or not run.fits_host:
+            best = replace(chosen, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
+        room = _MARGIN * question.card.allocator_capacity_bytes - run.peak_reserved_bytes
+        more = floor(room / chosen.kept_bytes) if chosen.kept_bytes else 0
+        if best is not None and (more < 1 or not run.fits or keep_last + more > question.model.num_blocks):
+            return best
+        if not run.fits and (not keep_last or not run.fits_host):
             return None
-        excess = run.peak_reserved_bytes - question.card.allocator_capacity_bytes
-        keep_last = max(0, keep_last - max(1, ceil(excess / chosen.kept_bytes)))
+        keep_last = max(0, keep_last + min(more, -1) if not run.fits else keep_last + more)
+    return best
+
+
+def _bytes_at_head(run: DryRun) -> int:
+    """Return what is live when the last step reaches the head: all that the forward pass keeps."""
+    first = run.trace.steps[-1].op
+    event = next(op.event for op in run.trace.ops[first:] if op.unit == "head")
+    return list(run.trace.live_bytes())[event - 1]
 
 
 def _may_fit(question: Question, level: Numerics, arrangement: Arrangement) -> bool:
@@ -187,7 +200,7 @@ class _Line:
         self._steps = (deep - shallow, more - few)
         self._extra = (self._depth - shallow, self._count - few)
         self._few = few
-        self.kept_bytes = max(1.0, (self._kept.peak_reserved_bytes - self._base.peak_reserved_bytes) / 2)
+        self.kept_bytes = (_bytes_at_head(self._kept) - _bytes_at_head(self._base)) / 2
 
     def most_kept(self) -> int | None:
         """Return how many blocks may keep their activations; None when it does not fit at all."""
@@ -197,7 +210,7 @@ class _Line:
         capacity = _MARGIN * question.card.allocator_capacity_bytes
         if device > capacity or host > question.host.tensor_bytes:
             return None
-        return min(self._depth, int((capacity - device) / self.kept_bytes)) if self._kept is not self._base else 0
+        return min(self._depth, int((capacity - device) / self.kept_bytes)) if self.kept_bytes else 0
 
     def seconds(self, keep_last: int) -> float:
         """Return the seconds of a whole step."""

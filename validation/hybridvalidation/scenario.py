@@ -1,12 +1,15 @@
 """What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
+from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
@@ -80,6 +83,12 @@ class BatchWorkload:
         if faults:
             raise ValueError("\n".join(faults))
 
+    def micro_batch(self, plan: MemoryPlan) -> Workload:
+        """Return what one micro-batch has when the plan splits the batch."""
+        return Workload(
+            micro_batch_size=self.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps, seq_len=self.seq_len
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracySpec:
@@ -133,6 +142,8 @@ class Scenario:
     stacks: tuple[str, ...]
     host: Host = field(default_factory=Host)
     """The machine around the card."""
+    batch_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sequences per optimizer step of single stacks, where they are not the workload's."""
     accuracy: AccuracySpec | None = None
     """None: nothing is trained for this scenario."""
     accuracy_stacks: tuple[str, ...] = ()
@@ -161,9 +172,18 @@ class Scenario:
             for stack in self.accuracy_stacks
             if stack not in self.stacks
         ]
+        for stack, size in self.batch_sizes.items():
+            if stack not in self.stacks:
+                faults.append(f"batch_sizes: {unknown_name('stack', stack, self.stacks)}")
+            if size < 1:
+                faults.append(f"batch_sizes.{stack}: {size} must be at least 1")
         faults += self._target_faults()
         if faults:
             raise ValueError("\n".join(faults))
+
+    def workload_of(self, stack: str) -> BatchWorkload:
+        """Return the batch of one optimizer step under ``stack``."""
+        return replace(self.workload, batch_size=self.batch_sizes.get(stack, self.workload.batch_size))
 
     def trains(self, stack: str) -> bool:
         """Return whether a proxy is trained under ``stack``."""

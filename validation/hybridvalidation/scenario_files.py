@@ -79,7 +79,7 @@ class ScenarioFiles:
         faults = []
         for name in scenario.stacks:
             steps = self.stack(name).plan().for_phase(Phase.FULL).grad_accum_steps
-            sizes = {"workload": scenario.workload.batch_size}
+            sizes = {"workload": scenario.workload_of(name).batch_size}
             if scenario.accuracy is not None and scenario.trains(name):
                 sizes["accuracy"] = scenario.accuracy.batch_size
             faults += [

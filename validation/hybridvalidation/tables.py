@@ -16,8 +16,8 @@ from hybridvalidation.verdict import Verdict
 TERMINAL, MARKDOWN = "simple", "github"
 
 _SUMMARY_HEADERS = (
-    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s",
-    "bound", "top-1 kept %", "perplexity %",
+    "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "tokens/step",
+    "step s", "tokens/s", "bound", "top-1 kept %", "perplexity %",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def outcome_lines(run: ScenarioRun) -> list[str]:
 
 def _summary_row(run: ScenarioRun, stack: str) -> list[str]:
     memory = _memory(run.get("dry_run", stack))
-    cells = ["unknown", *["-"] * 8]
+    cells = ["unknown", *["-"] * 9]
     if memory is not None:
         cells = [
             "yes" if memory.fits else ("NO" if memory.fits_host else "NO, host"),
@@ -112,6 +112,7 @@ def _summary_row(run: ScenarioRun, stack: str) -> list[str]:
             f"{to_gib(memory.device_used_bytes):.2f}",
             f"{to_gib(memory.host_peak_bytes):.2f}",
             f"{to_gib(memory.disk_peak_bytes):.2f}",
+            f"{memory.tokens_per_step:,}",
             f"{memory.step_time_s:.3f}",
             f"{memory.tokens_per_s:,.0f}",
             memory.bound,

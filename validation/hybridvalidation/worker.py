@@ -11,10 +11,9 @@ import torch
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
 from hybridtrain.errors import DivergenceError
 from hybridtrain.optimizations import OPTIMIZATIONS
-from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.accuracy import train_proxies
 from hybridvalidation.environment import read_environment
@@ -59,8 +58,7 @@ def run_job(job: Job) -> Record:
 
 def _plan_memory(job: Job) -> MemoryFigures:
     plan = job.stack.plan()
-    micro_batch_size = job.workload.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps
-    workload = Workload(micro_batch_size=micro_batch_size, seq_len=job.workload.seq_len)
+    workload = job.workload.micro_batch(plan)
     return memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host))
 
 

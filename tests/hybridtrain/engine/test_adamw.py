@@ -12,7 +12,7 @@ from hybridtrain.engine import adamw, update
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.optimizations import Bf16Optimizer, Int8Optimizer, MixedPrecision
+from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.tensor_class import Codec
 from hybridtrain.trainer import Trainer

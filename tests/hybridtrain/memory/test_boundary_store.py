@@ -124,12 +124,10 @@ def test_the_next_boundary_is_on_its_way_while_one_is_at_work() -> None:
         for block in range(3):
             store.put(0, block, torch.empty(1000))
         assert ledger.live_bytes == 4000  # the last one, until its copy is known to be over
-        at_work = store.take(0, 2)
-        assert ledger.live_bytes == 2 * 4000
-        at_work = store.take(0, 1)  # noqa: F841
-        assert ledger.live_bytes == 2 * 4000
-        at_work = store.take(0, 0)
-        assert ledger.live_bytes == 4000
+        at_work: list[Tensor] = []
+        for block, num_held in ((2, 2), (1, 2), (0, 1)):
+            at_work[:] = [store.take(0, block)]
+            assert ledger.live_bytes == num_held * 4000
 
 
 @pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HOST])

@@ -21,6 +21,7 @@ from hybridtrain.optimizations import (
     Int8Weights,
     MixedPrecision,
     OptimizerOffload,
+    PredictMemory,
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
@@ -40,6 +41,7 @@ STACK: tuple[Optimization, ...] = (
     OptimizerOffload(offload_grads=False),
     ActivationOffload(),
     FusedUpdate(),
+    PredictMemory(),
 )
 OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(), FactoredOptimizer())
 """Each in place of the 8-bit optimizer."""
@@ -265,6 +267,11 @@ def test_values_that_together_describe_nothing_that_could_run_are_refused(beginn
     assert len(str(raised.value).splitlines()) == 1  # one fault, though every phase has it
 
 
+def test_an_update_on_the_host_cannot_work_on_weights_on_disk() -> None:
+    with pytest.raises(PlanConflictError, match=r"^update_on: "):
+        compose([OptimizerOffload(update_on="host"), WeightStreaming(tier="disk")])
+
+
 def test_every_contradiction_is_listed() -> None:
     stack = [ActivationOffload(), FusedUpdate(), GradAccumulation(steps=3)]
     with pytest.raises(PlanConflictError) as raised:
@@ -282,4 +289,4 @@ def test_every_phase_has_a_table() -> None:
 def test_every_claim_of_every_optimization_is_for_a_known_path() -> None:
     claims = list(chain.from_iterable(optimization.claims() for optimization in STACK))
     assert {claim.path for claim in claims} <= set(PLAN_PATHS)
-    assert len({claim.path for claim in claims}) == len(claims)  # no two of them ever meet in one cell
+    assert len({(claim.path, claim.phase) for claim in claims}) == len(claims)  # no two ever meet in one cell

@@ -49,7 +49,8 @@ def facts_of(**changes: object) -> dict[str, object]:
 def test_the_recompute_share_is_that_of_the_recorded_ops(peers: ModuleType) -> None:
     done_once = []
     for kept in range(5):
-        run = peers.PeerRun(facts_of(recompute_share=peers.recompute_share(SMALL, kept)), SMALL)
+        facts = facts_of(recompute_share=peers.recompute_share(SMALL, kept), head_chunk_tokens=64)
+        run = peers.PeerRun(facts, SMALL)
         assert run.kept_blocks == kept
         ops = run.record(2).ops[2]
         done_once.append(sum(op.flops for op in ops) * (1 - peers.recompute_share(SMALL, kept)))

@@ -1,0 +1,152 @@
+"""Synchronization without a card: training on copies that come as late as they may, or at any moment before."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from hybridtrain.errors import DivergenceError
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.tier import Ticket
+from hybridtrain.train_state import load_train_state, save_train_state
+from hybridtrain.trainer import Trainer
+from lazy_transfer import LazyTransfer, RaceError
+from memory_span import ComputeWatch
+from rounded_storage import ACCUM_STEPS, BASE, GPT2, PLACES, STORAGE
+from streaming_stacks import MODELS, STREAMING_STACKS, build
+from tiny_models import GPT2_TIED_DROPOUT, random_steps
+from training_history import (
+    assert_all_bitwise,
+    assert_same_training,
+    fresh_trainer,
+    plain_history,
+    stored_state,
+    stored_weights,
+    trained_history,
+)
+
+NUM_STEPS = 3
+"""The first one finds no moments, the second what the first has left on its way, the third what all others do."""
+NOTHING_TO_COPY = {"weights-2-ahead-1-resident-4-host", "fused", "fused-recompute"}
+LATE_STACKS = [name for name in STREAMING_STACKS if name not in NOTHING_TO_COPY]
+ROUNDED = [
+    (storage, place)
+    for storage in STORAGE
+    for place in ("updated-on-host-weights", "fused-all", "all")
+    if not ("factored" in storage and "on-host" in place)  # refused: rows and columns need whole gradients
+]
+WHOLE_STACKS = [name for name in STREAMING_STACKS if "everything" in name]
+
+
+def assert_trains_like_plain_autograd(model: str, stack: str, accum_steps: int, transfer: LazyTransfer) -> None:
+    with ComputeWatch(transfer):
+        history = trained_history(
+            MODELS[model], build(stack, accum_steps), accum_steps, transfer=transfer, num_steps=NUM_STEPS
+        )
+    assert transfer.hazards == []
+    assert transfer.most_pending > 0  # otherwise nothing was late
+    assert_same_training(history, plain_history(MODELS[model], accum_steps, NUM_STEPS))
+
+
+@pytest.mark.parametrize("stack", LATE_STACKS)
+def test_training_on_the_latest_copies_equals_plain_autograd(stack: str, tmp_path: Path) -> None:
+    assert_trains_like_plain_autograd("gpt2-tied-dropout", stack, 3, LazyTransfer(disk_folder=tmp_path))
+
+
+@pytest.mark.parametrize("stack", WHOLE_STACKS)
+@pytest.mark.parametrize("model", ["gpt2-untied", "llama-grouped"])
+@pytest.mark.parametrize("accum_steps", [1, 3])
+def test_other_models_do_not_care_either(accum_steps: int, model: str, stack: str, tmp_path: Path) -> None:
+    assert_trains_like_plain_autograd(model, stack, accum_steps, LazyTransfer(disk_folder=tmp_path))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("stack", WHOLE_STACKS)
+def test_training_on_copies_at_any_moment_equals_plain_autograd(stack: str, seed: int, tmp_path: Path) -> None:
+    transfer = LazyTransfer(disk_folder=tmp_path, seed=seed)
+    assert_trains_like_plain_autograd("gpt2-tied-dropout", stack, 3, transfer)
+
+
+@pytest.mark.parametrize(("storage", "place"), ROUNDED)
+def test_rounded_storage_on_the_latest_copies_equals_copies_at_once(storage: str, place: str, tmp_path: Path) -> None:
+    stack = [*BASE, *STORAGE[storage], *PLACES[place]]
+    transfer = LazyTransfer(disk_folder=tmp_path / "late")
+    with ComputeWatch(transfer):
+        late = trained_history(GPT2, stack, ACCUM_STEPS, transfer=transfer, num_steps=NUM_STEPS)
+    assert transfer.hazards == []
+    direct = trained_history(GPT2, stack, ACCUM_STEPS, disk_folder=tmp_path / "direct", num_steps=NUM_STEPS)
+    assert_same_training(late, direct)
+    assert_all_bitwise(late.state, direct.state, "state ")
+
+
+SAVED_STACKS = ["everything-vertical", "everything-disk", "state-updated-on-host-weights-streamed", "fused-streamed"]
+
+
+@pytest.mark.parametrize("stack", SAVED_STACKS)
+def test_a_state_saved_and_loaded_between_late_copies_continues_to_the_bit(stack: str, tmp_path: Path) -> None:
+    steps = random_steps(GPT2_TIED_DROPOUT, 4, 3)
+    whole = fresh_trainer(GPT2_TIED_DROPOUT, build(stack, 3), LazyTransfer(disk_folder=tmp_path / "whole"))
+    resumed = fresh_trainer(GPT2_TIED_DROPOUT, build(stack, 3), LazyTransfer(disk_folder=tmp_path / "resumed"))
+    for step in steps[:2]:
+        whole.step(step)
+    save_train_state(whole, tmp_path / "state.pt")
+    load_train_state(resumed, tmp_path / "state.pt")
+    assert [resumed.step(step) for step in steps[2:]] == [whole.step(step) for step in steps[2:]]
+    for trainer in (whole, resumed):
+        assert isinstance(trainer.transfer, LazyTransfer)
+        trainer.transfer.finish()
+    assert_all_bitwise(stored_weights(resumed), stored_weights(whole), "weight ")
+    assert_all_bitwise(stored_state(resumed), stored_state(whole), "state ")
+    for trainer in (whole, resumed):
+        trainer.transfer.close()
+
+
+def forgets_to_wait(_engine: CopyEngine, _ticket: Ticket) -> None:
+    pass
+
+
+def fetches_at_once(engine: CopyEngine, target: Tensor, source: object, offset: int = 0, after: object = ()) -> Ticket:  # noqa: ARG001
+    source.last_store, kept = None, source.last_store
+    ticket = FETCH(engine, target, source, offset, [])
+    source.last_store = kept
+    return ticket
+
+
+def fetches_over_compute(
+    engine: CopyEngine, target: Tensor, source: object, offset: int = 0, after: object = ()
+) -> Ticket:
+    return FETCH(engine, target, source, offset, list(after)[1:])
+
+
+FETCH = CopyEngine.fetch
+MUTANTS: dict[str, tuple[str, Callable[..., object], str]] = {
+    "no wait": ("wait", forgets_to_wait, "everything-vertical"),
+    "fetch at once": ("fetch", fetches_at_once, "weights-2-ahead-1-resident-0-host"),
+    "fetch over compute": ("fetch", fetches_over_compute, "weights-2-ahead-1-resident-0-host"),
+    "fetch boundaries at once": ("fetch", fetches_at_once, "boundaries-host-vertical-recompute-1"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_copy_engine_that_forgets_something_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, method, stack = MUTANTS[mutant]
+    monkeypatch.setattr(CopyEngine, name, method)
+    transfer = LazyTransfer()
+    trainer = fresh_trainer(GPT2_TIED_DROPOUT, build(stack, 3), transfer)
+    with ComputeWatch(transfer), pytest.raises(RaceError):
+        run_steps(trainer, 2)
+
+
+def run_steps(trainer: Trainer, num_steps: int) -> None:
+    for step in random_steps(GPT2_TIED_DROPOUT, num_steps, 3):
+        trainer.step(step)
+
+
+@pytest.mark.parametrize("stack", ["everything-vertical", "weights-2-ahead-1-resident-0-host"])
+def test_without_waiting_training_reads_garbage(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The same fault without the watch: values alone give it away.
+    monkeypatch.setattr(CopyEngine, "wait", forgets_to_wait)
+    trainer = fresh_trainer(GPT2_TIED_DROPOUT, build(stack, 3), LazyTransfer())
+    with pytest.raises((RaceError, DivergenceError)):
+        run_steps(trainer, 2)

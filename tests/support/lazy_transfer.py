@@ -1,0 +1,270 @@
+"""A CPU that behaves like a card with three queues: copies happen as late as they may, and every race is found.
+
+Compute runs at once, in order. Copies in and copies out wait in a queue each and are done when something that waits for
+them is waited for, or at moments drawn by chance. Whoever reads a target too early finds garbage in it. Beside the
+values, vector clocks (Fidge 1988) say of any two uses of the same memory whether the events order them; if not, that is
+a hazard, whatever the values happen to be. ``ComputeWatch`` shows it the memory that compute uses.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.memory.tier import Bytes, DiskBytes
+from hybridtrain.memory.transfer import DirectTransfer
+from memory_span import Accesses, Span, bytes_at
+
+_GARBAGE = 0xFF  # NaN in float32 and bfloat16
+
+
+class RaceError(AssertionError):
+    """Two uses of the same memory that nothing puts in order."""
+
+
+class Clock(NamedTuple):
+    """How far each queue has come."""
+
+    compute: int = 0
+    copies_in: int = 0
+    copies_out: int = 0
+
+    def joined(self, *others: "Clock") -> "Clock":
+        """Return the later of each component."""
+        return Clock(*map(max, zip(self, *others, strict=True)))
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A copy between device memory and a buffer; it stays known until all that comes later is ordered behind it."""
+
+    number: int
+    """In its queue, from 1."""
+    clock: Clock
+    """What is over when it is over, itself included."""
+    device: Span
+    buffer: Bytes
+    offset: int
+    snapshot: np.ndarray | None = None
+    """Of a copy out: the bytes when it was given to the queue."""
+    is_sealed: bool = False
+    """Its source may change from now on."""
+    is_dead: bool = False
+    """Its device memory is gone."""
+    follows: bool = False
+    """Of a copy in: an earlier one, still under way, has the same target."""
+
+    def touches(self, buffer: Bytes, offset: int, num_bytes: int) -> bool:
+        """Return whether it uses a range of a buffer."""
+        return self.buffer is buffer and self.offset < offset + num_bytes and offset < self.offset + self.device.size
+
+
+class LazyTransfer(DirectTransfer):
+    """The CPU with copies that are put off.
+
+    Args:
+        disk_folder: Where the disk tier may make its files.
+        seed: Draws copies that are done earlier than they must; None: none.
+    """
+
+    def __init__(self, *, disk_folder: Path | None = None, seed: int | None = None) -> None:
+        super().__init__(torch.device("cpu"), disk_folder=disk_folder)
+        self.hazards: list[str] = []
+        self.num_copies = [0, 0]
+        self.most_pending = 0
+        self._chance = None if seed is None else np.random.default_rng(seed)
+        self._compute = Clock()
+        """What the compute queue has come past; what the host knows to be over is part of it."""
+        self._host = Clock()
+        self._pending_in: deque[Copy] = deque()
+        self._pending_out: deque[Copy] = deque()
+        self._in: list[Copy] = []
+        self._out: list[Copy] = []
+        self._accesses = Accesses()
+        self._unwritten: list[Copy] = []
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+        """Put a copy into the queue; from now on the target holds garbage."""
+        assert source is not None
+        known = self._host.joined(*(event for event in after if isinstance(event, Clock)))
+        span = self._watched_span(target)
+        for copy in self._out:
+            if copy.number > known.copies_out:
+                if copy.device.overlaps(span):
+                    self._report("a copy in would overwrite what a copy out still reads: wait for that first")
+                if copy.touches(source, offset, span.size):
+                    self._report("a copy in would read a buffer before the copy out into it is over")
+        if self._accesses.last(span) > known.compute:
+            self._report("a copy in would overwrite memory that compute may still be using: mark, and wait for that")
+        self._seal(span)
+        number = self.num_copies[0] = self.num_copies[0] + 1
+        clock = known._replace(copies_in=number)
+        if self._in:
+            clock = clock.joined(self._in[-1].clock)
+        follows = any(copy.device.overlaps(span) for copy in self._pending_in)
+        copy = Copy(number, clock, span, source, offset, follows=follows)
+        bytes_at(span)[:] = _GARBAGE
+        self._in.append(copy)
+        self._enqueue(self._pending_in, copy)
+        return clock
+
+    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+        """Put a copy into the queue; the source must stay what it is."""
+        assert target is not None
+        assert source.is_contiguous()
+        span = self._watched_span(source)
+        for copy in self._in:
+            if copy.number > self._compute.copies_in:
+                if copy.device.overlaps(span):
+                    self._report("a copy out would read what a copy in has not brought yet")
+                if copy.touches(target, offset, span.size):
+                    self._report("a copy out would overwrite a buffer that a copy in still reads")
+        number = self.num_copies[1] = self.num_copies[1] + 1
+        clock = self._compute._replace(copies_out=number)
+        if self._out:
+            clock = clock.joined(self._out[-1].clock)
+        copy = Copy(number, clock, span, target, offset, snapshot=bytes_at(span).copy())
+        self._out.append(copy)
+        self._enqueue(self._pending_out, copy)
+        return clock
+
+    def mark(self) -> object:
+        """Return the present of the compute queue."""
+        self._compute = self._compute._replace(compute=self._compute.compute + 1)
+        return self._compute
+
+    def wait(self, event: object) -> None:
+        """Do the copies that the event stands for."""
+        if isinstance(event, Clock):
+            self._perform(event)
+            self._compute = self._compute.joined(event)
+
+    def synchronize(self, event: object) -> None:
+        """Do the copies that the event stands for; all that is started later comes after them."""
+        if isinstance(event, Clock):
+            self._perform(event)
+            self._know(event)
+
+    def read(self, scalar: Tensor) -> float:
+        """Return the value; the host then knows that compute has come this far."""
+        value = super().read(scalar)
+        self._know(self._compute)
+        return value
+
+    def finish(self) -> None:
+        """Do all copies, and write all files."""
+        self.synchronize(Clock(self._compute.compute, *self.num_copies))
+        self._write_files()
+
+    def close(self) -> None:
+        """Do all copies, then remove files."""
+        self.finish()
+        super().close()
+
+    def compute(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Say that compute uses memory now."""
+        tick = self._compute.compute + 1
+        self._compute = self._compute._replace(compute=tick)
+        for is_write, tensors in ((False, reads), (True, writes)):
+            for tensor in tensors:
+                span = Span.of(tensor)
+                if any(copy.number > self._compute.copies_in and copy.device.overlaps(span) for copy in self._in):
+                    self._report("compute uses memory that a copy in is still filling: wait for it")
+                if is_write and any(
+                    copy.number > self._compute.copies_out and copy.device.overlaps(span) for copy in self._out
+                ):
+                    self._report("compute changes memory that a copy out still reads: wait for it")
+                self._accesses.note(span, tick)
+
+    def allocated(self, tensor: Tensor) -> None:
+        """Say that memory was taken, which compute may have used for something else until now."""
+        self._accesses.renew(Span.of_storage(tensor), self._compute.compute)
+
+    def _watched_span(self, tensor: Tensor) -> Span:
+        """Return the memory of a tensor, and notice when it is given back."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._storages:
+            whole = Span.of_storage(tensor)
+            self._storages[address] = weakref.ref(storage, lambda _: self._released(address, whole))
+        return Span.of(tensor)
+
+    def _released(self, address: int, whole: Span) -> None:
+        del self._storages[address]
+        for copies, known, what in (
+            (self._in, self._compute.copies_in, "filled"),
+            (self._out, self._compute.copies_out, "copied out"),
+        ):
+            for copy in copies:
+                if copy.number > known and copy.device.overlaps(whole):
+                    copy.is_dead = True
+                    self.hazards.append(f"memory was given back while it was being {what}: keep it until then")
+
+    def _seal(self, span: Span) -> None:
+        """Look a last time at what copies out have read of memory that may be overwritten."""
+        for copy in self._pending_out:
+            if copy.device.overlaps(span):
+                self._check_unchanged(copy)
+                copy.is_sealed = True
+
+    def _enqueue(self, queue: deque[Copy], copy: Copy) -> None:
+        queue.append(copy)
+        self.most_pending = max(self.most_pending, len(self._pending_in) + len(self._pending_out))
+        if self._chance is not None:
+            for waiting in (self._pending_in, self._pending_out):
+                if waiting and self._chance.random() < 0.5:
+                    self._perform(waiting[int(self._chance.integers(len(waiting)))].clock)
+
+    def _perform(self, until: Clock) -> None:
+        """Do copies in the order of their queues; a copy in comes after the copies out that it waits for."""
+        while self._pending_out and self._pending_out[0].number <= until.copies_out:
+            copy = self._pending_out.popleft()
+            self._check_unchanged(copy)
+            self._unwritten.append(copy)
+            if not isinstance(copy.buffer, DiskBytes):
+                self._write(copy)
+        while self._pending_in and self._pending_in[0].number <= until.copies_in:
+            copy = self._pending_in.popleft()
+            self._perform(copy.clock._replace(copies_in=0))
+            if copy.is_dead:
+                continue
+            memory = bytes_at(copy.device)
+            if not copy.follows and (memory != _GARBAGE).any():
+                self._report("someone wrote to memory that a copy in was filling")
+            if isinstance(copy.buffer, DiskBytes):
+                self._write_files()
+            with _disable_current_modes():
+                copy.buffer.read(copy.offset, torch.from_numpy(memory))
+
+    def _write(self, copy: Copy) -> None:
+        self._unwritten.remove(copy)
+        with _disable_current_modes():
+            copy.buffer.write(copy.offset, torch.from_numpy(copy.snapshot))
+
+    def _write_files(self) -> None:
+        """Write what copies out have brought as far as host memory, in order, as a thread for files does."""
+        for copy in tuple(self._unwritten):
+            self._write(copy)
+
+    def _check_unchanged(self, copy: Copy) -> None:
+        if not (copy.is_sealed or copy.is_dead) and not np.array_equal(bytes_at(copy.device), copy.snapshot):
+            self._report("memory was changed while it was being copied out")
+
+    def _know(self, clock: Clock) -> None:
+        """Forget copies that all later work is ordered behind, whichever queue it goes to."""
+        self._host = self._host.joined(clock)
+        self._compute = self._compute.joined(self._host)
+        self._in = [copy for copy in self._in if copy.number > self._host.copies_in]
+        self._out = [copy for copy in self._out if copy.number > self._host.copies_out]
+
+    def _report(self, hazard: str) -> None:
+        self.hazards.append(hazard)
+        raise RaceError(hazard)
