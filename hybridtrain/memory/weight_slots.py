@@ -37,13 +37,24 @@ def grouped(tensors: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
         yield (tensor, next(rest)) if tensor.dtype == torch.int8 else (tensor,)
 
 
-def packed_blocks(plan: PhasePlan, num_blocks: int) -> range:
+def streamed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
+    """Return the blocks whose weights wait below the device; the resident ones are spread evenly among them.
+
+    Spread, they give the bus time to fetch the next streamed one; side by side they would leave it idle.
+    """
+    if plan.weight.placement is Placement.DEVICE:
+        return ()
+    resident = min(plan.resident_layers, num_blocks)
+    return tuple(
+        block for block in range(num_blocks) if (block + 1) * resident // num_blocks == block * resident // num_blocks
+    )
+
+
+def packed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
     """Return the blocks whose parameters are bound to slots instead of having memory of their own."""
     if plan.weight.codec is Codec.INT8_BLOCKS:
-        return range(num_blocks)
-    if plan.weight.placement is Placement.DEVICE:
-        return range(0)
-    return range(num_blocks - min(plan.resident_layers, num_blocks))
+        return tuple(range(num_blocks))
+    return streamed_blocks(plan, num_blocks)
 
 
 @contextmanager

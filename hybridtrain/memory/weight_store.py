@@ -6,6 +6,7 @@ is allocated in steady state, and a graph that outlives a visit finds its weight
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from hybridtrain.memory.master_codec import StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_mirror import WeightMirror, host_views
-from hybridtrain.memory.weight_slots import WeightSlot, bind, block_number, grouped, packed_blocks
+from hybridtrain.memory.weight_slots import WeightSlot, bind, block_number, grouped, packed_blocks, streamed_blocks
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.head import Head
 from hybridtrain.plan.claim import UpdateDevice
@@ -52,7 +53,9 @@ class WeightStore:
         self._observer = observer
         self._compute_dtype = to_torch_dtype(plan.compute_dtype)
         self._is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
-        self._packed = packed_blocks(plan, len(model.blocks))
+        self._packed = frozenset(packed_blocks(plan, len(model.blocks)))
+        self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, len(model.blocks)))}
+        """Number of each streamed block among the streamed ones, which decides its slot."""
         self._prefetch_distance = plan.prefetch_distance
         self._visits: list[Visit] = []
         self._position = -1
@@ -97,7 +100,8 @@ class WeightStore:
 
     def plan_visits(self, visits: Sequence[Visit]) -> None:
         """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
-        self._visits = [visit for index, visit in enumerate(visits) if not index or visits[index - 1] != visit]
+        packed = [visit for visit in visits if visit.block in self._packed]
+        self._visits = [visit for index, visit in enumerate(packed) if not index or packed[index - 1] != visit]
         self._position = -1
 
     def acquire(self, block: int) -> nn.Module:
@@ -132,7 +136,7 @@ class WeightStore:
             if value_slot.block == block:
                 value_slot.block = None
         if block in self._buffers:
-            slot = self._stored_slots[block % len(self._stored_slots)]
+            slot = self._stored_slot(block)
             assert slot.block == block, "a changed block is still in its slot"
             slot.leaving = self._copies.store(slot.flat, self._buffers[block])
 
@@ -164,17 +168,15 @@ class WeightStore:
         shapes = [tuple(parameter.shape) for _, parameter in named[0]]
         values = lay_out((shape, self._compute_dtype) for shape in shapes)
         self._stored_layout = self._layout_stored(shapes) if self._is_int8 else values
-        num_streamed = len(blocks) - min(plan.resident_layers, len(blocks))
-        streams = plan.weight.placement is not Placement.DEVICE
         if self._is_int8:
             self._value_slots = [self._slot(values, f"values.{i}") for i in range(plan.max_active_layers)]
-        if streams and num_streamed:
+        if self._ranks:
             num_slots = plan.prefetch_distance + 1 if self._is_int8 else plan.max_active_layers
             self._stored_slots = [
-                self._slot(self._stored_layout, f"slot.{i}") for i in range(min(num_slots, num_streamed))
+                self._slot(self._stored_layout, f"slot.{i}") for i in range(min(num_slots, len(self._ranks)))
             ]
         for block in sorted(self._packed):
-            if streams and block < num_streamed:
+            if block in self._ranks:
                 self._buffers[block] = self._copies.allocate(
                     self._stored_layout.num_bytes, plan.weight.placement, TensorClass.WEIGHT, f"block.{block}"
                 )
@@ -182,7 +184,8 @@ class WeightStore:
                 self._homes[block] = self._slot(self._stored_layout, f"block.{block}")
                 self._homes[block].block = block
             slots = self._value_slots or self._stored_slots
-            views = values.views(slots[block % len(slots)].flat)
+            rank = block if self._value_slots else self._ranks[block]
+            views = values.views(slots[rank % len(slots)].flat)
             bind(blocks[block], [name for name, _ in named[block]], views)
 
     def _layout_stored(self, shapes: Sequence[tuple[int, ...]]) -> ByteLayout:
@@ -207,7 +210,7 @@ class WeightStore:
         block = visit.block
         if block in self._homes:
             return self._homes[block]
-        slot = self._stored_slots[block % len(self._stored_slots)]
+        slot = self._stored_slot(block)
         if slot.block != block:
             self._fetch(visit)
         if slot.arriving is not None:
@@ -228,15 +231,16 @@ class WeightStore:
         if self._position < 0:
             return
         current = self._visits[self._position].block
-        ahead = self._visits[self._position + 1 : self._position + 1 + self._prefetch_distance]
-        for visit in ahead:
-            if visit.block in self._buffers:
-                slot = self._stored_slots[visit.block % len(self._stored_slots)]
-                if slot.block not in {visit.block, current}:
-                    self._fetch(visit)
+        ahead = (visit for visit in self._visits[self._position + 1 :] if visit.block in self._ranks)
+        for visit in islice(ahead, self._prefetch_distance):
+            if self._stored_slot(visit.block).block not in {visit.block, current}:
+                self._fetch(visit)
+
+    def _stored_slot(self, block: int) -> WeightSlot:
+        return self._stored_slots[self._ranks[block] % len(self._stored_slots)]
 
     def _fetch(self, visit: Visit) -> None:
-        slot = self._stored_slots[visit.block % len(self._stored_slots)]
+        slot = self._stored_slot(visit.block)
         slot.block = visit.block
         if visit.reads:
             after = [self._copies.mark(), *([] if slot.leaving is None else [slot.leaving])]

@@ -21,7 +21,7 @@ class WeightStreaming:
     prefetch_distance: int = 1
     """Blocks fetched ahead; never more than leaves one place for the block at work."""
     resident_layers: int = 0
-    """Last blocks that stay on the device beside the streamed ones."""
+    """Blocks that stay on the device beside the streamed ones, spread evenly among them."""
     tier: Literal["host", "disk"] = "host"
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with streaming; in others weights are on the device."""

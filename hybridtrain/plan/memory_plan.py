@@ -43,7 +43,7 @@ class PhasePlan:
     prefetch_distance: int
     """Blocks fetched ahead of the one at work; below ``max_active_layers``."""
     resident_layers: int
-    """Last blocks whose weights stay on the device, where the others' live elsewhere."""
+    """Blocks whose weights stay on the device, where the others' live elsewhere."""
     static_scales: bool
     """int8 weights keep the scales of their first values."""
     update_on: UpdateDevice

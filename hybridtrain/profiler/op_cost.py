@@ -15,15 +15,19 @@ _NO_TRAFFIC = frozenset(
         _ATEN.empty_like.default,
         _ATEN.new_empty.default,
         _ATEN.empty_strided.default,
+        _ATEN._unsafe_view.default,
     }
 )
+_SAME_FLOPS = {_ATEN.addmm_: _ATEN.addmm}
+"""Ops that torch's flop counter does not know, by one that it does."""
 _ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_loss_forward.default})
 """Ops that read single rows or elements of their first operand."""
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
-    formula = flop_registry.get(func._overloadpacket)
+    packet = func._overloadpacket
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 

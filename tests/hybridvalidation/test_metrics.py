@@ -242,6 +242,16 @@ def test_a_loss_of_accuracy_is_what_is_not_retained() -> None:
     assert loss.evidence is Evidence.EXECUTED
 
 
+def test_accumulation_is_told_by_how_far_the_weights_end_apart() -> None:
+    alone = executed("lean", [0.1] * 3)
+    assert asked(run_of(alone), "relative_weight_difference", "lean") is None
+    assert alone.accuracy is not None
+    compared = replace(alone, accuracy=replace(alone.accuracy, accumulation_difference=3e-7))
+    found = asked(run_of(compared), "relative_weight_difference", "lean")
+    assert found is not None
+    assert (found.value, found.evidence) == (3e-7, Evidence.EXECUTED)
+
+
 def test_accuracy_is_compared_with_the_named_stack() -> None:
     accuracies = {"vanilla": 0.4, "mixed": 0.2, "lean": 0.1}
     run = run_of(*(executed(stack, [accuracy] * 3) for stack, accuracy in accuracies.items()))

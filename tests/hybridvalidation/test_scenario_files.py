@@ -42,7 +42,7 @@ stacks = ["lean"]
 NOT_OF_SCENARIOS = {
     "predict-aware-vram-saving", "predict-phase-model-memory", "predict-phase-free-memory", "delta-accumulator-saving",
     "profiler-overhead", "flash-attention-saving", "flash-attention-cost", "rssm-kernel-speedup",
-    "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality", "accumulation-equivalence",
+    "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",
 }  # fmt: skip
 """Of phases, of kernels and of predictive training; no dry run of a full step can tell."""
 PLAIN = 'name = "plain"\nsays = "nothing on"\n'

@@ -14,6 +14,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridvalidation.equivalence import accumulation_difference
 from hybridvalidation.record import AccuracyFigures, SeedResult
 from hybridvalidation.scenario import AccuracySpec
 
@@ -27,6 +28,7 @@ def train_proxies(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> Accur
         corpus=corpus.name,
         corpus_digest=corpus.digest,
         seeds=tuple(_train_one(spec, plan, corpus, seed) for seed in spec.seeds),
+        accumulation_difference=accumulation_difference(spec, plan, corpus),
     )
 
 

@@ -34,7 +34,7 @@ _SHORTAGE = 0.9
 _PAIR_MODELS = ("gpt2-large", "gpt2-xl", "gpt2-1b")
 PAIR_STACKS = ("vanilla", "mixed", "phase2-lite", "balanced", "streaming", "conservative", "tight")
 """Stacks of the scenario folder that small models are tried with."""
-_PAIR_CAPS_GIB = {16: _PAIR_MODELS, 24: ("gpt2-1b",)}
+_PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
 """Which models are worth trying under which cap."""
 
 
@@ -179,5 +179,5 @@ def _pairs(stacks: Sequence[Stack]) -> Iterator[Part]:
                 if name in by_name:
                     yield Part(
                         name=f"{model}/{name}/{cap_gib}", says=f"{model} under {cap_gib} GiB with {name}", model=model,
-                        cap_gib=cap_gib, seq_len=1024, num_sequences=4, stack=by_name[name], num_steps=4, limit_s=60,
+                        cap_gib=cap_gib, seq_len=512, num_sequences=4, stack=by_name[name], num_steps=4, limit_s=60,
                     )  # fmt: skip

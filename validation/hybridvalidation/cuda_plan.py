@@ -114,14 +114,11 @@ def runnable(found: Recommendation, question: Question, *, has_8bit: bool) -> tu
     for candidate in sorted(others, key=lambda other: -other.tokens_per_s):
         keep_last = candidate.keep_last
         while keep_last >= 0:
-            run = question.run(
-                candidate.level, candidate.arrangement, candidate.micro_batch_size, candidate.num_micro_batches,
-                keep_last,
-            )  # fmt: skip
+            run = question.run(replace(candidate, keep_last=keep_last))
             if run.fits:
                 return replace(candidate, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
             excess = run.peak_reserved_bytes - question.card.allocator_capacity_bytes
-            keep_last -= max(1, ceil(excess / candidate.kept_bytes))
+            keep_last -= max(1, ceil(excess / max(candidate.kept_bytes, 1)))
     raise OutOfMemoryError("every stack that fits has an 8-bit update, which needs bitsandbytes; install it")
 
 

@@ -14,7 +14,7 @@ import hybridkernels
 import hybridtrain
 from hybridkernels.adamw_int8 import cpu_backend
 
-_FIGURE_MODULES = ("accuracy.py", "execute_run.py", "figures.py", "measure.py", "worker.py")
+_FIGURE_MODULES = ("accuracy.py", "equivalence.py", "execute_run.py", "figures.py", "measure.py", "worker.py")
 """Files of this package that make figures; the others only judge and show them."""
 
 

@@ -111,12 +111,23 @@ def _accuracy_loss(case: Case) -> Metric | None:
     return Metric(interval.mean, kept.evidence, "%", interval=interval, remark=kept.remark)
 
 
+def _weight_difference(case: Case) -> Metric | None:
+    figures = _accuracy(case.run, case.stack)
+    if figures is None or figures.accumulation_difference is None:
+        return None
+    remark = (
+        f"norm of the difference over norm of the weights, {figures.num_tokens} tokens, {figures.num_params} weights"
+    )
+    return Metric(figures.accumulation_difference, Evidence.EXECUTED, "of the weights", remark=remark)
+
+
 METRICS: dict[str, Callable[[Case], Metric | None]] = {
     "peak_vram_gib": _peak(GIB, "GiB"),
     "peak_vram_gb": _peak(GB, "GB"),
     "tokens_per_s": _tokens_per_s,
     "accuracy_retention_pct": _retention,
     "accuracy_loss_pct": _accuracy_loss,
+    "relative_weight_difference": _weight_difference,
     "relative_throughput_x": planned.relative_throughput,
     "slowdown_x": planned.slowdown,
     "step_time_overhead_pct": planned.time_overhead,

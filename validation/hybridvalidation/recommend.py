@@ -38,14 +38,15 @@ class Candidate:
     micro_batch_size: int
     num_micro_batches: int
     keep_last: int
-    kept_bytes: float
+    resident_layers: int = 0
+    kept_bytes: float = 0.0
     """Of the card, that one more kept block takes."""
-    tokens_per_s: float
+    tokens_per_s: float = 0.0
     """Estimated, extended from two short dry runs."""
 
     def optimizations(self) -> tuple[Optimization, ...]:
         """Return the stack."""
-        return self.arrangement.optimizations(self.level, self.num_micro_batches, self.keep_last)
+        return self.arrangement.optimizations(self.level, self.num_micro_batches, self.keep_last, self.resident_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,10 @@ class Question:
     num_sequences: int
     """Per optimizer step."""
 
-    def run(self, level: Numerics, arrangement: Arrangement, size: int, count: int, keep_last: int) -> DryRun:
-        """Return the dry run of ``count`` micro-batches of ``size`` sequences."""
-        plan = compose(arrangement.optimizations(level, count, keep_last))
-        workload = Workload(micro_batch_size=size, seq_len=self.seq_len)
-        return dry_run(self.model, plan, self.card, workload, host=self.host)
+    def run(self, candidate: Candidate) -> DryRun:
+        """Return a candidate's dry run."""
+        workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
+        return dry_run(self.model, compose(candidate.optimizations()), self.card, workload, host=self.host)
 
 
 def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendation:
@@ -110,21 +110,42 @@ def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendati
 
 
 def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:
-    """Return the candidate as it fits when run whole, keeping fewer activations if need be."""
+    """Return the candidate as it fits when run whole: as many kept blocks as there is room for, then resident ones."""
+    found = _most_kept(question, chosen)
+    if found is None or not chosen.arrangement.streams:
+        return found
+    candidate, run = found
+    model = question.model
+    block_bytes = (
+        candidate.level.weight_bytes * (model.num_params - 2 * model.vocab_size * model.width) / model.num_blocks
+    )
+    room = _MARGIN * question.card.allocator_capacity_bytes - run.peak_reserved_bytes
+    resident = min(model.num_blocks, floor(room / block_bytes))
+    while resident > 0:
+        trial = replace(candidate, resident_layers=resident)
+        trial_run = question.run(trial)
+        if trial_run.fits:
+            faster = trial_run.tokens_per_s > run.tokens_per_s
+            return (replace(trial, tokens_per_s=trial_run.tokens_per_s), trial_run) if faster else found
+        resident -= 1 + resident // 4
+    return found
+
+
+def _most_kept(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:
     keep_last, best = chosen.keep_last, None
     for _ in range(_MOST_CONFIRMATIONS):
-        run = question.run(
-            chosen.level, chosen.arrangement, chosen.micro_batch_size, chosen.num_micro_batches, keep_last
-        )
+        run = question.run(replace(chosen, keep_last=keep_last))
         if run.fits:
             best = replace(chosen, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
+        elif not keep_last or not run.fits_host:
+            return best
         room = _MARGIN * question.card.allocator_capacity_bytes - run.peak_reserved_bytes
         more = floor(room / chosen.kept_bytes) if chosen.kept_bytes else 0
-        if best is not None and (more < 1 or not run.fits or keep_last + more > question.model.num_blocks):
+        if run.fits and (more < 1 or keep_last == question.model.num_blocks):
             return best
-        if not run.fits and (not keep_last or not run.fits_host):
-            return None
-        keep_last = max(0, keep_last + min(more, -1) if not run.fits else keep_last + more)
+        if not run.fits and best is not None:
+            return best
+        keep_last = max(0, min(question.model.num_blocks, keep_last + (more if run.fits else min(more, -1))))
     return best
 
 
@@ -190,7 +211,11 @@ class _Line:
 
         def probe(depth: int, count: int, keep_last: int) -> DryRun:
             model = replace(question.model, num_blocks=depth)
-            return replace(question, model=model).run(level, arrangement, size, count, keep_last)
+            candidate = Candidate(
+                level=level, arrangement=arrangement, micro_batch_size=size, num_micro_batches=count,
+                keep_last=keep_last,
+            )  # fmt: skip
+            return replace(question, model=model).run(candidate)
 
         self._base = probe(shallow, few, 0)
         self._deep = probe(deep, few, 0) if deep > shallow else self._base
@@ -239,7 +264,10 @@ def _nothing_fits(question: Question) -> str:
     needed = harshest.weight_bytes * question.model.num_params
     host = replace(question.host, memory_gib=None)
     short = Question(question.model, question.card, host, question.seq_len, question.num_sequences)
-    run = short.run(harshest, ARRANGEMENTS[-1], 1, 1, 0)
+    smallest = Candidate(
+        level=harshest, arrangement=ARRANGEMENTS[-1], micro_batch_size=1, num_micro_batches=1, keep_last=0
+    )
+    run = short.run(smallest)
     return (
         f"nothing fits: the smallest stack tried takes {format_bytes(run.device_used_bytes)} of "
         f"{format_bytes(question.card.memory_bytes)} on the card and {format_bytes(run.host_peak_bytes)} of "

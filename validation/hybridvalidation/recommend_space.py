@@ -75,7 +75,9 @@ class Arrangement:
     fuses: bool = False
     """Vertical, gradients never stored, boundaries on the host."""
 
-    def optimizations(self, level: Numerics, num_micro_batches: int, keep_last: int) -> tuple[Optimization, ...]:
+    def optimizations(
+        self, level: Numerics, num_micro_batches: int, keep_last: int, resident_layers: int = 0
+    ) -> tuple[Optimization, ...]:
         """Return the whole stack for a number of micro-batches."""
         stack: list[Optimization] = [
             *level.optimizations,
@@ -88,7 +90,7 @@ class Arrangement:
             ),
         ]
         if self.streams:
-            stack.append(WeightStreaming())
+            stack.append(WeightStreaming(resident_layers=resident_layers))
         if self.offloads_state:
             stack.append(OptimizerOffload(offload_grads=not self.fuses))
         if self.fuses:

@@ -103,6 +103,8 @@ class AccuracyFigures:
     corpus: str
     corpus_digest: str
     seeds: tuple[SeedResult, ...]
+    accumulation_difference: float | None = None
+    """Norm of the weights' difference from those of the large batch over their norm, for fp32 accumulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
