@@ -11,6 +11,7 @@ from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
+from hybridtrain.memory.transfer import Transfer
 from hybridtrain.trainer import Trainer
 
 _SCHEMA = 2
@@ -22,7 +23,8 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
 
     Tensors in host memory are written from where they are; those on disk pass through host memory all at once.
     """
-    tensors = {name: _read(stored) for name, stored in _named_tensors(trainer, with_moments=trainer.steps_done > 0)}
+    named = _named_tensors(trainer, with_moments=trainer.steps_done > 0)
+    tensors = {name: _read(stored, trainer.transfer) for name, stored in named}
     if trainer.previous_norm is not None:
         tensors[_NORM] = trainer.previous_norm
     content = {
@@ -83,12 +85,14 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 
-def _read(stored: Stored) -> Tensor:
+def _read(stored: Stored, transfer: Transfer) -> Tensor:
     """Return a tensor's content: itself on the device, a view of host memory, or a copy of what is on disk."""
     if isinstance(stored, Tensor):
         return stored
     content = stored.buffer.content
     assert content is not None, "a dry run has nothing to save"
+    if stored.buffer.last_store is not None:
+        transfer.synchronize(stored.buffer.last_store.event)
     if isinstance(content, HostBytes):
         return stored.on_host().view(stored.shape)
     tensor = torch.empty(stored.shape, dtype=stored.dtype)

@@ -122,7 +122,8 @@ class GradStore:
         self._finish_leaving()
         away = [TierTensor(buffer, field.offset, field.shape, field.dtype) for field in layout.fields]
         for tensor, grad in zip(away, grads, strict=True):
-            self._leaving.append((self._copies.store(grad.contiguous(), buffer, tensor.offset), grads))
+            source = grad.contiguous()
+            self._leaving.append((self._copies.store(source, buffer, tensor.offset), [grad, source]))
         self._away[unit] = away
 
     def _fetch(self, unit: str) -> tuple[list[Tensor], list[Ticket]]:

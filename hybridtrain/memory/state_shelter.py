@@ -66,9 +66,7 @@ class StateShelter:
         for state, unit in self._away:
             if state.companion is not None:
                 state.companion = self._bring(state, state.companion, TensorClass.MASTER, unit)
-            state.moments = tuple(
-                self._bring(state, moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments
-            )
+            state.moments = tuple(self._bring(state, moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
         self._away.clear()
 
     def _resident(self) -> Iterator[tuple[str, ParameterState]]:

@@ -90,6 +90,10 @@ class SliceStream:
                 arriving = None if following is None else self._fetch(following, 1 - number)
             item, number = following, 1 - number
             tensors, tickets = arriving or ([], [])
+        for index, leaving in enumerate(self._leaving):
+            if leaving is not None:  # the slots' memory may be used for something else after this
+                self._copies.wait(leaving)
+                self._leaving[index] = None
 
     def _grow(self, num_bytes: int) -> None:
         if num_bytes and (not self._slots or self._slots[0].nbytes < num_bytes):

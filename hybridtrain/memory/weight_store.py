@@ -24,7 +24,7 @@ from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.head import Head
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
+from hybridtrain.plan.tensor_class import Codec, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver
 
 
@@ -119,6 +119,9 @@ class WeightStore:
         if block not in self._packed:
             return [(parameter.data,) for parameter in parameters]
         slot = self._load(Visit(block, reads))
+        if slot.leaving is not None:  # it is about to change
+            self._copies.wait(slot.leaving)
+            slot.leaving = None
         self._prefetch()
         return list(grouped(self._stored_layout.views(slot.flat)))
 
@@ -216,9 +219,6 @@ class WeightStore:
         if slot.arriving is not None:
             self._copies.wait(slot.arriving)
             slot.arriving = None
-        if not visit.reads and slot.leaving is not None:
-            self._copies.wait(slot.leaving)
-            slot.leaving = None
         return slot
 
     def _advance(self, visit: Visit) -> None:

@@ -21,6 +21,8 @@ from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import GB, GIB, to_gib
 from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridvalidation.cuda_record import read_evidence
+from hybridvalidation.cuda_table import write_evidence
 from hybridvalidation.dry_run_report import plan_run, read_model, with_accumulation
 from hybridvalidation.environment import read_environment
 from hybridvalidation.evidence import Outcome
@@ -173,6 +175,7 @@ def report_command(options: argparse.Namespace) -> int:
         written += write_report(run, files.targets(), options.results)
     if not options.names:
         written += write_executed(read_executed(options.results / "records"), options.results)
+        written += write_evidence(read_evidence(options.results / "records"), options.results)
     if options.json:
         _print_json({"files": [path.as_posix() for path in written]})
     else:

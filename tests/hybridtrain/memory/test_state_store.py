@@ -208,9 +208,7 @@ def test_a_master_below_the_device_has_the_value_it_would_have_on_it(master: Mas
 @pytest.mark.parametrize("codec", [Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS])
 @pytest.mark.parametrize("num_elements", [ODD_ELEMENTS, SMALLEST_INT8_TENSOR, 7, 1])
 @pytest.mark.parametrize("height", [256, 1024, 1 << 20])
-def test_a_slot_is_large_enough_for_any_range_and_not_much_larger(
-    codec: Codec, num_elements: int, height: int
-) -> None:
+def test_a_slot_is_large_enough_for_any_range_and_not_much_larger(codec: Codec, num_elements: int, height: int) -> None:
     unit = make_unit((num_elements,), dtype=torch.bfloat16)
     store = make_store(unit, codec, Split16Master(), placement=Placement.HOST)
     (state,) = store.acquire(unit)
