@@ -11,7 +11,6 @@ from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
-from hybridtrain.memory.transfer import Transfer
 from hybridtrain.trainer import Trainer
 
 _SCHEMA = 2
@@ -23,8 +22,9 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
 
     Tensors in host memory are written from where they are; those on disk pass through host memory all at once.
     """
+    trainer.transfer.finish()
     named = _named_tensors(trainer, with_moments=trainer.steps_done > 0)
-    tensors = {name: _read(stored, trainer.transfer) for name, stored in named}
+    tensors = {name: _read(stored) for name, stored in named}
     if trainer.previous_norm is not None:
         tensors[_NORM] = trainer.previous_norm
     content = {
@@ -60,12 +60,14 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         sources = {name: tensors[name] for name, _ in _named_tensors(trainer, with_moments=steps_done > 0)}
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(str(path), [f"a saved state without {error}; use an older one or start anew"]) from error
+    trainer.transfer.finish()
     for name, target in _named_tensors(trainer, with_moments=steps_done > 0):
         _write(target, sources[name])
     trainer.weights.reload()
     trainer.steps_done = steps_done
     trainer.states.born_after = int(content["born_after"])
-    trainer.previous_norm = tensors.get(_NORM)
+    norm = tensors.get(_NORM)
+    trainer.previous_norm = None if norm is None else norm.to(trainer.transfer.device)
     for state in (state for _, states in trainer.states.items() for state in states):
         state.is_fresh = not steps_done
         if not steps_done:
@@ -85,14 +87,12 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 
-def _read(stored: Stored, transfer: Transfer) -> Tensor:
+def _read(stored: Stored) -> Tensor:
     """Return a tensor's content: itself on the device, a view of host memory, or a copy of what is on disk."""
     if isinstance(stored, Tensor):
         return stored
     content = stored.buffer.content
     assert content is not None, "a dry run has nothing to save"
-    if stored.buffer.last_store is not None:
-        transfer.synchronize(stored.buffer.last_store.event)
     if isinstance(content, HostBytes):
         return stored.on_host().view(stored.shape)
     tensor = torch.empty(stored.shape, dtype=stored.dtype)

@@ -44,8 +44,8 @@ class HostUpdate:
                 with _disable_current_modes():
                     torch.default_generator.manual_seed(random_key(settings.seed, number))
                     factor = None if settings.factor is None else settings.factor.cpu()
-                    for state, grad, weight, step in zip(states, taken, parts, steps, strict=True):
-                        self._update(state, grad, weight, step, factor)
+                    for index in sorted(range(len(states)), key=lambda i: states[i].parameter.dim() < 2):
+                        self._update(states[index], taken[index], parts[index], steps[index], factor)
             for state in states:
                 state.is_fresh = False
             self._weights.refresh(unit.name, done)

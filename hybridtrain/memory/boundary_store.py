@@ -77,6 +77,8 @@ class BoundaryStore:
         """Forget everything."""
         self._kept.clear()
         self._away.clear()
+        for ticket, _ in self._arriving.values():
+            self._copies.wait(ticket)
         self._arriving.clear()
         self._finish_leaving()
 

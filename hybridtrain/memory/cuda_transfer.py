@@ -179,6 +179,13 @@ class CudaTransfer(DirectTransfer):
         elif isinstance(event, torch.cuda.Event):
             event.synchronize()
 
+    def finish(self) -> None:
+        """Block until every copy is over and every file is written."""
+        torch.cuda.synchronize(self.device)
+        for write in self._writes:
+            write.exception()
+        self._raise_failed_writes()
+
     def close(self) -> None:
         """Finish every copy and write, then remove the files; they go even if the device failed."""
         try:

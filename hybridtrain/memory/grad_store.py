@@ -67,15 +67,14 @@ class GradStore:
         if held is None:
             self._grads[unit] = [self._label(grad.to(self._sum_dtype), unit) for grad in grads]
             return
-        for total, grad in zip(held, grads, strict=True):
-            total.add_(grad)
+        for index, (total, grad) in enumerate(zip(held, grads, strict=True)):
+            held[index] = self._label(total.to(self._sum_dtype), unit).add_(grad)
 
     def finish_visit(self, unit: str, *, is_last: bool) -> None:
         """Say that a visit of ``unit`` has ended; after the last one of the step its gradients are complete."""
         grads = self._grads[unit]
-        if is_last or self._offloads:
-            for index, grad in enumerate(grads):
-                grads[index] = self._label(grad.to(self._kept_dtype), unit)
+        for index, grad in enumerate(grads):
+            grads[index] = self._label(grad.to(self._kept_dtype), unit)
         if is_last and self._wants_norm:
             self._norms[unit] = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
         if self._offloads and grads:
@@ -111,6 +110,9 @@ class GradStore:
         self._grads.clear()
         self._norms.clear()
         self._away.clear()
+        for tickets in self._arriving.values():
+            for ticket in tickets:
+                self._copies.wait(ticket)
         self._arriving.clear()
         self._finish_leaving()
 

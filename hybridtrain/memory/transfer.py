@@ -54,6 +54,10 @@ class Transfer(Protocol):
         """Let the processor wait for an event."""
         ...
 
+    def finish(self) -> None:
+        """Block until every copy is over and every file is written."""
+        ...
+
     def close(self) -> None:
         """Finish pending work and remove files."""
         ...
@@ -165,6 +169,9 @@ class DirectTransfer:
     def synchronize(self, event: object) -> None:
         """Do nothing."""
 
+    def finish(self) -> None:
+        """Do nothing: copies are over when they return."""
+
     def close(self) -> None:
         """Remove the files of the disk tier."""
         if self._arena is not None:
@@ -222,6 +229,9 @@ class VirtualTransfer:
         """Do nothing."""
 
     def synchronize(self, event: object) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -222,19 +222,23 @@ class WeightStore:
         return slot
 
     def _advance(self, visit: Visit) -> None:
-        if self._position < 0 or self._visits[self._position] != visit:
+        if self._position < 0 or self._visits[self._position].block != visit.block:
             following = self._position + 1
-            is_planned = following < len(self._visits) and self._visits[following] == visit
+            is_planned = following < len(self._visits) and self._visits[following].block == visit.block
             self._position = following if is_planned else -1
 
     def _prefetch(self) -> None:
         if self._position < 0:
             return
         current = self._visits[self._position].block
+        claimed = [self._stored_slot(current)] if current in self._ranks else []
+        # Their content is needed sooner than what could replace it.
         ahead = (visit for visit in self._visits[self._position + 1 :] if visit.block in self._ranks)
         for visit in islice(ahead, self._prefetch_distance):
-            if self._stored_slot(visit.block).block not in {visit.block, current}:
+            slot = self._stored_slot(visit.block)
+            if slot.block != visit.block and not any(slot is other for other in claimed):
                 self._fetch(visit)
+            claimed.append(slot)
 
     def _stored_slot(self, block: int) -> WeightSlot:
         return self._stored_slots[self._ranks[block] % len(self._stored_slots)]
