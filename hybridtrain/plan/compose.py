@@ -56,7 +56,7 @@ def plan_faults(plan: PhasePlan) -> list[str]:
         faults.append("update_on: factored_optimizer updates on the device; use update_on = 'device' with it.")
     if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
         faults.append(
-            "weight.placement: an update on the host works in host memory; stream weights with tier = 'host'."
+            "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
         )
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         faults.append("master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent.")

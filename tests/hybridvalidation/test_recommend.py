@@ -1,4 +1,4 @@
-"""The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing when nothing fits."""
+"""The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,120 @@
+"""Training with rounded storage ends where plain fp32 training does: real text, three seeds, paired by seed."""
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean, stdev
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtrain.data.batches import BatchSampler
+from hybridtrain.data.corpus import Corpus, embedded_corpus
+from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.memory import master_codec
+from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optimizations import Bf16Optimizer, FactoredOptimizer, Int8Optimizer, Int8Weights, MixedPrecision
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import MIB
+
+MODEL = ModelConfig(
+    family="gpt2", vocab_size=257, max_seq_len=32, num_blocks=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=128
+)
+NUM_STEPS, LAST_STEPS, BATCH_SIZE, SEQ_LEN = 300, 50, 4, 32
+SEEDS = (0, 1, 2)
+LR = 1e-3
+"""At 3e-3 training is so unsteady that any change of the last bits moves the end by up to 0.1."""
+NO_MASTER = MixedPrecision(master="absent")
+ROUNDED: dict[str, list[Optimization]] = {
+    "int8-weights-of-a-master": [Int8Weights()],
+    "int8-weights-trained": [NO_MASTER, Int8Weights()],
+    "bf16-weights-and-moments": [NO_MASTER, Bf16Optimizer()],
+    "bf16-weights-int8-moments": [NO_MASTER, Int8Optimizer()],
+}
+BAND = 0.015
+"""Nats, for each seed. Measured: at most 0.004 over these stacks and seeds (at half the learning rate 0.005), the sum
+of rounding and of two runs drifting apart after it; four times that, because another processor sums in another order,
+one more such draw. The baselines of the three seeds have a standard deviation of 0.16: unpaired, nothing would show."""
+FACTORED_BAND = 0.04
+"""Adafactor is another rule, not a rounding of AdamW: no momentum, another second moment. Measured -0.010 to +0.007 at
+this learning rate (-0.015 with bfloat16 weights; -0.050 at half of it, where it learns faster); four times the first.
+"""
+LEAST_DROP = 2.0
+"""Nats that the baseline must learn from its first loss, ln(257) = 5.55, so that following it means something."""
+
+
+@cache
+def corpus() -> Corpus:
+    return embedded_corpus(MIB)
+
+
+def final_loss(stack: Sequence[Optimization], seed: int) -> float:
+    """Train and return the mean training loss of the last steps."""
+    config = TrainerConfig(
+        optimizer=AdamWConfig(lr=LR), schedule=LrSchedule(warmup_steps=30, total_steps=NUM_STEPS), seed=seed
+    )
+    trainer = Trainer(MODEL, compose(stack), config, DirectTransfer(torch.device("cpu")))
+    sampler = BatchSampler(corpus().train, micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=seed)
+    losses = [trainer.step([sampler.batch(step, 0)]).loss for step in range(NUM_STEPS)]
+    return fmean(losses[-LAST_STEPS:])
+
+
+@cache
+def baseline(seed: int) -> float:
+    return final_loss([], seed)
+
+
+def differences(stack: Sequence[Optimization], seeds: Sequence[int] = SEEDS) -> list[float]:
+    """Return how far each seed ends above the baseline of the same seed."""
+    return [final_loss(stack, seed) - baseline(seed) for seed in seeds]
+
+
+def follows(found: Sequence[float], band: float) -> bool:
+    return all(abs(difference) <= band for difference in found)
+
+
+def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
+    finals = [baseline(seed) for seed in SEEDS]
+    first = torch.tensor(float(MODEL.vocab_size)).log().item()
+    assert max(finals) < first - LEAST_DROP
+    assert stdev(finals) > 2 * FACTORED_BAND  # pairing by seed is what makes these bands possible
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_storage_ends_where_fp32_does(name: str) -> None:
+    found = differences(ROUNDED[name])
+    assert follows(found, BAND), found
+    assert any(found)  # it was rounded at all
+
+
+def test_adafactor_ends_near_adamw() -> None:
+    found = differences([FactoredOptimizer()])
+    assert follows(found, FACTORED_BAND), found
+
+
+def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the chance out of stored weights, int8 codes and bfloat16 values alike."""
+    quantize = master_codec.int8_quantize
+
+    def nearest_code(value_P: Tensor, codes_P: Tensor, scales_G: Tensor, **settings: bool) -> None:
+        quantize(value_P, codes_P, scales_G, stochastic=False, static=settings.get("static", False))
+
+    def nearest_value(value_P: Tensor, target_P: Tensor) -> None:
+        target_P.copy_(value_P)
+
+    monkeypatch.setattr(master_codec, "int8_quantize", nearest_code)
+    monkeypatch.setattr(master_codec, "round_stochastically", nearest_value)
+
+
+@pytest.mark.parametrize("name", ["int8-weights-trained", "bf16-weights-and-moments"])
+def test_weights_rounded_to_nearest_leave_the_band(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Updates below half a step of the grid are lost each time. Measured +0.030 to +0.063 over stacks and seeds; the
+    # seed that is trained here +0.047 and +0.040.
+    round_to_nearest(monkeypatch)
+    found = differences(ROUNDED[name], seeds=SEEDS[:1])
+    assert not follows(found, BAND), found
+    assert found[0] > 0
