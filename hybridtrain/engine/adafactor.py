@@ -35,7 +35,7 @@ def update_factored(
     if len(moments) == 2:
         _track_means(rows, *moments, decay=decay)
     else:
-        moments[0].view(-1).mul_(decay).add_(rows[0].float().square_().add_(_SMALLEST_SQUARE), alpha=1 - decay)
+        moments[0].view(-1).mul_(decay).add_(rows[0].to(torch.float32, copy=True).square_().add_(_SMALLEST_SQUARE), alpha=1 - decay)
     total = torch.zeros((), dtype=torch.float32, device=grad.device)
     for part in _parts(rows):
         total += _direction(rows, moments, part).square_().sum()
@@ -62,7 +62,7 @@ def _track_means(rows_RC: Tensor, row_R: Tensor, column_C: Tensor, *, decay: flo
     columns_C = torch.zeros_like(column_C)
     row_R.mul_(decay)
     for part in _parts(rows_RC):
-        square_SC = rows_RC[part].float().square_().add_(_SMALLEST_SQUARE)
+        square_SC = rows_RC[part].to(torch.float32, copy=True).square_().add_(_SMALLEST_SQUARE)
         row_R[part].add_(square_SC.mean(1), alpha=1 - decay)
         columns_C += square_SC.sum(0)
     column_C.mul_(decay).add_(columns_C, alpha=(1 - decay) / len(rows_RC))
@@ -70,7 +70,7 @@ def _track_means(rows_RC: Tensor, row_R: Tensor, column_C: Tensor, *, decay: flo
 
 def _direction(rows_RC: Tensor, moments: Sequence[Tensor], part: slice) -> Tensor:
     """Return gradient over root second moment, (S, C) float32, before clipping."""
-    grad_SC = rows_RC[part].float()
+    grad_SC = rows_RC[part].to(torch.float32, copy=True)
     if len(moments) == 1:
         return grad_SC.div_(moments[0].view(1, -1).sqrt())
     row_R, column_C = moments
