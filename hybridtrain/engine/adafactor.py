@@ -35,7 +35,8 @@ def update_factored(
     if len(moments) == 2:
         _track_means(rows, *moments, decay=decay)
     else:
-        moments[0].view(-1).mul_(decay).add_(rows[0].to(torch.float32, copy=True).square_().add_(_SMALLEST_SQUARE), alpha=1 - decay)
+        square_C = rows[0].to(torch.float32, copy=True).square_().add_(_SMALLEST_SQUARE)
+        moments[0].view(-1).mul_(decay).add_(square_C, alpha=1 - decay)
     total = torch.zeros((), dtype=torch.float32, device=grad.device)
     for part in _parts(rows):
         total += _direction(rows, moments, part).square_().sum()
