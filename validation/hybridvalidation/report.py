@@ -23,10 +23,10 @@ def _how(run: ScenarioRun) -> str:
     """Return how each kind of figure was got."""
     efficiency = efficiency_of(run.scenario.card.resolve())
     return (
-        "Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors, the "
-        f"process comes on top. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the card's matmul rate and "
-        f"{100 * efficiency.memory:.0f} % of its bandwidths. Accuracy: executed, by training a small proxy on the CPU; "
-        "95 % intervals over paired seeds; top-1 above 100 and perplexity below 100 are better than vanilla."
+        "Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors, without the "
+        f"process itself. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the card's matmul rate "
+        f"and {100 * efficiency.memory:.0f} % of its bandwidths. Accuracy: executed, by training a small proxy on the "
+        "CPU; 95 % intervals over paired seeds; top-1 above 100 and perplexity below 100 are better than vanilla."
     )
 
 
