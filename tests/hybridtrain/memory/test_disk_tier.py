@@ -85,6 +85,8 @@ def started(folder: Path, then: str) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT + then, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A suite started in the background of a script ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline().strip() == str(process.pid)
