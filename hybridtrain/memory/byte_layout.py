@@ -48,5 +48,10 @@ def lay_out(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> ByteLayout:
     for shape, dtype in tensors:
         field = Field(offset, tuple(shape), dtype)
         fields.append(field)
-        offset += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
+        offset += padded(field.num_bytes)
     return ByteLayout(tuple(fields), offset)
+
+
+def padded(num_bytes: int) -> int:
+    """Return what a field of ``num_bytes`` takes in a layout."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

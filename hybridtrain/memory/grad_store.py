@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridtrain.memory.byte_layout import ALIGNMENT, lay_out
+from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
@@ -102,8 +102,7 @@ class GradStore:
         if unit not in self._away:
             return 0
         tensor = self._away[unit][index]
-        size = min(tensor.numel(), num_elements) * tensor.dtype.itemsize
-        return -(-size // ALIGNMENT) * ALIGNMENT
+        return padded(min(tensor.numel(), num_elements) * tensor.dtype.itemsize)
 
     def drop(self) -> None:
         """Forget everything, as after a step that must not be applied."""

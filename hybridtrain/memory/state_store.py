@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.memory.byte_layout import ALIGNMENT, lay_out
+from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
@@ -118,9 +118,9 @@ class StateStore:
         total = 0
         if self._moment_placement is not Placement.DEVICE:
             sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.specs)
-            total += sum(_padded(ceil(size * share)) for size in sizes)
+            total += sum(padded(ceil(size * share)) for size in sizes)
         if isinstance(state.companion, TierTensor):
-            total += _padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
+            total += padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
         return total
 
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
@@ -172,7 +172,3 @@ class StateStore:
                 TierTensor(buffer, field.offset, field.shape, field.dtype)
                 for _, field in zip(state.specs, fields, strict=False)
             )
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
