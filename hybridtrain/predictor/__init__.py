@@ -1,0 +1,1 @@
+"""Forecasters of the training loss and the monitor of divergence: they see scalars, never weights."""

@@ -1,0 +1,30 @@
+"""All loss forecasters by name."""
+
+from collections.abc import Callable
+
+from hybridtrain.errors import unknown_name
+from hybridtrain.predictor.ema import EmaForecaster
+from hybridtrain.predictor.forecast import LossForecaster
+
+FORECASTERS: dict[str, Callable[[int, float], LossForecaster]] = {
+    EmaForecaster.kind: lambda _seed, _budget_mib: EmaForecaster(),
+}
+"""From seed and memory budget (MiB) to a new forecaster."""
+
+DEFAULT_FORECASTER = EmaForecaster.kind
+
+
+def make_forecaster(kind: str, *, seed: int, budget_mib: float) -> LossForecaster:
+    """Return a new forecaster.
+
+    Args:
+        kind: A key of ``FORECASTERS``.
+        seed: Of its own random numbers; the global random streams are never touched.
+        budget_mib: Most memory it may hold.
+
+    Raises:
+        ValueError: the name is unknown, or the forecaster does not fit the budget.
+    """
+    if kind not in FORECASTERS:
+        raise ValueError(unknown_name("forecaster", kind, FORECASTERS))
+    return FORECASTERS[kind](seed, budget_mib)
