@@ -34,6 +34,10 @@ class DivergenceError(HybridTrainError):
     """The loss or the gradient norm is no longer a number."""
 
 
+class SpikeError(DivergenceError):
+    """Loss or gradient norm is beyond what a guarded step may have; it was not applied."""
+
+
 class OutOfMemoryError(HybridTrainError):
     """The card is too small for what was asked; an outcome of a run, not a crash."""
 

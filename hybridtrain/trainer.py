@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,13 @@ from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.slow_momentum import SlowStep
+from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.engine.step_visit import DeviceBatch
+from hybridtrain.engine.sweep import Sweep
 from hybridtrain.engine.update import Update
-from hybridtrain.errors import DivergenceError
+from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import StoredWeight, master_codecs
 from hybridtrain.memory.state_shelter import StateShelter
@@ -29,26 +31,12 @@ from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver, NullObserver, Stage
 from hybridtrain.trainer_config import TrainerConfig
 
-_DROPOUT_STREAM, _UPDATE_STREAM = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    step: int
-    """Counted from 1."""
-    loss: float
-    """Nats per token, mean over the step's micro-batches; NaN in a dry run."""
-    lr: float
-    grad_norm: float | None
-    """Global L2 norm before clipping; None when clipping is off."""
-    num_tokens: int
+_DROPOUT_STREAM, _UPDATE_STREAM, _PREDICT_STREAM = 0, 1, 2
 
 
 class Trainer:
@@ -70,6 +58,7 @@ class Trainer:
         transfer: Transfer,
         observer: MemoryObserver | None = None,
     ) -> None:
+        check_history(plan.for_phase(Phase.FULL), config.optimizer.slow is not None, "optimizer.slow")
         self.config = config
         self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
@@ -77,6 +66,8 @@ class Trainer:
         self.steps_done = 0
         self.transfer = transfer
         self._observer = observer or NullObserver()
+        self._slow: SlowStep | None = None
+        self._limits: StepLimits | None = None
         self.previous_norm: Tensor | None = None
         """Of the last step's gradients, where updates are clipped by it."""
         copies = CopyEngine(transfer, self._observer)
@@ -105,6 +96,9 @@ class Trainer:
             units, self.weights, self.states, config.optimizer, copies, self._observer,
             on_host=self.plan.update_on is UpdateDevice.HOST,
         )  # fmt: skip
+        self.sweep = Sweep(
+            units, self.weights, self.states, copies, self._observer, on_host=self.plan.update_on is UpdateDevice.HOST
+        )
 
     @torch.no_grad()
     def _initialize(self, units: Sequence[Unit]) -> None:
@@ -152,27 +146,65 @@ class Trainer:
                 self._shelter.put_away(wanted.optim_state, wanted.master, step=self.steps_done)
         self.phase = phase
 
-    def step(self, batches: Sequence[TokenBatch]) -> StepResult:
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1."""
+        return self.config.optimizer.lr * self.config.schedule.factor(step)
+
+    def step(
+        self,
+        batches: Sequence[TokenBatch],
+        *,
+        slow: SlowStep | None = None,
+        limits: StepLimits | None = None,
+        lr_factor: float = 1.0,
+    ) -> StepResult:
         """Run one optimizer step over the micro-batches of one batch.
 
+        Args:
+            batches: One per accumulation step.
+            slow: What happens to the slow average; None: what ``optimizer.slow`` says.
+            limits: Loss and gradient norm beyond which the step is refused.
+            lr_factor: Of the scheduled learning rate.
+
         Raises:
+            SpikeError: a limit is exceeded; nothing was applied, as with ``DivergenceError``.
             DivergenceError: loss or gradient norm is not finite; weights and optimizer state are those before the step,
                 unless updates are fused into the backward pass and clipped by the previous norm.
         """
         assert len(batches) == self.plan.grad_accum_steps, "one batch per accumulation step"
         assert self.phase is not Phase.PREDICT, "a predicted step needs no gradients; enter another phase first"
         number = self.steps_done + 1
-        lr = self.config.optimizer.lr * self.config.schedule.factor(number)
-        with self._observer.region(Stage.LOAD, ""):
-            device_batches = [
-                DeviceBatch(self.transfer.upload(batch.token_ids_BT), self.transfer.upload(batch.target_ids_BT))
-                for batch in batches
-            ]
+        lr = self.lr_at(number) * lr_factor
+        device_batches = self._upload(batches)
+        self._slow, self._limits = self._slow_step(number) if slow is None else slow, limits
         run = self._fused_step if self.plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         self.steps_done = number
         num_tokens = sum(batch.token_ids_BT.size for batch in batches)
         return StepResult(number, loss, lr, grad_norm, num_tokens)
+
+    def loss(self, batches: Sequence[TokenBatch]) -> float:
+        """Return the mean loss of batches in nats per token, without dropout; weights and random streams stay."""
+        self.model.eval()
+        try:
+            losses = [self.executor.loss(batch) for batch in self._upload(batches)]
+        finally:
+            self.model.train()
+        return sum(self.transfer.read(loss) for loss in losses) / len(losses)
+
+    def _upload(self, batches: Sequence[TokenBatch]) -> list[DeviceBatch]:
+        with self._observer.region(Stage.LOAD, ""):
+            return [
+                DeviceBatch(self.transfer.upload(batch.token_ids_BT), self.transfer.upload(batch.target_ids_BT))
+                for batch in batches
+            ]
+
+    def _slow_step(self, number: int) -> SlowStep | None:
+        """Return what AdEMAMix does in a step; None without it."""
+        slow, total = self.config.optimizer.slow, self.config.schedule.total_steps
+        if slow is None:
+            return None
+        return SlowStep(slow.beta_at(number, total, self.config.optimizer.beta1), slow.alpha_at(number, total))
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Gather all gradients, then update."""
@@ -217,7 +249,11 @@ class Trainer:
         return norm
 
     def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
-        return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor)
+        return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._slow)
+
+    def predict_key(self, number: int) -> int:
+        """Return the key of stochastic rounding in a jump after step ``number``."""
+        return random_key(self.config.seed, number, _PREDICT_STREAM)
 
     def _dropout_key(self, number: int) -> int:
         return random_key(self.config.seed, number, _DROPOUT_STREAM)
@@ -234,16 +270,19 @@ class Trainer:
         grad_norm = None if norm is None else self.transfer.read(norm)
         if isinstance(self.transfer, VirtualTransfer):
             return loss, grad_norm
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if value is not None and not math.isfinite(value):
+        limits = self._limits or StepLimits(math.inf, math.inf)
+        for name, value, limit in (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm)):
+            if value is not None and not (math.isfinite(value) and value <= limit):
                 self.executor.drop()
                 applied = (
                     "Blocks were updated already; go on from the last saved state."
                     if is_applied
                     else "The step was not applied."
                 )
-                raise DivergenceError(
-                    f"step {step}: {name} is {value}; it must be a finite number. {applied} "
+                kind = SpikeError if math.isfinite(value) else DivergenceError
+                allowed = f"at most {limit:.4g}" if math.isfinite(value) else "a finite number"
+                raise kind(
+                    f"step {step}: {name} is {value}; it must be {allowed}. {applied} "
                     f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data."
                 )
         return loss, grad_norm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.engine.adamw import AdamWStep
-from hybridtrain.memory.master_codec import MasterCodec, StoredWeight
+from hybridtrain.memory.master_codec import MasterCodec, StoredWeight, weight_part
 
 _DECAY_POWER = -0.8
 _SMALLEST_SQUARE = 1e-30
@@ -51,14 +51,6 @@ def update_factored(
         codec.store(value_P, piece, companion_P)
 
 
-def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:
-    """Return a range of a stored weight's elements; of codes it must begin at a multiple of 256."""
-    if len(weight) == 1:
-        return (weight[0].view(-1)[part],)
-    codes, scales = weight
-    return codes[part], scales[part.start // GROUP_SIZE : -(-part.stop // GROUP_SIZE)]
-
-
 def _track_means(rows_RC: Tensor, row_R: Tensor, column_C: Tensor, *, decay: float) -> None:
     columns_C = torch.zeros_like(column_C)
     row_R.mul_(decay)
@@ -84,3 +76,15 @@ def _parts(rows_RC: Tensor) -> Iterator[slice]:
     multiple = GROUP_SIZE // gcd(GROUP_SIZE, rows_RC.shape[1])
     height = max(1, _SLICE_ELEMENTS // rows_RC.shape[1] // multiple) * multiple
     yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
+
+
+def factored_second_moment(moments: Sequence[Tensor], part: slice) -> Tensor:
+    """Return the (P,) float32 second moment of a range of a parameter's elements, from its row and column means."""
+    if len(moments) == 1:
+        return moments[0].view(-1)[part].clone()
+    row_R, column_C = moments
+    columns = column_C.numel()
+    rows = slice(part.start // columns, -(-part.stop // columns))
+    square_SC = (row_R[rows] / row_R.mean())[:, None] * column_C.view(-1)
+    first = part.start - rows.start * columns
+    return square_SC.view(-1)[first : first + part.stop - part.start]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_
+from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE, dequantize
+from hybridtrain.engine.slow_momentum import SlowMomentum, SlowStep, move, track
 from hybridtrain.memory.master_codec import round_stochastically
 
 
@@ -27,6 +29,8 @@ class AdamWConfig:
     clip: Literal["exact", "previous"] = "exact"
     """Only where updates are fused into the backward pass. exact: a second pass finds the norm first. previous: the
     norm of the step before is taken; the first step is exact."""
+    slow: SlowMomentum | None = None
+    """Move along a slow average of the gradients in every step: AdEMAMix (2409.03137). Needs predictor_state."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -51,6 +55,12 @@ class AdamWStep:
     weight_decay: float
     number: int
     """Counted from 1."""
+    slow: SlowStep | None = None
+
+    @property
+    def correction(self) -> float:
+        """The second moment's bias correction."""
+        return 1 - self.config.beta2**self.number
 
 
 def update_values(
@@ -66,8 +76,43 @@ def update_values(
     )  # fmt: skip
 
 
-def update_slice(value_P: Tensor, grad_P: Tensor, moments: Sequence[Tensor], step: AdamWStep) -> None:
+def update_slice(
+    value_P: Tensor, grad_P: Tensor, moments: Sequence[Tensor], history: Sequence[Tensor], step: AdamWStep
+) -> None:
     """Update one flat fp32 slice with moments of any storage; bfloat16 moments are rounded stochastically."""
+    _update_moments(value_P, grad_P, moments, step)
+    if step.slow is not None:
+        follow_slow(value_P, grad_P, moments, history, step)
+
+
+def follow_slow(
+    value_P: Tensor, grad_P: Tensor, moments: Sequence[Tensor], history: Sequence[Tensor], step: AdamWStep
+) -> None:
+    """Add the gradient to the slow average, and move an updated flat fp32 slice along it."""
+    assert step.slow is not None, "the caller asked"
+    slow_P = track(history, grad_P, step.slow)
+    if step.slow.predicted_steps:
+        moved_P = move_slice(slow_P, second_moment(moments, value_P.numel()), step, step.slow.predicted_steps)
+        if step.slow.norm is not None:
+            step.slow.norm.add(moved_P)
+        value_P.add_(moved_P)
+
+
+def move_slice(slow_P: Tensor, second_P: Tensor, step: AdamWStep, predicted_steps: float) -> Tensor:
+    """Return the (P,) float32 displacement of a slice by ``predicted_steps``."""
+    lr_steps = step.lr * predicted_steps
+    return move(slow_P, second_P, correction=step.correction, eps=step.config.eps, lr_steps=lr_steps)
+
+
+def second_moment(moments: Sequence[Tensor], num_elements: int) -> Tensor:
+    """Return the (P,) float32 second moment of a flat slice of any storage."""
+    if len(moments) == 4:
+        _, _, codes, scales = moments
+        return dequantize(codes.view(-1, QUANT_GROUP_SIZE), scales, signed=False).view(-1)[:num_elements]
+    return moments[1].float()
+
+
+def _update_moments(value_P: Tensor, grad_P: Tensor, moments: Sequence[Tensor], step: AdamWStep) -> None:
     if len(moments) == 4:
         config = step.config
         m_codes, m_scale, v_codes, v_scale = moments

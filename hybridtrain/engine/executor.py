@@ -107,6 +107,18 @@ class Executor:
             hidden_BTD = self.weights.acquire(block)(hidden_BTD)
         return self.weights.acquire_head().logits(hidden_BTD)
 
+    @torch.no_grad()
+    def loss(self, batch: DeviceBatch) -> Tensor:
+        """Return the mean cross entropy of a batch in nats per token, a scalar float32; nothing is kept."""
+        self.weights.plan_visits([Visit(block) for block in range(self.num_blocks)])
+        hidden_BTD = self.weights.acquire_embedding()(batch.token_ids_BT)
+        for block in range(self.num_blocks):
+            hidden_BTD = self.weights.acquire(block)(hidden_BTD)
+        loss: Tensor = self.weights.acquire_head()(
+            hidden_BTD, batch.target_ids_BT, chunk_tokens=self.plan.loss_chunk_tokens
+        )
+        return loss
+
     def drop(self) -> None:
         """Forget gradients and boundaries of an unfinished step."""
         self.grads.drop()

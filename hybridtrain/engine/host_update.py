@@ -48,6 +48,7 @@ class HostUpdate:
                         self._update(states[index], taken[index], parts[index], steps[index], factor)
             for state in states:
                 state.is_fresh = False
+                state.history_is_fresh &= settings.slow is None
             self._weights.refresh(unit.name, done)
 
     def _update(
@@ -58,13 +59,17 @@ class HostUpdate:
         if state.is_fresh:
             for spec, moment in zip(state.specs, moments, strict=True):
                 moment.fill_(spec.zero)
+        history = [] if step.slow is None else [_on_host(tensor) for tensor in state.history]
+        if history and state.history_is_fresh:
+            for spec, tensor in zip(state.history_specs, history, strict=True):
+                tensor.fill_(spec.zero)
         if factor is not None:
             grad_P.mul_(factor)
         codec = self._states.codecs.of(weight)
         companion_P = None if state.companion is None else _on_host(state.companion)
         flat = tuple(part.view(-1) for part in weight)
         value_P = codec.load(flat, companion_P)
-        update_slice(value_P, grad_P, moments, step)
+        update_slice(value_P, grad_P, moments, history, step)
         codec.store(value_P, flat, companion_P)
 
 
@@ -78,6 +83,6 @@ def _num_bytes(states: Sequence[ParameterState], grads: Sequence[Stored]) -> int
     total = 0
     for state, grad in zip(states, grads, strict=True):
         total += grad.numel() * grad.dtype.itemsize + state.parameter.numel() * state.parameter.dtype.itemsize
-        stored = [*state.moments, *([] if state.companion is None else [state.companion])]
+        stored = [*state.moments, *state.history, *([] if state.companion is None else [state.companion])]
         total += 2 * sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored)
     return total

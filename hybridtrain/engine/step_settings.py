@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridtrain.engine.slow_momentum import SlowStep
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
@@ -16,3 +18,5 @@ class StepSettings:
     """Keys stochastic rounding."""
     factor: Tensor | None
     """Of the gradients, a scalar of the device; None: 1."""
+    slow: SlowStep | None = None
+    """None: no slow average is kept."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
-from hybridtrain.engine.adafactor import update_factored, weight_part
-from hybridtrain.engine.adamw import AdamWConfig, AdamWStep, update_slice, update_values
+from hybridtrain.engine.adamw import AdamWConfig, AdamWStep, follow_slow, update_slice, update_values
+from hybridtrain.engine.factored_update import FactoredUpdate
 from hybridtrain.engine.host_update import HostUpdate
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
-from hybridtrain.memory.master_codec import StoredWeight
-from hybridtrain.memory.state_store import ParameterState, StateStore
+from hybridtrain.memory.history_codec import part_of
+from hybridtrain.memory.master_codec import StoredWeight, weight_part
+from hybridtrain.memory.state_store import ParameterState, StateStore, history_pieces
 from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTensor
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
@@ -69,6 +69,7 @@ class Update:
         self.units = tuple(units)
         self.config = config
         self._host = HostUpdate(weights, states, copies, observer) if on_host else None
+        self._factored = FactoredUpdate(states.codecs, copies, observer) if states.codec is Codec.FACTORED else None
         self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
         self._weights = weights
         self._states = states
@@ -102,9 +103,14 @@ class Update:
                 for unit in chosen:
                     steps = [self._step(state, settings) for state in self._states.of(unit.name)]
                     self._host.apply(unit, steps, grads, settings, self._numbers[unit.name])
-            elif self._states.codec is Codec.FACTORED:
+            elif self._factored is not None:
                 for unit in chosen:
-                    self._update_factored(unit, grads, settings)
+                    with self._observer.region(Stage.UPDATE, unit.name):
+                        states = self._states.acquire(unit)
+                        weights = self._acquire(unit, settings)
+                        steps = [self._step(state, settings) for state in states]
+                        self._factored.apply(states, weights, grads.take(unit.name), steps, settings.factor)
+                    self._finish(unit)
             else:
                 self._update(chosen, grads, settings)
 
@@ -152,6 +158,7 @@ class Update:
                             queue.append(_Work(unit, (entry,), part))
                             yield _streamed_pieces(entry, part)
                         entry.state.is_fresh = False
+                        entry.state.history_is_fresh &= settings.slow is None
                 del group, whole
 
     def _entries(
@@ -169,13 +176,15 @@ class Update:
     def _step(self, state: ParameterState, settings: StepSettings) -> AdamWStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""
         weight_decay = self.config.weight_decay if state.parameter.dim() >= 2 else 0.0
-        return AdamWStep(self.config, settings.lr, weight_decay, settings.number - self._states.born_after)
+        number = settings.number - self._states.born_after
+        return AdamWStep(self.config, settings.lr, weight_decay, number, settings.slow)
 
     def _is_whole(self, entry: _Entry) -> bool:
         """Return whether everything is fp32 and on the device, so that the fused kernel can work on it directly."""
         stored = [entry.grad, *entry.state.moments, *([] if entry.state.companion is None else [entry.state.companion])]
         return (
-            self._states.codecs.values.in_place
+            all(isinstance(tensor, Tensor) for tensor in entry.state.history)
+            and self._states.codecs.values.in_place
             and not entry.state.is_int8
             and all(isinstance(tensor, Tensor) and tensor.dtype == torch.float32 for tensor in stored)
             and (entry.state.companion is not None or entry.state.parameter.dtype == torch.float32)
@@ -213,7 +222,8 @@ class Update:
         if settings.factor is not None:
             grad_P.mul_(settings.factor)
         value_P = codec.load(weight, companion_P)
-        update_slice(value_P, grad_P, rest, entry.step)
+        num_moments = len(entry.state.specs)
+        update_slice(value_P, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
         codec.store(value_P, weight, companion_P)
 
     def _apply_whole(self, entries: Sequence[_Entry], weights: Sequence[StoredWeight], settings: StepSettings) -> None:
@@ -226,36 +236,11 @@ class Update:
             torch._foreach_mul_(grads, settings.factor)
         moments = [(_tensor(entry.state.moments[0]), _tensor(entry.state.moments[1])) for entry in entries]
         update_values(values, grads, moments, entries[0].step)
+        if settings.slow is not None:
+            for entry, value, grad in zip(entries, values, grads, strict=True):
+                _follow_slow_whole(entry, value, grad)
         for entry, value, companion in zip(entries, values, companions, strict=True):
             codec.store(value, weights[entry.index], companion)
-
-    def _update_factored(self, unit: Unit, grads: GradStore, settings: StepSettings) -> None:
-        """Update a unit with factored moments: they need a parameter's whole gradient at once."""
-        with self._observer.region(Stage.UPDATE, unit.name):
-            states = self._states.acquire(unit)
-            weights = self._acquire(unit, settings)
-            taken = grads.take(unit.name)
-            for index, state in enumerate(states):
-                grad = self._bring(taken[index])
-                taken[index] = grad
-                if settings.factor is not None:
-                    grad.mul_(settings.factor)
-                companion = None if state.companion is None else self._bring(state.companion)
-                step = self._step(state, settings)
-                codec = self._states.codecs.of(weights[index])
-                moments = [_tensor(moment) for moment in state.moments]
-                update_factored(weights[index], companion, grad.view(state.parameter.shape), moments, codec, step)
-                if isinstance(state.companion, TierTensor) and companion is not None:
-                    self._copies.wait(self._copies.store(companion, state.companion.buffer, state.companion.offset))
-        self._finish(unit)
-
-    def _bring(self, stored: Stored) -> Tensor:
-        """Return a whole tensor on the device."""
-        if isinstance(stored, Tensor):
-            return stored
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.transfer.device)
-        self._copies.wait(self._copies.fetch(tensor, stored.buffer, stored.offset, after=[self._copies.mark()]))
-        return tensor
 
 
 def _streamed_pieces(entry: _Entry, part: slice) -> list[Piece]:
@@ -264,24 +249,26 @@ def _streamed_pieces(entry: _Entry, part: slice) -> list[Piece]:
     pieces = [Piece(entry.grad, part, writes=False)]
     for spec, moment in zip(state.specs, state.moments, strict=True):
         fill = spec.zero if state.is_fresh else None
-        pieces.append(Piece(moment, _moment_part(state, spec.dtype, part), fill=fill))
+        pieces.append(Piece(moment, part_of(spec.dtype, part, is_grouped=state.is_int8), fill=fill))
+    if entry.step.slow is not None:
+        pieces += history_pieces(state, part)
     if state.companion is not None:
         pieces.append(Piece(state.companion, part))
     return pieces
 
 
-def _moment_part(state: ParameterState, dtype: torch.dtype, part: slice) -> slice:
-    """Return the range of a moment's elements that belongs to a range of the parameter's."""
-    if not state.is_int8:
-        return part
-    groups = slice(part.start // QUANT_GROUP_SIZE, -(-part.stop // QUANT_GROUP_SIZE))
-    if dtype == torch.uint8:
-        return slice(groups.start * QUANT_GROUP_SIZE, groups.stop * QUANT_GROUP_SIZE)
-    return groups
+def _follow_slow_whole(entry: _Entry, value: Tensor, grad: Tensor) -> None:
+    """Treat the slow average of a tensor that was updated whole, in slices."""
+    flat_value, flat_grad = value.view(-1), grad.view(-1)
+    for start in range(0, value.numel(), SLICE_ELEMENTS):
+        part = slice(start, min(start + SLICE_ELEMENTS, value.numel()))
+        history = [_tensor(piece.stored).view(-1)[piece.part] for piece in history_pieces(entry.state, part)]
+        moments = [_tensor(moment).view(-1)[part] for moment in entry.state.moments]
+        follow_slow(flat_value[part], flat_grad[part], moments, history, entry.step)
 
 
 def _is_streamed(entry: _Entry) -> bool:
-    stored = [entry.grad, *entry.state.moments, entry.state.companion]
+    stored = [entry.grad, *entry.state.moments, *entry.state.history, entry.state.companion]
     return any(isinstance(tensor, TierTensor) for tensor in stored)
 
 

@@ -20,9 +20,14 @@ class Field:
     dtype: torch.dtype
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the shape."""
+        return prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes without padding."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the tensor inside ``flat``, a one-dimensional uint8 tensor."""

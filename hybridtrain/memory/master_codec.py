@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002  a codec ignores what of the protocol it has no use for
 """How the exact value of a weight is kept beside the weight the forward pass reads. P elements of one flat slice."""
 
 from dataclasses import dataclass
@@ -6,13 +7,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridkernels.int8_quantize import int8_dequantize, int8_quantize
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize
 from hybridtrain.plan.tensor_class import Codec
 
 _STATIC_ROOM = 2.0
 
 StoredWeight = tuple[Tensor, ...]
 """What is stored of a weight: its values, or int8 codes and one float32 scale per 256 of them."""
+
+
+def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:
+    """Return a range of a stored weight's elements; of codes it must begin at a multiple of 256."""
+    if len(weight) == 1:
+        return (weight[0].view(-1)[part],)
+    codes, scales = weight
+    return codes[part], scales[part.start // GROUP_SIZE : -(-part.stop // GROUP_SIZE)]
 
 
 class MasterCodec(Protocol):
@@ -31,8 +40,10 @@ class MasterCodec(Protocol):
         """Return the fp32 value, (P,)."""
         ...
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
-        """Write an updated fp32 value back."""
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
+        """Write an updated fp32 value back; ``nearest``: where it would be rounded stochastically, round to nearest."""
         ...
 
 
@@ -47,11 +58,13 @@ class ExactWeight:
         weight[0].copy_(initial)
         return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Return the weight."""
         return weight[0]
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Do nothing: the weight was updated in place."""
 
 
@@ -66,12 +79,14 @@ class Float32Master:
         weight[0].copy_(initial)
         return initial
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Return the copy."""
         assert companion_P is not None, "a float32 master is always kept"
         return companion_P
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Round the copy into the weight."""
         weight[0].copy_(value_P)
 
@@ -97,7 +112,9 @@ class Split16Master:
         bits_P = weight[0].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         return bits_P.add_(companion_P).view(torch.float32)
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Split the value."""
         assert companion_P is not None, "a split master is always kept"
         bits_P = value_P.view(torch.int32)
@@ -120,13 +137,18 @@ class StochasticWeight:
         weight[0].copy_(initial)
         return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Widen the weight."""
         return weight[0].float()
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Round up or down."""
-        round_stochastically(value_P, weight[0])
+        if nearest:
+            weight[0].copy_(value_P)
+        else:
+            round_stochastically(value_P, weight[0])
 
 
 def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
@@ -154,16 +176,18 @@ class Int8Weight:
             int8_quantize(initial.view(-1), codes, scales, stochastic=False, static=True)
         return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Widen the codes; exact."""
         codes, scales = weight
         value_P = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         int8_dequantize(codes, scales, value_P)
         return value_P
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Round onto the grid, which a new scale per group spans unless scales are static."""
-        int8_quantize(value_P, *weight, stochastic=True, static=self._static)
+        int8_quantize(value_P, *weight, stochastic=not nearest, static=self._static)
 
 
 class Int8OfMaster:
@@ -180,12 +204,14 @@ class Int8OfMaster:
         Int8Weight(static_scales=self._static).create(initial, weight)
         return initial
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Return the copy."""
         assert companion_P is not None, "a float32 master is always kept"
         return companion_P
 
-    def store(self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None) -> None:  # noqa: ARG002
+    def store(
+        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
+    ) -> None:
         """Round the copy into the codes."""
         int8_quantize(value_P, *weight, stochastic=False, static=self._static)
 

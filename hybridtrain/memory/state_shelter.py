@@ -31,7 +31,6 @@ class StateShelter:
         self._copies = copies
         self._observer = observer
         self._away: list[tuple[ParameterState, str]] = []
-        self._codes: dict[tuple[int, int], tuple[ParameterState, str, Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def put_away(self, moments: Cell, master: Cell, *, step: int) -> None:
@@ -47,6 +46,7 @@ class StateShelter:
                 state.companion = self._send(state.companion, TensorClass.MASTER, unit)
             if moments.placement is Placement.HOST:
                 state.moments = tuple(self._send(moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
+                state.history = tuple(self._send(tensor, TensorClass.OPTIM_STATE, unit) for tensor in state.history)
             elif moments.placement is Placement.DROPPED:
                 state.moments, state.is_fresh = (), True
             elif moments.codec is Codec.INT8_BLOCKS and not state.is_int8:
@@ -58,15 +58,14 @@ class StateShelter:
     @torch.no_grad()
     def restore(self) -> None:
         """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
-        for (_, index), (state, unit, codes, scales) in self._codes.items():
-            moments = list(state.moments)
-            moments[index] = self._widen(state, index, codes, scales, unit)
-            state.moments = tuple(moments)
-        self._codes.clear()
         for state, unit in self._away:
+            if state.scales:
+                state.moments = tuple(self._widen(state, index, unit) for index in range(len(state.moments)))
+                state.scales = ()
             if state.companion is not None:
                 state.companion = self._bring(state, state.companion, TensorClass.MASTER, unit)
             state.moments = tuple(self._bring(state, moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
+            state.history = tuple(self._bring(state, tensor, TensorClass.OPTIM_STATE, unit) for tensor in state.history)
         self._away.clear()
 
     def _resident(self) -> Iterator[tuple[str, ParameterState]]:
@@ -93,6 +92,7 @@ class StateShelter:
 
     def _compress(self, state: ParameterState, unit: str) -> None:
         moments: list[Stored] = []
+        scales: list[Tensor] = []
         for index, moment in enumerate(state.moments):
             assert isinstance(moment, Tensor), "only what is on the device is compressed"
             groups = -(-moment.numel() // QUANT_GROUP_SIZE)
@@ -104,12 +104,13 @@ class StateShelter:
                 wide_GS = torch.zeros((part.stop - part.start) * QUANT_GROUP_SIZE, device=moment.device)
                 wide_GS[: flat.stop - flat.start].copy_(moment.view(-1)[flat])
                 codes_GS[part], scales_G[part] = quantize(wide_GS.view(-1, QUANT_GROUP_SIZE), signed=index == 0)
-            self._codes[id(state), index] = (state, unit, codes_GS, scales_G)
             moments.append(codes_GS)
-        state.moments = tuple(moments)
+            scales.append(scales_G)
+        state.moments, state.scales = tuple(moments), tuple(scales)
 
-    def _widen(self, state: ParameterState, index: int, codes_GS: Tensor, scales_G: Tensor, unit: str) -> Tensor:
-        spec = state.specs[index]
+    def _widen(self, state: ParameterState, index: int, unit: str) -> Tensor:
+        spec, codes_GS, scales_G = state.specs[index], state.moments[index], state.scales[index]
+        assert isinstance(codes_GS, Tensor), "only what is on the device is compressed"
         moment = torch.empty(spec.shape, dtype=spec.dtype, device=codes_GS.device)
         self._observer.label(moment, TensorClass.OPTIM_STATE, unit)
         for part, flat in _slices(len(codes_GS), moment.numel()):

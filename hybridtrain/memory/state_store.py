@@ -1,19 +1,19 @@
 """Master weights and optimizer moments, one owner for both, on the device or below it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import torch
 from torch import Tensor, nn
 
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.history_codec import ZERO_CODE, MomentSpec, grouped_specs, part_of
 from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
@@ -21,18 +21,8 @@ from hybridtrain.profiler.observer import MemoryObserver
 
 SMALLEST_INT8_TENSOR = 4096
 """Elements below which moments stay fp32, as in bitsandbytes: norms and biases are cheap to keep exact."""
-_ZERO_CODES = {"m": 127, "v": 0}
-"""Code of the value zero in the signed and in the unsigned map."""
-
-
-@dataclass(frozen=True, slots=True)
-class MomentSpec:
-    """How one tensor of the moments is stored."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    zero: int = 0
-    """Stored value of the number zero."""
+_UNSIGNED_ZERO_CODE = 0
+"""Code of the value zero in the unsigned map, which second moments use."""
 
 
 @dataclass(slots=True)
@@ -52,11 +42,38 @@ class ParameterState:
     """On the way back from another tier; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
     """Where they come from, given back once they are here."""
+    scales: tuple[Tensor, ...] = ()
+    """Of moments that wait as 8-bit codes through a phase: one per group of 256, by moment."""
+    history_specs: tuple[MomentSpec, ...] = ()
+    num_history: int = 0
+    """Tensors of the history; int8 ones consist of codes and scales."""
+    history: tuple[Stored, ...] = ()
+    """What a predictor remembers, flat or shaped like the parameter. Empty before step 1."""
+    history_is_fresh: bool = True
+    """The history was never written: below the device it must be set, not fetched."""
 
     @property
     def is_int8(self) -> bool:
         """Whether the moments are 8-bit codes."""
         return len(self.specs) == 4
+
+    @property
+    def has_history_codes(self) -> bool:
+        """Whether the history is stored as 8-bit codes with scales."""
+        return len(self.history_specs) == 2 * self.num_history > 0
+
+
+def history_pieces(state: ParameterState, part: slice, *, writes: bool = True) -> list[Piece]:
+    """Return the pieces of a parameter's history, tensor by tensor."""
+    return [
+        Piece(
+            tensor,
+            part_of(spec.dtype, part, is_grouped=state.has_history_codes),
+            writes=writes,
+            fill=spec.zero if state.history_is_fresh else None,
+        )
+        for spec, tensor in zip(state.history_specs, state.history, strict=True)
+    ]
 
 
 class StateStore:
@@ -81,6 +98,8 @@ class StateStore:
         self._master_placement = plan.master.placement
         self._copies = copies
         self._observer = observer
+        self._history = (plan.history_codec, plan.history_tensors)
+        self._history_placement = plan.optim_state.placement
         self._states: dict[str, list[ParameterState]] = {}
         self.born_after = 0
         """Steps done when the moments started from zero: bias correction counts from there."""
@@ -94,7 +113,10 @@ class StateStore:
             if self._master_placement is not Placement.DEVICE:
                 companion = self._send_away(companion, unit)
         specs = self._moment_specs(tuple(parameter.shape))
-        self._states.setdefault(unit, []).append(ParameterState(parameter, companion, specs))
+        codec, num_history = self._history
+        history_specs = self._history_specs(tuple(parameter.shape), codec) * num_history
+        state = ParameterState(parameter, companion, specs, history_specs=history_specs, num_history=num_history)
+        self._states.setdefault(unit, []).append(state)
 
     def acquire(self, unit: Unit) -> list[ParameterState]:
         """Return the states of ``unit`` in the order of its parameters."""
@@ -119,6 +141,9 @@ class StateStore:
         if self._moment_placement is not Placement.DEVICE:
             sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.specs)
             total += sum(padded(ceil(size * share)) for size in sizes)
+        if self._history_placement is not Placement.DEVICE:
+            sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.history_specs)
+            total += sum(padded(ceil(size * share)) for size in sizes)
         if isinstance(state.companion, TierTensor):
             total += padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
         return total
@@ -139,36 +164,46 @@ class StateStore:
         if self.codec is Codec.FACTORED:
             return (MomentSpec(shape, torch.float32),)
         if self.codec is Codec.INT8_BLOCKS and size >= SMALLEST_INT8_TENSOR:
-            groups = -(-size // QUANT_GROUP_SIZE)
-            codes = (groups * QUANT_GROUP_SIZE,)
-            return tuple(
-                spec
-                for name in "mv"
-                for spec in (
-                    MomentSpec(codes, torch.uint8, _ZERO_CODES[name]),
-                    MomentSpec((groups,), torch.float32),
-                )
-            )
+            return grouped_specs(size, ZERO_CODE) + grouped_specs(size, _UNSIGNED_ZERO_CODE)
         dtype = torch.float32 if self.codec is Codec.INT8_BLOCKS else to_torch_dtype(self.codec)
         return (MomentSpec(shape, dtype), MomentSpec(shape, dtype))
 
+    @staticmethod
+    def _history_specs(shape: tuple[int, ...], codec: Codec) -> tuple[MomentSpec, ...]:
+        size = torch.Size(shape).numel()
+        if codec is Codec.INT8_BLOCKS and size >= SMALLEST_INT8_TENSOR:
+            return grouped_specs(size, ZERO_CODE)
+        if codec in {Codec.ABSENT, Codec.INT8_BLOCKS}:
+            return (MomentSpec(shape, torch.float32),)
+        return (MomentSpec(shape, to_torch_dtype(codec)),)
+
     def _allocate(self, unit: str, states: list[ParameterState]) -> None:
-        device = self._copies.transfer.device
-        if self._moment_placement is Placement.DEVICE:
-            for state in states:
-                state.moments = tuple(
-                    torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=device) for spec in state.specs
-                )
-                state.is_fresh = False
-                for moment in state.moments:
-                    assert isinstance(moment, Tensor), "just made"
-                    self._observer.label(moment, TensorClass.OPTIM_STATE, unit)
+        moments = self._new_tensors(unit, [state.specs for state in states], self._moment_placement)
+        for state, tensors in zip(states, moments, strict=True):
+            state.moments = tensors
+            state.is_fresh = self._moment_placement is not Placement.DEVICE
+        if not states[0].num_history or states[0].history:
             return
-        layout = lay_out((spec.shape, spec.dtype) for state in states for spec in state.specs)
-        buffer = self._copies.allocate(layout.num_bytes, self._moment_placement, TensorClass.OPTIM_STATE, unit)
+        history = self._new_tensors(unit, [state.history_specs for state in states], self._history_placement)
+        for state, tensors in zip(states, history, strict=True):
+            state.history = tensors
+            state.history_is_fresh = self._history_placement is not Placement.DEVICE
+
+    def _new_tensors(
+        self, unit: str, specs: Sequence[Sequence[MomentSpec]], placement: Placement
+    ) -> list[tuple[Stored, ...]]:
+        """Return tensors of zeros on the device, or unset ones in one buffer below it, as many as ``specs``."""
+        if placement is Placement.DEVICE:
+            return [tuple(self._zeros(spec, unit) for spec in group) for group in specs]
+        layout = lay_out((spec.shape, spec.dtype) for group in specs for spec in group)
+        buffer = self._copies.allocate(layout.num_bytes, placement, TensorClass.OPTIM_STATE, unit)
         fields = iter(layout.fields)
-        for state in states:
-            state.moments = tuple(
-                TierTensor(buffer, field.offset, field.shape, field.dtype)
-                for _, field in zip(state.specs, fields, strict=False)
-            )
+        return [
+            tuple(TierTensor(buffer, f.offset, f.shape, f.dtype) for _, f in zip(group, fields, strict=False))
+            for group in specs
+        ]
+
+    def _zeros(self, spec: MomentSpec, unit: str) -> Tensor:
+        tensor = torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=self._copies.transfer.device)
+        self._observer.label(tensor, TensorClass.OPTIM_STATE, unit)
+        return tensor

@@ -136,3 +136,8 @@ class SliceStream:
 
 def _layout(pieces: Sequence[Piece]) -> ByteLayout:
     return lay_out(((piece.part.stop - piece.part.start,), piece.stored.dtype) for piece in pieces)
+
+
+def piece_bytes(pieces: Sequence[Piece]) -> int:
+    """Return what the streamed ones of some pieces take in a slot, padding included."""
+    return _layout([piece for piece in pieces if not piece.is_resident]).num_bytes

@@ -12,6 +12,7 @@ from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.predict_memory import PredictMemory
+from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.plan.compose import Optimization
 
@@ -28,5 +29,6 @@ OPTIMIZATIONS: dict[str, type[Optimization]] = {
     MixedPrecision.kind: MixedPrecision,
     OptimizerOffload.kind: OptimizerOffload,
     PredictMemory.kind: PredictMemory,
+    PredictorState.kind: PredictorState,
     WeightStreaming.kind: WeightStreaming,
 }

@@ -43,6 +43,8 @@ SETTING_PATHS = (
     "resident_layers",
     "static_scales",
     "update_on",
+    "history_codec",
+    "history_tensors",
 )
 PLAN_PATHS = CELL_PATHS + SETTING_PATHS
 

@@ -60,6 +60,11 @@ def plan_faults(plan: PhasePlan) -> list[str]:
         )
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         faults.append("master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent.")
+    if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
+        faults.append(
+            "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
+            "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
+        )
     return faults
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import PlanValue, Schedule, UpdateDevice
 from hybridtrain.plan.tensor_class import Codec, Placement
@@ -47,6 +48,10 @@ class PhasePlan:
     static_scales: bool
     """int8 weights keep the scales of their first values."""
     update_on: UpdateDevice
+    history_codec: Codec
+    """How tensors that remember the trajectory of a weight are stored; they live where the optimizer state does."""
+    history_tensors: int
+    """How many of them a parameter has: 0 without a predictor that needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,4 +105,16 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
         resident_layers=int(claims.get("resident_layers", 0)),
         static_scales=bool(claims.get("static_scales", 0)),
         update_on=UpdateDevice(str(claims.get("update_on", UpdateDevice.DEVICE))),
+        history_codec=Codec(str(claims.get("history_codec", Codec.ABSENT))),
+        history_tensors=int(claims.get("history_tensors", 0)),
     )
+
+
+def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: int = 1) -> None:
+    """Raise ``ConfigError`` unless a plan keeps the history that ``owner`` needs."""
+    if is_needed and plan.history_tensors != num_tensors:
+        fault = (
+            f"needs {num_tensors} tensor{'s' * (num_tensors > 1)} per parameter to remember the trajectory, the stack "
+            f"keeps {plan.history_tensors}; add an optimization of kind 'predictor_state' for this predictor"
+        )
+        raise ConfigError(owner, [fault])

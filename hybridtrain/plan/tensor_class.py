@@ -48,4 +48,4 @@ class Codec(StrEnum):
     SPLIT16 = "split16"
     """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
     ABSENT = "absent"
-    """Master only: there is none, the stored weights themselves are updated."""
+    """Master and history only: there is none; without a master the stored weights themselves are updated."""

@@ -25,7 +25,8 @@ from hybridtrain.plan.tensor_class import Placement
 from hybridtrain.profiler.ledger_trace import LedgerTrace
 from hybridtrain.profiler.process_memory import read_process_memory
 from hybridtrain.profiler.storage_ledger import StorageLedger
-from hybridtrain.trainer import StepResult, Trainer
+from hybridtrain.engine.step_result import StepResult
+from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridvalidation.environment import read_environment

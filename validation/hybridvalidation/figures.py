@@ -63,6 +63,8 @@ def plan_figures(plan: MemoryPlan) -> dict[str, str]:
             flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
         else:
             flat[name] = str(value)
+    if not plan.for_phase(Phase.FULL).history_tensors:
+        del flat["history_codec"], flat["history_tensors"]
     return flat
 
 

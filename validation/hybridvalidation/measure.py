@@ -17,7 +17,8 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError, identify_device, open_device_reader
-from hybridtrain.trainer import StepResult, Trainer
+from hybridtrain.engine.step_result import StepResult
+from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card

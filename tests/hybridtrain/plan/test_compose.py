@@ -22,6 +22,7 @@ from hybridtrain.optimizations import (
     MixedPrecision,
     OptimizerOffload,
     PredictMemory,
+    PredictorState,
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
@@ -42,6 +43,7 @@ STACK: tuple[Optimization, ...] = (
     ActivationOffload(),
     FusedUpdate(),
     PredictMemory(),
+    PredictorState(),
 )
 OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(), FactoredOptimizer())
 """Each in place of the 8-bit optimizer."""

@@ -1,0 +1,100 @@
+"""The slow average of the gradients and the move along it: every step (AdEMAMix) or as a predicted jump.
+
+s = b3 s + (1 - b3) g, and a move of P predicted steps is lr P s / (sqrt(v / (1 - b2^t)) + eps). AdEMAMix (Pagliardini
+et al., 2409.03137) makes P = alpha moves a step; a jump after K steps makes P = alpha K of them at once.
+P elements of a slice.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridtrain.memory.history_codec import read_history, write_history
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowMomentum:
+    """The slow average and the weight of a move along it."""
+
+    beta: float = 0.999
+    """Final decay b3: 1 / (1 - beta) should be 5 to 10 % of the run's steps."""
+    alpha: float = 2.0
+    """Predicted steps per true step, reached at the end of the ramp."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 0 < self.beta < 1:
+            faults.append(f"beta: {self.beta} must be in (0, 1)")
+        if not 0 <= self.alpha < math.inf:
+            faults.append(f"alpha: {self.alpha} must be a finite number of at least 0")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def beta_at(self, step: int, total_steps: int, beta1: float) -> float:
+        """Return the decay at ``step``: its half-life grows linearly from that of ``beta1``."""
+        ramp = min(1.0, step / total_steps)
+        if self.beta <= beta1 or beta1 <= 0:
+            return self.beta
+        lives = (1 - ramp) * _half_life(beta1) + ramp * _half_life(self.beta)
+        return min(self.beta, math.pow(0.5, 1 / (lives + 1)))
+
+    def alpha_at(self, step: int, total_steps: int) -> float:
+        """Return predicted steps per true step at ``step``."""
+        return self.alpha * min(1.0, step / total_steps)
+
+
+@dataclass(slots=True)
+class MoveNorm:
+    """Sums the squares of a move over all parameters, on the device or on the host, wherever a part is made."""
+
+    on_device: Tensor
+    """Scalar float32."""
+    on_host: float = 0.0
+
+    def add(self, moved_P: Tensor) -> None:
+        """Count a part of the move."""
+        if moved_P.device == self.on_device.device:
+            self.on_device.add_(torch.dot(moved_P, moved_P))
+        else:
+            self.on_host += float(torch.dot(moved_P, moved_P))
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStep:
+    """What one update does with the slow average."""
+
+    beta: float
+    """Decay in force."""
+    predicted_steps: float = 0.0
+    """P of the move after the update; 0: none."""
+    norm: MoveNorm | None = None
+    """Where the size of the move is counted."""
+
+
+def _half_life(beta: float) -> float:
+    return math.log(0.5) / math.log(beta) - 1
+
+
+def track(history: Sequence[Tensor], grad_P: Tensor, step: SlowStep) -> Tensor:
+    """Add a gradient to the stored slow average and return its new (P,) float32 values."""
+    slow_P = read_history(history, grad_P.numel())
+    slow_P.lerp_(grad_P.float(), 1 - step.beta)
+    write_history(slow_P, history)
+    return slow_P
+
+
+def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float) -> Tensor:
+    """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps.
+
+    Args:
+        slow_P: float32.
+        second_P: Second moment, float32, not bias-corrected.
+        correction: 1 - b2^t, the bias correction of the second moment.
+        eps: Of AdamW.
+        lr_steps: Learning rate times predicted steps.
+    """
+    denominator_P = (second_P / correction).sqrt_().add_(eps)
+    return torch.div(slow_P, denominator_P, out=denominator_P).mul_(-lr_steps)

@@ -1,0 +1,87 @@
+"""Options of hybrid predictive training, one flat section."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybridtrain.config.rules import below_least
+from hybridtrain.engine.slow_momentum import SlowMomentum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig:
+    """How long phases are, what predicts, what guards."""
+
+    predictor: Literal["slow_gradient", "linear", "drift", "mlp", "rssm"] = "slow_gradient"
+    """Where a jump goes. mlp and rssm forecast losses and choose the strength of slow_gradient's jumps by them: they
+    see scalars and cannot hold a direction in millions of dimensions."""
+    warmup_steps: int | None = None
+    """Steps before the first cycle; None: those of the learning rate's warm-up."""
+    full_steps: int = 10
+    """K: true steps between jumps, those of CORRECT included."""
+    max_predict_steps: float = math.inf
+    """Largest P: predicted steps of one jump."""
+    correct_steps: int = 1
+    """Steps after a jump that are called CORRECT: their true gradients enter all averages."""
+    correction: Literal["next_gradients", "probe_gradients"] = "next_gradients"
+    """probe_gradients: CORRECT takes its gradients on the probe split, as the documents have it, and the residual of
+    its forecasts corrects the next one."""
+    slow: SlowMomentum = field(default_factory=SlowMomentum)
+    """Of slow_gradient."""
+    strength: float = 0.5
+    """Of linear: the jump in units of the last K steps' displacement. Of drift: the largest step of its search."""
+    forecaster: Literal["ema", "power_law", "mlp", "rssm"] | None = None
+    """Model of the loss whose surprises lower the strength; None: the predictor's own, else the one that forecasts
+    best (see results)."""
+    predictor_budget_mib: int = 100
+    """Memory that forecaster and residuals may take."""
+    confidence_threshold: float = 0.5
+    """Jumps stop while a smaller share of recent blocks ended below the forecast's upper bound."""
+    divergence_threshold: float = 10.0
+    """A gradient norm of so many medians is a divergence."""
+    max_move: float = 1.5
+    """Largest root mean square of a jump's move of a weight, in learning rates; longer jumps are shortened."""
+    monitor: Literal["off", "probe", "every_step"] = "off"
+    """Forwards on the probe split: around every ``probe_every``-th jump, or around each and per predicted step."""
+    probe_every: int = 10
+    rollback: Literal["undo", "copy"] = "undo"
+    """undo: the jump is recomputed and taken back, to the last bit of rounding. copy: weights are kept on the host."""
+    fuse: bool = True
+    """Jump within the last FULL step's update, where nothing has to happen between the two."""
+    guard: bool = True
+    """Refuse a step that diverges right after a jump, take the jump back, and go on more carefully."""
+    adapt: bool = True
+    """Lower the strength, and lengthen K, where losses end above their forecast."""
+
+    def __post_init__(self) -> None:
+        faults = below_least(self, ("full_steps", "correct_steps", "probe_every", "predictor_budget_mib"))
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            faults.append(f"warmup_steps: {self.warmup_steps} must be at least 0")
+        if self.correct_steps > self.full_steps:
+            faults.append(f"correct_steps: {self.correct_steps} must be at most full_steps ({self.full_steps})")
+        if self.predictor == "drift" and self.rollback != "copy":
+            faults.append("rollback: 'undo' cannot take a jump of drift back; use rollback = 'copy' with it")
+        if self.predictor == "drift" and self.monitor == "every_step":
+            faults.append("monitor: 'every_step' cannot look into the search of drift; use 'off' or 'probe'")
+        for name, low, high in (
+            ("confidence_threshold", 0.0, 1.0),
+            ("max_predict_steps", 0.0, math.inf),
+            ("strength", 0.0, math.inf),
+            ("divergence_threshold", 1.0, math.inf),
+            ("max_move", 0.0, math.inf),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                faults.append(f"{name}: {value} must be from {low:g} to {high:g}")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    @property
+    def num_history(self) -> int:
+        """Tensors per parameter that the predictor needs."""
+        return 2 if self.predictor == "drift" else 1
+
+    @property
+    def follows_slow(self) -> bool:
+        """Whether jumps go along the slow average of the gradients."""
+        return self.predictor in {"slow_gradient", "mlp", "rssm"}

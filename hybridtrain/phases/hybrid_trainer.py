@@ -1,0 +1,290 @@
+"""The cycle around the trainer: true steps in WARMUP, FULL and CORRECT, a jump in PREDICT.
+
+A cycle is K true steps and one jump over P predicted steps: no forward pass, no backward pass, no gradients. The true
+gradients of the next steps correct it. One call of ``advance`` is one phase step; it loads a batch if it needs one.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.engine.slow_momentum import SlowStep
+from hybridtrain.engine.step_result import StepLimits, StepResult
+from hybridtrain.engine.swept_slice import SweepSettings
+from hybridtrain.errors import ConfigError, DivergenceError
+from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.phase import Phase
+from hybridtrain.phases.controller import PhaseController
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.hybrid_result import HybridResult, HybridStatistics
+from hybridtrain.phases.loss_watch import LossWatch
+from hybridtrain.phases.make_predictor import make_predictor
+from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.plan.memory_plan import check_history
+from hybridtrain.predictor.signal import TrainingSignal
+from hybridtrain.trainer import Trainer
+
+Batches = Sequence[TokenBatch]
+LoadBatches = Callable[[int], Batches]
+"""Returns the micro-batches of a step, counted from 0; always the same ones for the same step."""
+
+_FORWARD, _TRUE_STEP = 1.0, 3.0
+"""Cost in forward passes; a backward pass is two (measured 1.9 to 2.0)."""
+
+
+class HybridTrainer:
+    """Runs a trainer through the cycle.
+
+    Args:
+        trainer: Does the steps; its stack keeps what the predictor remembers.
+        config: Phases, predictor, guard; None: plain training, bit-equal to the trainer's own.
+        load_probe: Batches of the probe split, which is no part of the training data, by number of use from 0; needed
+            by monitors, by drift and by probe gradients.
+
+    Raises:
+        ConfigError: the stack does not keep what the predictor needs, or there is no probe split.
+    """
+
+    def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.statistics = HybridStatistics()
+        self._load_probe = load_probe
+        self._num_probes = 0
+        self._last_lr = 0.0
+        self._pending: Jump | None = None
+        self._rollback: RollbackCopy | None = None
+        self.controller: PhaseController | None = None
+        if config is None:
+            return
+        _check(trainer, config, has_probe=load_probe is not None)
+        warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
+        self.controller = PhaseController(config, warmup)
+        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
+        self.predictor = make_predictor(config, trainer, self._probe_loss)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next call."""
+        return Phase.FULL if self.controller is None else self.controller.phase
+
+    def advance(self, load_batches: LoadBatches) -> HybridResult:
+        """Run the next phase step.
+
+        Raises:
+            DivergenceError: loss or gradient norm is not finite, and it was not a jump's fault; weights and optimizer
+                state are those before the step.
+        """
+        begin = time.perf_counter()
+        if self.controller is None:
+            result = _plain(self.trainer.step(load_batches(self.trainer.steps_done)))
+        elif self.phase is Phase.PREDICT:
+            result = self._predict(self.controller)
+        else:
+            result = self._true_step(self.controller, load_batches)
+        result = replace(result, seconds=time.perf_counter() - begin)
+        self.statistics.count(result)
+        return result
+
+    def _true_step(self, controller: PhaseController, load_batches: LoadBatches) -> HybridResult:
+        phase, number = controller.phase, self.trainer.steps_done + 1
+        self.trainer.enter_phase(phase)
+        if phase is Phase.CORRECT and self._config.correction == "probe_gradients":
+            batches = self._next_probe()
+        else:
+            batches = load_batches(number - 1)
+        slow, jumps = self._slow_step(controller, number)
+        done, is_rolled_back = self._guarded_step(controller, batches, slow)
+        self._last_lr = done.lr
+        signal = TrainingSignal(
+            step=done.step, loss=done.loss, grad_norm=done.grad_norm, lr=done.lr, phase=phase,
+            predicted_steps=0.0 if slow is None else slow.predicted_steps,
+        )  # fmt: skip
+        error = self.watch.observe(signal, controller)
+        controller.count_step(number)
+        self.predictor.after_step(controller.state.full_steps)
+        if controller.state.block_steps == 1:
+            self.predictor.begin_block()
+        jump = None
+        if jumps and slow is not None:
+            jump = self.predictor.fused_jump(slow, done.lr)
+            self._jumped(controller, jump)
+        controller.update(number, self.watch.monitor.level)
+        return HybridResult(
+            step=done.step, phase=phase, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
+            num_tokens=done.num_tokens, predicted_steps=jump.predicted_steps if jump else 0.0,
+            move_rms=jump.rms if jump else 0.0, prediction_error=error, confidence=controller.state.confidence,
+            scale=controller.scale_at(number), is_rolled_back=is_rolled_back,
+            cost=_TRUE_STEP * (1 + is_rolled_back),
+        )  # fmt: skip
+
+    def _slow_step(self, controller: PhaseController, number: int) -> tuple[SlowStep | None, bool]:
+        """Return what the update does for the predictor, and whether it jumps."""
+        if not (self._fuses(controller) and controller.jumps_after(number, self.watch.monitor.level)):
+            return self.predictor.slow_step(number), False
+        steps = self._steps_of_jump(controller, number, controller.state.block_steps + 1)
+        return self.predictor.slow_step(number, steps), steps > 0
+
+    def _fuses(self, controller: PhaseController) -> bool:
+        """Return whether the next jump is part of an update: nothing has to happen between the two."""
+        config, plans = self._config, self.trainer.memory_plan
+        return (
+            config.fuse
+            and config.follows_slow
+            and config.rollback == "undo"
+            and not self._probes(controller)
+            and plans.for_phase(Phase.PREDICT) == plans.for_phase(Phase.FULL)
+        )
+
+    def _probes(self, controller: PhaseController) -> bool:
+        monitor = self._config.monitor
+        return monitor == "every_step" or (
+            monitor == "probe" and controller.state.num_jumps % self._config.probe_every == 0
+        )
+
+    def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
+        steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
+        return min(steps, self._config.max_predict_steps)
+
+    def _guarded_step(
+        self, controller: PhaseController, batches: Batches, slow: SlowStep | None
+    ) -> tuple[StepResult, bool]:
+        """Run a true step; if it diverges right after a jump, take the jump back and run it again."""
+        limits = self.watch.monitor.limits() if self._pending is not None and self._config.guard else None
+        bounds = None
+        if limits is not None:
+            ratio = self._config.divergence_threshold / 10.0
+            bounds = StepLimits(limits[0], limits[1] * ratio)
+        try:
+            done = self.trainer.step(batches, slow=slow, limits=bounds)
+        except DivergenceError:
+            if self._pending is None or not self._config.guard:
+                raise
+            self.undo()
+            self.statistics.divergences += 1
+            controller.note_rollback(self.trainer.steps_done)
+            done = self.trainer.step(batches, slow=slow)
+            self._pending = None
+            return done, True
+        self._pending = None
+        return done, False
+
+    def _predict(self, controller: PhaseController) -> HybridResult:
+        """Jump on its own: state may be elsewhere, probes may be wanted."""
+        trainer, number = self.trainer, self.trainer.steps_done
+        steps = self._steps_of_jump(controller, number, controller.state.block_steps)
+        trainer.enter_phase(Phase.PREDICT)
+        probes = self._probes(controller) and steps > 0
+        probe = self._next_probe() if probes else ()
+        before = trainer.loss(probe) if probes else math.nan
+        jump, after = self._jump(steps, probe)
+        self._jumped(controller, jump)
+        is_harmful = probes and controller.judge_probe(before, after) and self._config.guard
+        if is_harmful:
+            self.undo()
+            controller.note_rollback(number)
+        controller.update(number, self.watch.monitor.level)
+        forecast = self.watch.forecast
+        return HybridResult(
+            step=number, phase=Phase.PREDICT, loss=None if forecast is None else forecast.mean,
+            lr=jump.lr, grad_norm=None, num_tokens=0, predicted_steps=jump.predicted_steps, move_rms=jump.rms,
+            confidence=controller.state.confidence, scale=controller.scale_at(number), is_rolled_back=is_harmful,
+            cost=_FORWARD * (jump.num_forwards + probes),
+        )  # fmt: skip
+
+    def _jump(self, steps: float, probe: Batches) -> tuple[Jump, float]:
+        """Make a jump of P ``steps``, in one piece or one predicted step at a time; return it and the probe's loss."""
+        if steps <= 0:
+            return Jump(self.trainer.steps_done, 0.0, self._last_lr, 0.0), math.nan
+        if self._config.rollback == "copy" and self._rollback is None:
+            self._rollback = self.trainer.sweep.new_rollback()
+        pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
+        jumps: list[Jump] = []
+        loss = math.nan
+        for piece in range(pieces):
+            rollback = None if piece else self._rollback
+            jumps.append(self.predictor.jump(steps / pieces, self._last_lr, rollback))
+            if probe:
+                loss = self.trainer.loss(probe)
+                if not math.isfinite(loss):
+                    break
+        made = sum(jump.predicted_steps for jump in jumps)
+        forwards = sum(jump.num_forwards for jump in jumps) + (len(jumps) if probe else 0)
+        rms = sum(jump.rms for jump in jumps)
+        return Jump(self.trainer.steps_done, made, self._last_lr, rms, forwards), loss
+
+    def undo(self) -> None:
+        """Take the last jump back: by computing it again, or from the copy; only before another true step."""
+        assert self._pending is not None, "there is a jump to take back"
+        if self._rollback is not None:
+            self.trainer.sweep.run(None, SweepSettings(uses_history=False), self._rollback)
+        else:
+            self.predictor.undo(self._pending)
+        self._pending = None
+
+    def _jumped(self, controller: PhaseController, jump: Jump) -> None:
+        """Start a new block after a jump, with a forecast of how it will end."""
+        controller.count_jump()
+        self._pending = jump if jump.predicted_steps else None
+        self.watch.open_block(self.trainer.steps_done)
+
+    def _next_probe(self) -> Batches:
+        assert self._load_probe is not None, "checked at construction"
+        self._num_probes += 1
+        return self._load_probe(self._num_probes - 1)
+
+    def _probe_loss(self) -> Callable[[], float]:
+        """Return the loss on one probe batch, to be asked again and again."""
+        probe = self._next_probe()
+        return lambda: self.trainer.loss(probe)
+
+    @property
+    def _config(self) -> HybridConfig:
+        assert self.config is not None, "only plain training has none"
+        return self.config
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what the next call depends on, beside the trainer's own state."""
+        state: dict[str, object] = {"statistics": self.statistics.state_dict()}
+        if self.controller is None:
+            return state
+        return state | {
+            "controller": self.controller.state_dict(), "watch": self.watch.state_dict(),
+            "predictor": self.predictor.state_dict(), "num_probes": self._num_probes, "last_lr": self._last_lr,
+            "pending": None if self._pending is None else asdict(self._pending),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back."""
+        self.statistics.load_state_dict(state["statistics"])
+        if self.controller is None:
+            return
+        self.controller.load_state_dict(state["controller"])
+        self.watch.load_state_dict(state["watch"])
+        self.predictor.load_state_dict(state["predictor"])
+        self._num_probes, self._last_lr = state["num_probes"], state["last_lr"]
+        pending = state["pending"]
+        self._pending = None if pending is None or self._config.rollback == "copy" else Jump(**pending)
+
+
+def _plain(done: StepResult) -> HybridResult:
+    return HybridResult(
+        step=done.step, phase=Phase.FULL, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
+        num_tokens=done.num_tokens,
+    )  # fmt: skip
+
+
+def _check(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> None:
+    owner = f"hybrid.predictor = '{config.predictor}'"
+    check_history(trainer.plan, is_needed=True, owner=owner, num_tensors=config.num_history)
+    faults = []
+    needs_probe = config.monitor != "off" or config.predictor == "drift" or config.correction == "probe_gradients"
+    if needs_probe and not has_probe:
+        faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
+    if trainer.config.optimizer.slow is not None and config.follows_slow:
+        faults.append("optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them")
+    if faults:
+        raise ConfigError("hybrid", faults)

@@ -1,0 +1,95 @@
+"""A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
+
+import math
+
+import torch
+
+from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
+from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.memory.history_codec import read_history, write_history
+from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.trainer import Trainer
+
+
+class Linear:
+    """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
+
+    Args:
+        trainer: Whose weights move; its stack keeps the anchor.
+        strength: a, in units of the last K steps' displacement.
+    """
+
+    def __init__(self, trainer: Trainer, strength: float) -> None:
+        self._trainer = trainer
+        self._strength = strength
+        self._has_anchor = False
+        self._full_steps = 1
+
+    def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
+        """Return None: the update keeps nothing for this predictor."""
+        assert not predicted_steps, f"step {number}: a jump along a line is no part of an update"
+        return None
+
+    def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
+        """Return a K; 0 before there is an anchor."""
+        assert number > 0, "steps are counted from 1"
+        self._full_steps = full_steps
+        return scale * self._strength * full_steps if self._has_anchor else 0.0
+
+    def begin_block(self) -> None:
+        """Set the anchor."""
+
+        def work(swept: SweptSlice) -> None:
+            write_history(swept.value_P, swept.history[0])
+
+        self._trainer.sweep.run(work, self._settings(writes_weights=False, writes_history=True))
+        self._has_anchor = True
+
+    def after_step(self, full_steps: int) -> None:
+        """Do nothing."""
+
+    def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
+        """Move all weights away from the anchor."""
+        norm = MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
+        strength = predicted_steps / self._full_steps
+
+        def work(swept: SweptSlice) -> None:
+            (stored,) = swept.history
+            count = swept.value_P.numel()
+            write_history(swept.value_P.sub(read_history(stored, count)).mul_(strength), stored)
+            moved_P = read_history(stored, count)  # as it is kept
+            norm.add(moved_P)
+            swept.value_P.add_(moved_P)
+
+        self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=True), rollback)
+        total = self._trainer.transfer.read(norm.on_device) + norm.on_host
+        rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
+        self._has_anchor = False
+        return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
+
+    def fused_jump(self, step: SlowStep, lr: float) -> Jump:
+        """Never called: nothing is fused."""
+        raise AssertionError(f"{step} at {lr}: a jump along a line is no part of an update")
+
+    def undo(self, jump: Jump) -> None:
+        """Subtract the kept move."""
+        assert jump.step == self._trainer.steps_done, "before another true step"
+
+        def work(swept: SweptSlice) -> None:
+            swept.value_P.sub_(read_history(swept.history[0], swept.value_P.numel()))
+
+        settings = SweepSettings(rounds_to_nearest=True, seed=self._trainer.predict_key(self._trainer.steps_done))
+        self._trainer.sweep.run(work, settings)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return whether there is an anchor."""
+        return {"has_anchor": float(self._has_anchor), "full_steps": float(self._full_steps)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take it over."""
+        self._has_anchor, self._full_steps = bool(state["has_anchor"]), int(state["full_steps"])
+
+    def _settings(self, *, writes_weights: bool, writes_history: bool) -> SweepSettings:
+        key = self._trainer.predict_key(self._trainer.steps_done)
+        return SweepSettings(writes_weights=writes_weights, writes_history=writes_history, seed=key)

@@ -1,0 +1,21 @@
+"""The weight predictor that a configuration names."""
+
+from collections.abc import Callable
+
+from hybridtrain.phases.drift import Drift
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.linear import Linear
+from hybridtrain.phases.slow_gradient import SlowGradient
+from hybridtrain.phases.weight_predictor import WeightPredictor
+from hybridtrain.trainer import Trainer
+
+
+def make_predictor(
+    config: HybridConfig, trainer: Trainer, probe_loss: Callable[[], Callable[[], float]]
+) -> WeightPredictor:
+    """Return it; ``probe_loss`` opens the next probe batch and returns how to ask for its loss."""
+    if config.predictor == "linear":
+        return Linear(trainer, config.strength)
+    if config.predictor == "drift":
+        return Drift(trainer, config.strength, probe_loss)
+    return SlowGradient(trainer, config.slow, config.max_move)

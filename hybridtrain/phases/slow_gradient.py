@@ -1,0 +1,101 @@
+"""A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
+
+import math
+
+import torch
+
+from hybridtrain.engine.slow_momentum import MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.memory.history_codec import read_history
+from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.trainer import Trainer
+
+
+class SlowGradient:
+    """w = w - lr P s / (sqrt(vhat) + eps); undone by adding the same, as s, v and lr are unchanged.
+
+    Args:
+        trainer: Whose weights move; its stack keeps the slow average.
+        slow: Decay and alpha.
+        max_move: Largest root mean square of a jump, in learning rates.
+    """
+
+    def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float) -> None:
+        self._trainer = trainer
+        self._slow = slow
+        self._max_move = max_move
+        self._rms_of_one = 0.0
+        """Of one predicted step of the last jump, in learning rates; 0 before the first."""
+
+    def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
+        """Return the decay of the step, and the fused jump."""
+        total = self._trainer.config.schedule.total_steps
+        beta = self._slow.beta_at(number, total, self._trainer.config.optimizer.beta1)
+        return SlowStep(beta, predicted_steps, self._new_norm() if predicted_steps else None)
+
+    def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
+        """Return alpha K, shortened where the last jump says that the weights would move too far."""
+        steps = scale * full_steps * self._slow.alpha_at(number, self._trainer.config.schedule.total_steps)
+        if steps * self._rms_of_one > self._max_move:
+            steps = self._max_move / self._rms_of_one
+        return steps
+
+    def begin_block(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, full_steps: int) -> None:
+        """Do nothing: the average was updated with the weights."""
+
+    def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
+        """Move all weights in one pass over weights, second moment and slow average."""
+        norm = self._new_norm()
+        self._pass(predicted_steps * lr, norm, rollback)
+        return self._made(predicted_steps, lr, norm)
+
+    def fused_jump(self, step: SlowStep, lr: float) -> Jump:
+        """Return the jump that the update did."""
+        assert step.norm is not None, "a fused jump counts its size"
+        return self._made(step.predicted_steps, lr, step.norm)
+
+    def undo(self, jump: Jump) -> None:
+        """Add what was subtracted."""
+        self._pass(-jump.predicted_steps * jump.lr, None, None)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the size of a predicted step."""
+        return {"rms_of_one": self._rms_of_one}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take it over."""
+        self._rms_of_one = state["rms_of_one"]
+
+    def _pass(self, lr_steps: float, norm: MoveNorm | None, rollback: RollbackCopy | None) -> None:
+        trainer = self._trainer
+        optimizer, updates = trainer.config.optimizer, trainer.steps_done - trainer.states.born_after
+        is_factored = trainer.states.codec is Codec.FACTORED
+        correction = 1.0 if is_factored else 1 - optimizer.beta2**updates
+
+        def work(swept: SweptSlice) -> None:
+            assert swept.second_P is not None, "asked for"
+            slow_P = read_history(swept.history[0], swept.value_P.numel())
+            moved_P = move(slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr_steps)
+            if norm is not None:
+                norm.add(moved_P)
+            swept.value_P.add_(moved_P)
+
+        settings = SweepSettings(
+            reads_moments=True, rounds_to_nearest=norm is None, seed=trainer.predict_key(trainer.steps_done)
+        )
+        trainer.sweep.run(work, settings, rollback)
+
+    def _new_norm(self) -> MoveNorm:
+        return MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
+
+    def _made(self, predicted_steps: float, lr: float, norm: MoveNorm) -> Jump:
+        total = self._trainer.transfer.read(norm.on_device) + norm.on_host
+        rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
+        if math.isfinite(rms):
+            self._rms_of_one = rms / predicted_steps
+        return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
