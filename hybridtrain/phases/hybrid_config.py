@@ -19,8 +19,8 @@ class HybridConfig:
     """Steps before the first cycle; None: those of the learning rate's warm-up."""
     full_steps: int = 10
     """K: true steps between jumps, those of CORRECT included."""
-    max_predict_steps: float = math.inf
-    """Largest P: predicted steps of one jump."""
+    max_predict_steps: float | None = None
+    """Largest P: predicted steps of one jump; 0 switches jumps off, None sets no limit."""
     correct_steps: int = 1
     """Steps after a jump that are called CORRECT: their true gradients enter all averages."""
     correction: Literal["next_gradients", "probe_gradients"] = "next_gradients"
@@ -71,7 +71,7 @@ class HybridConfig:
             ("max_move", 0.0, math.inf),
         ):
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 faults.append(f"{name}: {value} must be from {low:g} to {high:g}")
         if faults:
             raise ValueError("\n".join(faults))

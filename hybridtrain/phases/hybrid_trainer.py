@@ -147,7 +147,8 @@ class HybridTrainer:
 
     def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
         steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
-        return min(steps, self._config.max_predict_steps)
+        largest = self._config.max_predict_steps
+        return steps if largest is None else min(steps, largest)
 
     def _guarded_step(
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None

@@ -20,6 +20,11 @@ _FEWEST_STEPS = 20
 _FIELDS = ("count", "level", "trend", "variance")
 
 
+def damped_reach(horizon: float) -> float:
+    """Return how many times the trend the level moves in ``horizon`` steps: phi + ... + phi^h."""
+    return _DAMPING * (1 - _DAMPING**horizon) / (1 - _DAMPING)
+
+
 class EmaForecaster(CalibratedForecaster):
     """Four numbers of state. Calibrated as all are (calibration.py); its own scale grows with the root of h."""
 
@@ -31,6 +36,10 @@ class EmaForecaster(CalibratedForecaster):
         self._level = 0.0
         self._trend = 0.0
         self._variance = 0.0
+
+    def level_and_trend(self) -> tuple[float, float]:
+        """Return the level and its change per step, in nats per token."""
+        return self._level, self._trend
 
     def _learn(self, signal: TrainingSignal) -> None:
         self._count += 1
@@ -49,9 +58,7 @@ class EmaForecaster(CalibratedForecaster):
         if self._count < _FEWEST_STEPS:
             return None
         horizon = len(future_lrs)
-        # The mean over h of the damped sum phi (1 - phi^h) / (1 - phi).
-        powers = sum(_DAMPING**h for h in range(horizon - window + 1, horizon + 1)) / window
-        reach = _DAMPING * (1 - powers) / (1 - _DAMPING)
+        reach = sum(damped_reach(h) for h in range(horizon - window + 1, horizon + 1)) / window
         noise = math.sqrt(self._variance)
         return RawForecast(
             mean=self._level + self._trend * reach,

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from hybridtrain.errors import unknown_name
 from hybridtrain.predictor.ema import EmaForecaster
 from hybridtrain.predictor.forecast import LossForecaster
+from hybridtrain.predictor.mlp import MlpForecaster
+from hybridtrain.predictor.power_law import PowerLawForecaster
 
 FORECASTERS: dict[str, Callable[[int, float], LossForecaster]] = {
     EmaForecaster.kind: lambda _seed, _budget_mib: EmaForecaster(),
+    PowerLawForecaster.kind: lambda _seed, _budget_mib: PowerLawForecaster(),
+    MlpForecaster.kind: lambda seed, budget_mib: MlpForecaster(seed=seed, budget_mib=budget_mib),
 }
 """From seed and memory budget (MiB) to a new forecaster."""
 
