@@ -114,7 +114,8 @@ class PhaseController:
             factor = _GROWTH if as_forecast else 0.5
             state.scale = min(1.0, max(_SMALLEST_SCALE, state.scale * factor))
             shortest, longest = self.config.full_steps, _LARGEST_STRETCH * self.config.full_steps
-            stretched = state.full_steps - self.config.full_steps // 2 if as_forecast else 2 * state.full_steps
+            step = max(1, self.config.full_steps // 2)
+            stretched = state.full_steps - step if as_forecast else 2 * state.full_steps
             state.full_steps = min(longest, max(shortest, stretched))
 
     def judge_probe(self, before: float, after: float) -> bool:

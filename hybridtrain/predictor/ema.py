@@ -22,7 +22,7 @@ _FIELDS = ("count", "level", "trend", "variance")
 
 def damped_reach(horizon: float) -> float:
     """Return how many times the trend the level moves in ``horizon`` steps: phi + ... + phi^h."""
-    return _DAMPING * (1 - _DAMPING**horizon) / (1 - _DAMPING)
+    return _DAMPING * (1 - math.pow(_DAMPING, horizon)) / (1 - _DAMPING)
 
 
 class EmaForecaster(CalibratedForecaster):

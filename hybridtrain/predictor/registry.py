@@ -7,11 +7,13 @@ from hybridtrain.predictor.ema import EmaForecaster
 from hybridtrain.predictor.forecast import LossForecaster
 from hybridtrain.predictor.mlp import MlpForecaster
 from hybridtrain.predictor.power_law import PowerLawForecaster
+from hybridtrain.predictor.rssm import RssmForecaster
 
 FORECASTERS: dict[str, Callable[[int, float], LossForecaster]] = {
     EmaForecaster.kind: lambda _seed, _budget_mib: EmaForecaster(),
     PowerLawForecaster.kind: lambda _seed, _budget_mib: PowerLawForecaster(),
     MlpForecaster.kind: lambda seed, budget_mib: MlpForecaster(seed=seed, budget_mib=budget_mib),
+    RssmForecaster.kind: lambda seed, budget_mib: RssmForecaster(seed=seed, budget_mib=budget_mib),
 }
 """From seed and memory budget (MiB) to a new forecaster."""
 
