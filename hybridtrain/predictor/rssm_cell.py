@@ -1,0 +1,115 @@
+"""The recurrent state-space model: one tick of it, batched over an ensemble.
+
+    e_t = encoder(features_t);  h_t = GRU(h_(t-1), mix(z_(t-1), action_t))
+    posterior(z_t | h_t, e_t), prior(z_t | h_t): 32 categoricals of 32 classes;  y_t ~ head(h_t, z_t), Gaussian
+
+After DreamerV3 (2301.04104): 1 % of every categorical is uniform, samples pass gradients straight through, the KL
+divergence is balanced between prior and posterior with free nats. Features are not reconstructed: the loss is all that
+is asked. Everything is baddbmm and elementwise, so that one fused kernel can take a tick.
+
+E members, B rows, H = 256, Z = 32 * 32, F features, A actions, D widths of hidden layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from hybridkernels.state_encoding import NUM_FEATURES
+from hybridtrain.predictor.ensemble import linear
+from hybridtrain.predictor.tick_replay import NUM_ACTIONS
+
+HIDDEN = 256
+NUM_CATEGORICALS, NUM_CLASSES = 32, 32
+STOCHASTIC = NUM_CATEGORICALS * NUM_CLASSES
+_WIDTH = 64
+_UNIFORM = 0.01
+FREE_NATS = 1.0
+_PRIOR_SHARE, _POSTERIOR_SHARE = 0.5, 0.1
+"""How strongly the prior is drawn to the posterior, and the posterior to the prior."""
+
+LAYERS = {
+    "encoder": (NUM_FEATURES, _WIDTH),
+    "mix": (STOCHASTIC + NUM_ACTIONS, _WIDTH),
+    "gru_input": (_WIDTH, 3 * HIDDEN),
+    "gru_hidden": (HIDDEN, 3 * HIDDEN),
+    "prior": (HIDDEN, STOCHASTIC),
+    "posterior": (HIDDEN + _WIDTH, STOCHASTIC),
+    "head_hidden": (HIDDEN + STOCHASTIC, _WIDTH),
+    "head": (_WIDTH, 2),
+}
+ZERO_LAYERS = ("head", "prior", "posterior")
+"""A new model answers 0 and is unsure of its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """State of the model."""
+
+    hidden_EBH: Tensor
+    sample_EBZ: Tensor
+
+
+def initial(num_members: int, num_rows: int) -> Latent:
+    """Return the state before the first tick."""
+    return Latent(torch.zeros(num_members, num_rows, HIDDEN), torch.zeros(num_members, num_rows, STOCHASTIC))
+
+
+def advance(latent: Latent, action_EBA: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the deterministic state one tick later: (E, B, H)."""
+    mixed = silu(linear(torch.cat([latent.sample_EBZ, action_EBA], -1), weights, "mix"))
+    reset_i, update_i, new_i = linear(mixed, weights, "gru_input").chunk(3, -1)
+    reset_h, update_h, new_h = linear(latent.hidden_EBH, weights, "gru_hidden").chunk(3, -1)
+    update = torch.sigmoid(update_i + update_h)
+    new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
+    return torch.lerp(new, latent.hidden_EBH, update)
+
+
+def _probabilities(logits_EBZ: Tensor) -> Tensor:
+    """Return (E, B, categoricals, classes)."""
+    logits = logits_EBZ.view(*logits_EBZ.shape[:-1], NUM_CATEGORICALS, NUM_CLASSES)
+    return (1 - _UNIFORM) * logits.softmax(-1) + _UNIFORM / NUM_CLASSES
+
+
+def prior(hidden_EBH: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return what the next state may be, unseen."""
+    return _probabilities(linear(hidden_EBH, weights, "prior"))
+
+
+def posterior(hidden_EBH: Tensor, features_EBF: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return what the state may be, its features seen."""
+    seen = silu(linear(features_EBF, weights, "encoder"))
+    return _probabilities(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
+
+
+def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw one class of each categorical, one-hot, gradients straight through: (E, B, Z)."""
+    thresholds = torch.rand(probabilities.shape[:-1], generator=generator)[..., None]
+    classes = (probabilities.detach().cumsum(-1) < thresholds).sum(-1).clamp_max(NUM_CLASSES - 1)
+    one_hot = torch.nn.functional.one_hot(classes, NUM_CLASSES).float()
+    return (one_hot + probabilities - probabilities.detach()).flatten(-2)
+
+
+def divergence(posterior_probabilities: Tensor, prior_probabilities: Tensor) -> Tensor:
+    """Return the balanced KL divergence with free nats: (E, B), nats."""
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return (first * (first.log() - second.log())).sum((-2, -1)).clamp_min(FREE_NATS)
+
+    return _PRIOR_SHARE * kl(posterior_probabilities.detach(), prior_probabilities) + _POSTERIOR_SHARE * kl(
+        posterior_probabilities, prior_probabilities.detach()
+    )
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Return the mean entropy of a categorical, in nats: a scalar."""
+    return -(probabilities * probabilities.log()).sum(-1).mean()
+
+
+def head(latent: Latent, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and unbounded log-variance of y, both (E, B)."""
+    hidden = silu(linear(torch.cat([latent.hidden_EBH, latent.sample_EBZ], -1), weights, "head_hidden"))
+    mean, log_variance = linear(hidden, weights, "head").unbind(-1)
+    return mean, log_variance

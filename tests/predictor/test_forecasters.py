@@ -1,0 +1,234 @@
+"""Every forecaster on runs made of a law: errors, coverage, resuming, budgets, random numbers of their own."""
+
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from hybridtrain.phase import Phase
+from hybridtrain.predictor.calibration import IntervalCalibrator
+from hybridtrain.predictor.evaluate import evaluate_forecasters
+from hybridtrain.predictor.forecast import LossForecaster
+from hybridtrain.predictor.registry import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
+from hybridtrain.predictor.rssm import RssmForecaster
+from hybridtrain.predictor.signal import MomentStatistics, TrainingSignal
+
+KINDS = sorted(FORECASTERS)
+NOISE = 0.05
+
+
+def run(num_steps: int, *, seed: int = 0, noise: float = NOISE, total: int = 1500) -> list[TrainingSignal]:
+    """Signals of a power law of the summed rate under cosine, with 0.2 nats to be earned by annealing."""
+    rng, signals, total_lr = np.random.default_rng(seed), [], 0.0
+    for step in range(1, num_steps + 1):
+        factor = step / 50 if step < 50 else 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - 50) / (total - 50)))
+        total_lr += factor
+        loss = 1.2 + 3.0 * (total_lr + 5) ** -0.3 + (0.2 * (factor - 1) if step >= 50 else 0.0)
+        signals.append(
+            TrainingSignal(
+                step=step,
+                loss=loss + rng.normal(0, noise),
+                grad_norm=math.exp(rng.normal(0, 0.2)),
+                lr=5e-3 * factor,
+                phase=Phase.WARMUP if step < 50 else Phase.FULL,
+                predicted_steps=10.0 if step % 97 == 0 else 0.0,
+                moments=MomentStatistics(m_mean=0.0, m_rms=1e-3, v_mean=1e-4, v_rms=2e-4) if step % 2 else None,
+            )
+        )
+    return signals
+
+
+def feed(forecaster: LossForecaster, signals: Sequence[TrainingSignal]) -> None:
+    for signal in signals:
+        forecaster.observe(signal)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_said_at_first_and_everything_is_finite_later(kind: str) -> None:
+    forecaster, signals = make_forecaster(kind, seed=0, budget_mib=512), run(260)
+    assert forecaster.forecast([1e-3] * 50, 25) is None
+    feed(forecaster, signals)
+    for horizon, window in ((1, 1), (25, 25), (130, 10), (600, 25)):
+        forecast = forecaster.forecast([4e-3] * horizon, window)
+        assert forecast is not None
+        assert forecast.low < forecast.mean < forecast.high
+        assert 0 < forecast.aleatoric < 1
+        assert 0 <= forecast.epistemic < 1
+        assert 1 < forecast.mean < 4
+        assert (forecast.entropy is not None) == (kind == "rssm")
+        if forecast.entropy is not None:
+            assert 0 <= forecast.entropy <= math.log(32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 11])
+def test_a_window_must_fit_the_horizon(kind: str, window: int) -> None:
+    with pytest.raises(ValueError, match="window"):
+        make_forecaster(kind, seed=0, budget_mib=512).forecast([1e-3] * 10, window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_forecaster_is_bit_equal(kind: str) -> None:
+    signals = run(330)
+    first, second = (make_forecaster(kind, seed=5, budget_mib=512) for _ in range(2))
+    lrs = [signal.lr for signal in signals]
+    feed(first, signals[:263])
+    first.forecast(lrs[263:303], 20)  # pending when saved
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    for forecaster in (first, second):
+        feed(forecaster, signals[263:])
+    assert first.forecast([3e-3] * 100, 25) == second.forecast([3e-3] * 100, 25)
+    for one, other in zip(_leaves(first.state_dict()), _leaves(second.state_dict()), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _leaves(state: object) -> list[object]:
+    if isinstance(state, dict):
+        return [leaf for value in state.values() for leaf in _leaves(value)]
+    return [leaf for value in state for leaf in _leaves(value)] if isinstance(state, list) else [state]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_state_does_not_change_later(kind: str) -> None:
+    signals = run(300)
+    forecaster = make_forecaster(kind, seed=5, budget_mib=512)
+    feed(forecaster, signals[:260])
+    state = forecaster.state_dict()
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in _leaves(state)]
+    feed(forecaster, signals[260:])
+    for one, other in zip(before, _leaves(state), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    state = make_forecaster("ema", seed=0, budget_mib=512).state_dict()
+    with pytest.raises(ValueError, match=r"ema.*power_law"):
+        make_forecaster("power_law", seed=0, budget_mib=512).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_global_random_streams_are_left_alone(kind: str) -> None:
+    signals = run(230)
+    results = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        np.random.seed(global_seed)  # noqa: NPY002  # the global stream is what is tested
+        before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+        forecaster = make_forecaster(kind, seed=3, budget_mib=512)
+        feed(forecaster, signals)
+        results.append(forecaster.forecast([3e-3] * 50, 25))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert np.random.get_state()[1].tolist() == numpy_before  # noqa: NPY002
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "rssm"])
+def test_training_goes_on_under_no_grad(kind: str) -> None:
+    signals = run(230)
+    with torch.no_grad():
+        inside = make_forecaster(kind, seed=0, budget_mib=512)
+        feed(inside, signals)
+    outside = make_forecaster(kind, seed=0, budget_mib=512)
+    feed(outside, signals)
+    assert inside.forecast([3e-3] * 50, 25) == outside.forecast([3e-3] * 50, 25)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "rssm"])
+def test_asking_changes_no_weight(kind: str) -> None:
+    signals = run(260)
+    asked, unasked = (make_forecaster(kind, seed=0, budget_mib=512) for _ in range(2))
+    for signal in signals:
+        asked.observe(signal)
+        unasked.observe(signal)
+        if signal.step % 60 == 0:
+            asked.forecast([1e-3] * 400, 25)
+    one, other = asked.state_dict()["model"], unasked.state_dict()["model"]
+    assert all(
+        torch.equal(a, b) for a, b in zip(_leaves(one), _leaves(other), strict=True) if isinstance(a, torch.Tensor)
+    )
+
+
+def test_budgets_are_kept() -> None:
+    needed = RssmForecaster.num_bytes() / 2**20
+    make_forecaster("rssm", seed=0, budget_mib=needed + 0.01)
+    for kind, budget in (("rssm", needed - 0.01), ("mlp", 0.1)):
+        with pytest.raises(ValueError, match=rf"budget_mib: .*{kind}.*at least \d+ is allowed; "):
+            make_forecaster(kind, seed=0, budget_mib=budget)
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="power_law"):
+        make_forecaster("powerlaw", seed=0, budget_mib=1)
+    assert DEFAULT_FORECASTER in FORECASTERS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_that_are_no_numbers_are_left_out(kind: str) -> None:
+    signals = run(230)
+    clean, faulty = (make_forecaster(kind, seed=0, budget_mib=512) for _ in range(2))
+    for signal in signals:
+        clean.observe(signal)
+        if signal.step == 200:
+            faulty.observe(
+                TrainingSignal(step=200, loss=math.nan, grad_norm=math.nan, lr=1e-3, phase=Phase.FULL)
+            )  # replaced by the good step of the same number
+        faulty.observe(signal)
+    assert clean.forecast([3e-3] * 50, 25) == faulty.forecast([3e-3] * 50, 25)
+
+
+def test_the_law_is_found_where_there_is_one() -> None:
+    signals = run(1500, noise=0.01)
+    forecaster = make_forecaster("power_law", seed=0, budget_mib=1)
+    feed(forecaster, signals[:900])
+    rest = signals[900:1400]
+    forecast = forecaster.forecast([signal.lr for signal in rest], 25)
+    assert forecast is not None
+    actual = sum(signal.loss for signal in rest[-25:]) / 25
+    # The fall over these 500 steps is near 0.1 nats; a tenth of it is asked, five times the noise of the mean.
+    assert signals[899].loss - actual > 0.08
+    assert abs(forecast.mean - actual) < 0.01
+
+
+def test_scores_rank_and_cover_on_a_law() -> None:
+    signals = run(1500)
+    scores = evaluate_forecasters(signals, ["ema", "power_law", "mlp"], [50, 200], 25, seed=0)
+    by_kind = {(score.kind, score.horizon): score for score in scores}
+    assert len(scores) == 6
+    assert by_kind["ema", 50].num_forecasts == 24
+    for score in scores:
+        # 21 to 24 dependent forecasts: 0.9 +- 3 deviations of independent ones is 0.71 to 1.
+        assert 0.7 <= score.coverage <= 1.0
+        assert 0 < score.mean_width < 0.5
+    assert by_kind["power_law", 200].mean_absolute_error < by_kind["ema", 200].mean_absolute_error
+    again = evaluate_forecasters(signals, ["mlp"], [50, 200], 25, seed=0)
+    assert again[0].mean_absolute_error == by_kind["mlp", 50].mean_absolute_error
+    assert again[1].mean_width == by_kind["mlp", 200].mean_width
+
+
+def test_intervals_follow_the_scores() -> None:
+    calibrator, rng = IntervalCalibrator(), np.random.default_rng(0)
+    held, count = 0, 400
+    for step in range(count):
+        half_width = 0.1 * calibrator.factor(1)
+        loss = 2.0 + rng.normal(0, 0.5)
+        calibrator.remember(step, 2.0, 0.1, [1e-3], 1)
+        calibrator.observe(step + 1, loss, 1e-3)
+        held += abs(loss - 2.0) <= half_width
+    # The model believes 0.1 where 0.5 is true. Binomial deviation at 400 is 0.015; 4 of them.
+    assert 0.84 <= held / count <= 0.96
+
+
+def test_forecasts_under_other_rates_are_not_scored() -> None:
+    calibrator = IntervalCalibrator()
+    before = calibrator.factor(10)
+    for step in range(0, 400, 10):
+        calibrator.remember(step, 2.0, 0.1, [1e-3] * 10, 5)
+        for inner in range(1, 11):
+            calibrator.observe(step + inner, 9.0, 2e-3)
+    assert calibrator.factor(10) == before
