@@ -19,6 +19,7 @@ from hybridtrain.units import GB
 from hybridvalidation import commands
 from hybridvalidation.cuda_command import evidence_command
 from hybridvalidation.recommend_command import recommend_command
+from hybridvalidation.study_command import study_command
 
 _RESULTS = Path("results")
 
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_execute(verbs)
     _add_recommend(verbs)
     _add_evidence(verbs)
+    _add_study(verbs)
     _add_train(verbs)
     _add_gate(verbs)
     _add_report(verbs)
@@ -190,6 +192,14 @@ def _add_evidence(verbs: "_Verbs[_Parser]") -> None:
         "--only", type=lambda text: text.split(","), default=(), metavar="PART,PART",
         help="7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair; default: all",
     )  # fmt: skip
+    _add_results(parser)
+
+
+def _add_study(verbs: "_Verbs[_Parser]") -> None:
+    parser = _add_verb(verbs, "study", study_command, "compare ways to train, time to loss, by a registered protocol")
+    parser.add_argument("study", help="name of a study, or a .toml file")
+    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs side by side (default: 1)")
+    parser.add_argument("--max-runs", type=_positive, metavar="N", help="stop after so many; the study can go on later")
     _add_results(parser)
 
 

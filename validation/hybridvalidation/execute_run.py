@@ -14,6 +14,7 @@ from hybridtrain.data.corpus import Corpus
 from hybridtrain.dry_run import Workload, check_workload
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.engine.step_result import StepResult
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
@@ -25,7 +26,6 @@ from hybridtrain.plan.tensor_class import Placement
 from hybridtrain.profiler.ledger_trace import LedgerTrace
 from hybridtrain.profiler.process_memory import read_process_memory
 from hybridtrain.profiler.storage_ledger import StorageLedger
-from hybridtrain.engine.step_result import StepResult
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds

@@ -11,13 +11,13 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
+from hybridtrain.engine.step_result import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError, identify_device, open_device_reader
-from hybridtrain.engine.step_result import StepResult
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes

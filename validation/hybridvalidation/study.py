@@ -1,0 +1,189 @@
+"""What a study file says: the protocol of a time-to-loss comparison, written down before the first run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridtrain.config.rules import below_least
+from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridvalidation.scenario import name_faults
+
+BASELINE = "adamw"
+"""The method that every study has, without being named."""
+
+Control = Literal["random", "average"]
+"""random: jumps of the same norm in a random direction. average: AdamW, judged at the mean of its last weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyMethod:
+    """One way to train, told apart from AdamW."""
+
+    name: str
+    says: str
+    role: Literal["method", "upper bound", "control"] = "method"
+    slow: SlowMomentum | None = None
+    """AdEMAMix: the slow average moves the weights in every step."""
+    hybrid: HybridConfig | None = None
+    control: Control | None = None
+    lrs: tuple[float, ...] = ()
+    """Learning rates tried at the tuning seed; the best is used; empty: the baseline's."""
+    seeds: tuple[int, ...] = ()
+    """Empty: the study's."""
+
+    def __post_init__(self) -> None:
+        faults = name_faults(self.name)
+        if self.name == BASELINE:
+            faults.append(f"name: '{BASELINE}' is the baseline; choose another")
+        if self.control == "random" and (self.hybrid is None or not self.hybrid.follows_slow):
+            faults.append("control: 'random' takes the size of its jumps from slow_gradient; add a table [hybrid]")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Betas:
+    """Decays of AdamW's moments."""
+
+    beta1: float
+    beta2: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFile:
+    """One study. Every run is a function of this file, a seed and the program."""
+
+    name: str
+    says: str
+    target: str
+    """The claim that is judged, registered before the first run."""
+    stop_rule: str
+    """When no more runs are made."""
+    model: ModelConfig
+    seq_len: int
+    batch_size: int
+    """Sequences per step."""
+    corpus_mib: int
+    """Of the Python standard library's sources, as byte tokens."""
+    validation_batches: int
+    """At most; as many more are kept for the test at the end."""
+    num_steps: int
+    seeds: tuple[int, ...]
+    tuning_seed: int
+    """Learning rates and betas are chosen at this one."""
+    optimizer: AdamWConfig
+    """Of AdamW and of all methods; ``lr`` is where betas are tried first."""
+    lrs: tuple[float, ...]
+    """Tried for AdamW; with one entry nothing is tuned."""
+    betas: tuple[Betas, ...] = ()
+    """Tried for AdamW beside the optimizer's own."""
+    schedule: LrSchedule
+    """``total_steps`` is replaced by the horizon of a run."""
+    horizons: tuple[int, ...]
+    """Steps of AdamW's runs, each with its own schedule; ``num_steps`` belongs to them. Under a constant learning rate
+    one long run is all of them, validated on its way."""
+    tuning_horizons: tuple[int, ...] = ()
+    """More of them, at the tuning seed only."""
+    methods: tuple[StudyMethod, ...]
+    validate_every: int = 0
+    """Steps between validations within a run; 0: only at its end."""
+    least_gain: float = 1.0
+    """Compute factor of the claim."""
+
+    def __post_init__(self) -> None:
+        faults = name_faults(self.name) + below_least(
+            self, ("seq_len", "batch_size", "corpus_mib", "validation_batches", "num_steps")
+        )
+        if len(set(self.seeds)) < 3:
+            faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
+        if self.tuning_seed not in self.seeds:
+            faults.append(f"tuning_seed: {self.tuning_seed} must be one of seeds ({list(self.seeds)})")
+        if not self.lrs:
+            faults.append("lrs: empty; name at least one learning rate")
+        if self.num_steps not in self.horizons and not self.is_constant:
+            faults.append(f"horizons: {list(self.horizons)} must contain num_steps ({self.num_steps})")
+        names = [method.name for method in self.methods]
+        faults += [f"methods: '{name}' stands twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        if self.seq_len > self.model.max_seq_len:
+            faults.append(f"seq_len: {self.seq_len} is above model.max_seq_len ({self.model.max_seq_len})")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def method(self, name: str) -> StudyMethod | None:
+        """Return a method by name; None for the baseline."""
+        return next((method for method in self.methods if method.name == name), None)
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Return the seeds a method is run with."""
+        method = self.method(name)
+        return self.seeds if method is None or not method.seeds else method.seeds
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate never decays, so that every step of a run could be its last."""
+        return self.schedule.kind == "constant"
+
+    @property
+    def tokens_per_param(self) -> float:
+        """Tokens seen in ``num_steps`` over parameters."""
+        return self.num_steps * self.batch_size * self.seq_len / self.model.num_params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRun:
+    """One run of a study, before it is made."""
+
+    method: str
+    lr: float
+    beta1: float
+    beta2: float
+    seed: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationPoint:
+    """One validation within a run."""
+
+    step: int
+    cost: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """One run of a study, as it went. Executed: real arithmetic on the CPU."""
+
+    key: str
+    """Digest of study and run: what a resumed study need not repeat."""
+    run: StudyRun
+    outcome: Literal["ok", "diverged"]
+    message: str = ""
+    validation_loss: float | None = None
+    """Nats per token at the end."""
+    test_loss: float | None = None
+    final_train_loss: float | None = None
+    """Mean of the last 50 steps."""
+    curve: tuple[ValidationPoint, ...] = ()
+    step_losses: tuple[float, ...] = ()
+    """Of every true step, for the forecasters; kept at the study's own length only."""
+    cost: float
+    """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
+    seconds: float
+    """Wall clock of the training loop, one pinned thread; other work may have shared the machine."""
+    cpu_seconds: float
+    """Processor time of the same."""
+    jumps: int = 0
+    predicted_steps: float = 0.0
+    rollbacks: int = 0
+    planned_device_bytes: int = 0
+    planned_host_bytes: int = 0
+    commit: str
+    source_digest: str
+    cpu: str
+    torch: str
+    corpus_digest: str
+    schema: int = 1

@@ -1,0 +1,64 @@
+"""Controls of a study: a jump of the same size in a random direction, and the mean of the last weights."""
+
+import torch
+from torch import Tensor
+
+from hybridtrain.engine.slow_momentum import MoveNorm, move
+from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.memory.history_codec import read_history
+from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.phases.slow_gradient import SlowGradient
+from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.trainer import Trainer
+
+_AVERAGE_DECAY = 0.99
+
+
+class RandomDirection(SlowGradient):
+    """Jumps as far as slow_gradient would, slice by slice, in a direction that knows nothing. Cannot be fused."""
+
+    def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
+        """Move all weights by Gaussian noise of the predicted move's norm."""
+        trainer = self._trainer
+        optimizer = trainer.config.optimizer
+        correction = 1 - optimizer.beta2 ** (trainer.steps_done - trainer.states.born_after)
+        norm = self._new_norm()
+
+        def work(swept: SweptSlice) -> None:
+            assert swept.second_P is not None, "asked for"
+            slow_P = read_history(swept.history[0], swept.value_P.numel())
+            moved_P = move(
+                slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps
+            )
+            swept.value_P.add_(_random_like(moved_P, norm))
+
+        seed = trainer.predict_key(trainer.steps_done)
+        trainer.sweep.run(work, SweepSettings(reads_moments=True, seed=seed), rollback)
+        return self._made(predicted_steps, lr, norm)
+
+
+def _random_like(moved_P: Tensor, norm: MoveNorm) -> Tensor:
+    noise_P = torch.randn_like(moved_P)
+    noise_P.mul_(torch.linalg.vector_norm(moved_P) / torch.linalg.vector_norm(noise_P).clamp_min(1e-30))
+    norm.add(noise_P)
+    return noise_P
+
+
+class WeightAverage:
+    """An exponential mean of the weights of a trainer whose parameters are float32 on the device."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._parameters = [parameter for _, parameter in trainer.model.named_unit_parameters()]
+        self._means = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of a step."""
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            mean.lerp_(parameter, 1 - _AVERAGE_DECAY)
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Make the means the weights."""
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            parameter.copy_(mean)
