@@ -11,6 +11,8 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.ledger_trace import LedgerTrace
@@ -139,15 +141,32 @@ def record_steps(
     batches: Sequence[Sequence[TokenBatch]],
     transfer: Transfer,
     config: TrainerConfig | None = None,
+    hybrid: HybridConfig | None = None,
 ) -> LedgerTrace:
-    """Return the ledger of building the trainer and running one step per entry of ``batches`` on any device."""
+    """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
+
+    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
+    """
     ledger = StorageLedger()
     with ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger)
+        runner = HybridTrainer(trainer, hybrid, lambda _: batches[0])
         for step_batches in batches:
+            if runner.phase is Phase.PREDICT:  # what leaves the device for it belongs to the step before
+                trainer.enter_phase(Phase.PREDICT)
             ledger.begin_step()
-            trainer.step(step_batches)
+            runner.advance(lambda _, chosen=step_batches: chosen)  # type: ignore[misc]
     return ledger.trace()
+
+
+def cycle_config() -> HybridConfig:
+    """Return the shortest cycle that has every phase: WARMUP, FULL, PREDICT on its own, CORRECT."""
+    return HybridConfig(warmup_steps=1, full_steps=1, fuse=False)
+
+
+def phases_of_cycle() -> tuple[Phase, ...]:
+    """Return the phases of the steps of ``cycle_config``."""
+    return (Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.CORRECT)
 
 
 def dry_run(
@@ -158,6 +177,7 @@ def dry_run(
     *,
     host: Host | None = None,
     num_steps: int = 2,
+    hybrid: HybridConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
 ) -> DryRun:
@@ -171,7 +191,8 @@ def dry_run(
         card: Its capacity and rates.
         workload: One micro-batch.
         host: The machine around the card; None: one with enough of everything.
-        num_steps: Optimizer steps, at least 1.
+        num_steps: Optimizer steps, at least 1; phase steps with ``hybrid``.
+        hybrid: The cycle, if the run is a hybrid one.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
 
@@ -183,7 +204,7 @@ def dry_run(
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()
-    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer)
+    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, hybrid=hybrid)
     workspace = card.cublas_workspace_bytes
     uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
     capacity = card.allocator_capacity_bytes

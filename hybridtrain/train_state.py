@@ -1,4 +1,4 @@
-"""Saving and resuming a run: weights, master copies, moments, step count, in one file that is whole or absent."""
+"""Saving and resuming a run: weights, optimizer state, step count, the cycle's state, in one whole file or none."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +11,20 @@ from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
+from hybridtrain.phase import Phase
+from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 
-_SCHEMA = 2
+_SCHEMA = 3
 _NORM = "previous_norm"
 
 
-def save_train_state(trainer: Trainer, path: Path) -> None:
+def save_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None = None) -> None:
     """Write everything the next step depends on; an interrupted write leaves the old file as it was.
 
     Tensors in host memory are written from where they are; those on disk pass through host memory all at once.
     """
+    trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
     trainer.transfer.finish()
     named = _named_tensors(trainer, with_moments=trainer.steps_done > 0)
     tensors = {name: _read(stored) for name, stored in named}
@@ -29,7 +32,9 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
         tensors[_NORM] = trainer.previous_norm
     content = {
         "schema": _SCHEMA,
-        "run": _run_digest(trainer),
+        "run": _run_digest(trainer, hybrid),
+        "hybrid": None if hybrid is None else hybrid.state_dict(),
+        "history_is_fresh": all(state.history_is_fresh for _, states in trainer.states.items() for state in states),
         "steps_done": trainer.steps_done,
         "born_after": trainer.states.born_after,
         "tensors": tensors,
@@ -39,7 +44,7 @@ def save_train_state(trainer: Trainer, path: Path) -> None:
 
 
 @torch.no_grad()
-def load_train_state(trainer: Trainer, path: Path) -> None:
+def load_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None = None) -> None:
     """Continue from a saved state: the next step is bit-equal to the one the saved run would have done.
 
     Raises:
@@ -51,15 +56,22 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
         raise ConfigError(str(path), ["there is no saved state to resume from; start without --resume"]) from error
     except Exception as error:  # torch.load raises whatever its unpickler met
         raise ConfigError(str(path), [f"not a whole saved state ({error}); use an older one or start anew"]) from error
-    if not isinstance(content, dict) or content.get("schema") != _SCHEMA or content.get("run") != _run_digest(trainer):
+    if (
+        not isinstance(content, dict)
+        or content.get("schema") != _SCHEMA
+        or content.get("run") != _run_digest(trainer, hybrid)
+    ):
         raise ConfigError(
-            str(path), ["not saved by a run with this model, plan, optimizer and seed; resume with that configuration"]
+            str(path),
+            ["not saved by a run with this model, plan, optimizer, cycle and seed; resume with that configuration"],
         )
     try:
         steps_done, tensors = int(content["steps_done"]), content["tensors"]
+        hybrid_state, history_is_fresh = content["hybrid"], bool(content["history_is_fresh"])
         sources = {name: tensors[name] for name, _ in _named_tensors(trainer, with_moments=steps_done > 0)}
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(str(path), [f"a saved state without {error}; use an older one or start anew"]) from error
+    trainer.enter_phase(Phase.FULL)
     trainer.transfer.finish()
     for name, target in _named_tensors(trainer, with_moments=steps_done > 0):
         _write(target, sources[name])
@@ -70,8 +82,11 @@ def load_train_state(trainer: Trainer, path: Path) -> None:
     trainer.previous_norm = None if norm is None else norm.to(trainer.transfer.device)
     for state in (state for _, states in trainer.states.items() for state in states):
         state.is_fresh = not steps_done
+        state.history_is_fresh = history_is_fresh
         if not steps_done:
-            state.moments = ()
+            state.moments = state.history = ()
+    if hybrid is not None:
+        hybrid.load_state_dict(hybrid_state)
 
 
 def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[str, Stored]]:
@@ -84,6 +99,7 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             named["companion"] = state.companion
             if with_moments:
                 named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
+                named |= {f"history{number}": tensor for number, tensor in enumerate(state.history)}
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 
@@ -108,6 +124,8 @@ def _write(stored: Stored, source: Tensor) -> None:
     stored.buffer.content.write(stored.offset, source.cpu().contiguous())
 
 
-def _run_digest(trainer: Trainer) -> str:
-    parts = (trainer.model.config, trainer.plan, trainer.config)
+def _run_digest(trainer: Trainer, hybrid: HybridTrainer | None) -> str:
+    parts: list[object] = [trainer.model.config, trainer.plan, trainer.config]
+    if hybrid is not None and hybrid.config is not None:
+        parts.append(hybrid.config)
     return "-".join(digest(part) for part in parts)

@@ -23,7 +23,7 @@ class FactoredUpdate:
     def __init__(self, codecs: MasterCodecs, copies: CopyEngine, observer: MemoryObserver) -> None:
         self._codecs = codecs
         self._copies = copies
-        self._stream = SliceStream(copies, observer)
+        self._observer = observer
 
     def apply(
         self,
@@ -57,7 +57,8 @@ class FactoredUpdate:
         parts = [slice(start, min(start + _SLICE_ELEMENTS, count)) for start in range(0, count, _SLICE_ELEMENTS)]
         items = [history_pieces(state, part) for part in parts]
         slot_bytes = max((piece_bytes(item) for item in items), default=0)
-        for part, history in zip(parts, self._stream.run(items, slot_bytes), strict=True):
+        stream = SliceStream(self._copies, self._observer)
+        for part, history in zip(parts, stream.run(items, slot_bytes), strict=True):
             slow_P = track(history, grad.view(-1)[part], step.slow)
             if step.slow.predicted_steps:
                 second_P = factored_second_moment([_tensor(m) for m in state.moments], part)

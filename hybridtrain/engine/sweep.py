@@ -65,7 +65,6 @@ class Sweep:
         self._copies = copies
         self._observer = observer
         self._host = HostSweep(weights, states, copies) if on_host else None
-        self._stream = SliceStream(copies, observer)
 
     def new_rollback(self) -> RollbackCopy:
         """Return room for a copy of all weights; raises ``HostMemoryError``."""
@@ -101,7 +100,8 @@ class Sweep:
         queue: deque[_Item] = deque()
         current: Unit | None = None
         weights: list[StoredWeight] = []
-        for tensors in self._stream.run(self._pieces(settings, queue), self._slot_bytes(settings)):
+        stream = SliceStream(self._copies, self._observer)
+        for tensors in stream.run(self._pieces(settings, queue), self._slot_bytes(settings)):
             item = queue.popleft()
             with self._observer.region(Stage.UPDATE, item.unit.name):
                 if item.unit is not current:

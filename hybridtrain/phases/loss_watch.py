@@ -44,9 +44,9 @@ class LossWatch:
 
     def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
         """Take in a true step, and tell the controller how a block ended; return the error of its forecast then."""
-        self.monitor.observe(signal.loss, signal.grad_norm)
-        if not math.isfinite(signal.loss):  # a dry run
+        if not math.isfinite(signal.loss):  # a dry run: the trainer refuses such a step
             return None
+        self.monitor.observe(signal.loss, signal.grad_norm)
         if len(self._block_losses) >= self._window:  # no jump opened a new one
             self.open_block(signal.step - 1)
         self.forecaster.observe(signal)

@@ -173,7 +173,7 @@ def test_a_state_of_another_configuration_is_refused(tmp_path: Path, changes: di
         load_train_state(other, path)
     assert caught.value.source == str(path)
     (fault,) = caught.value.faults
-    assert "saved by a run with this model, plan, optimizer and seed" in fault
+    assert "saved by a run with this model, plan, optimizer, cycle and seed" in fault
     for name, tensor in everything(other).items():
         assert_bitwise(tensor, before[name], name)
 

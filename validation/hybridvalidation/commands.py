@@ -37,6 +37,7 @@ from hybridvalidation.report import TERMINAL, report_text, write_report
 from hybridvalidation.run_monitor import Monitoring
 from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.study_command import write_studies
 from hybridvalidation.train_run import TrainFile, train
 from hybridvalidation.verdict import judge_all
 
@@ -176,6 +177,7 @@ def report_command(options: argparse.Namespace) -> int:
     if not options.names:
         written += write_executed(read_executed(options.results / "records"), options.results)
         written += write_evidence(read_evidence(options.results / "records"), options.results)
+        written += write_studies(files.folder, options.results)
     if options.json:
         _print_json({"files": [path.as_posix() for path in written]})
     else:

@@ -1,13 +1,16 @@
 """``hybridtrain study``: protocols that take long, resumable, judged by what was registered before."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from hybridtrain.config.decode import load_toml
 from hybridvalidation.scenario_files import default_folder
 from hybridvalidation.study import StudyFile
-from hybridvalidation.study_runner import run_study
+from hybridvalidation.study_report import study_text, verdict_sentence, write_study
+from hybridvalidation.study_runner import read_study, run_study
+from hybridvalidation.tables import TERMINAL
 
 
 def study_command(options: argparse.Namespace) -> int:
@@ -15,8 +18,25 @@ def study_command(options: argparse.Namespace) -> int:
     folder: Path = options.scenarios or default_folder()
     path = Path(options.study) if options.study.endswith(".toml") else folder / "studies" / f"{options.study}.toml"
     study = load_toml(StudyFile, path)
-    run_study(study, options.results, jobs=options.jobs, max_runs=options.max_runs, say=_say)
+    made = run_study(study, options.results, jobs=options.jobs, max_runs=options.max_runs, say=_say)
+    paths = [path.as_posix() for path in write_study(study, made, options.results)] if made else []
+    if options.json:
+        content = {"study": study.name, "verdict": verdict_sentence(study, made), "runs": len(made), "files": paths}
+        sys.stdout.write(json.dumps(content) + "\n")
+    else:
+        sys.stdout.write(f"{study_text(study, made, TERMINAL)}\n\nWritten: {', '.join(paths)}\n")
     return 0
+
+
+def write_studies(folder: Path, results: Path) -> list[Path]:
+    """Rebuild tables and pictures of every study that has records."""
+    written: list[Path] = []
+    for path in sorted((folder / "studies").glob("*.toml")):
+        study = load_toml(StudyFile, path)
+        made = read_study(results, study.name)
+        if made:
+            written += write_study(study, made, results)
+    return written
 
 
 def _say(line: str) -> None:

@@ -18,7 +18,7 @@ def read_study(results: Path, name: str) -> dict[str, StudyRecord]:
 
 def record_path(results: Path, name: str) -> Path:
     """Return the file of a study's records."""
-    return results / "studies" / f"{name}.jsonl"
+    return results / "records" / "studies" / f"{name}.jsonl"
 
 
 def run_study(
