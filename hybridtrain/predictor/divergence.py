@@ -19,6 +19,8 @@ _CALM_STEPS = 20
 _LONGEST_CRITICAL = 50
 """After so many critical steps in a row their level is the new past: nobody rolled them back."""
 _CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
+_WARNING_NORM_Z = 9.0
+"""Log norms have heavy tails: single harmless batches were measured at 6.8."""
 _CAUTION_DRIFT_Z, _WARNING_DRIFT_Z = 2.0, 3.5
 """Of the mean of the last 16 losses: a slow rise, which no single step betrays."""
 _LOSS_FLOOR = 0.005
@@ -115,7 +117,7 @@ class DivergenceMonitor:
         ]
         if grad_norm is not None and grad_norm > 0 and len(self._log_norms.values) >= FEWEST_STEPS:
             centre, sigma = self._log_norms.centre_and_sigma(_LOG_NORM_FLOOR)
-            grades.append(_grade((math.log(grad_norm) - centre) / sigma, _CAUTION_Z, _WARNING_Z))
+            grades.append(_grade((math.log(grad_norm) - centre) / sigma, _CAUTION_Z, _WARNING_NORM_Z))
         return max(grades)
 
     def _settle(self, grade: DivergenceLevel) -> None:

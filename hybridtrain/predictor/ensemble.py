@@ -12,8 +12,10 @@ from torch import Tensor
 
 from hybridtrain.predictor.forecast import State
 
-BYTES_PER_WEIGHT = 16
-"""Float32 weight, gradient, first and second moment."""
+BYTES_PER_WEIGHT = 28
+"""Float32 weight, running mean, gradient in parts and in one, first and second moment, root of the second."""
+_MEAN_UPDATES = 50
+"""Time constant of the running mean of weights, in updates: forecasts take it, for batches are few and noisy."""
 _BETAS = (0.9, 0.99)
 _EPS = 1e-8
 _MAX_NORM = 10.0
@@ -61,6 +63,7 @@ class Ensemble:
             self._shapes[f"{name}.weight"] = (num_members, num_inputs, num_outputs)
             self._shapes[f"{name}.bias"] = (num_members, 1, num_outputs)
         self._flat = torch.zeros(sum(math.prod(shape) for shape in self._shapes.values()))
+        self._mean = torch.zeros_like(self._flat)
         self._m, self._v = torch.zeros_like(self._flat), torch.zeros_like(self._flat)
         self.num_updates = 0
         for name, weight in self.weights().items():
@@ -73,9 +76,16 @@ class Ensemble:
         return num_members * sum((inputs + 1) * outputs for inputs, outputs in layers.values()) * BYTES_PER_WEIGHT
 
     def weights(self) -> dict[str, Tensor]:
-        """Return views of the flat vector by name."""
+        """Return the weights in training by name: views."""
+        return self._views(self._flat)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """Return the running mean of the weights by name: views."""
+        return self._views(self._mean)
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(self._flat, sizes)
+        parts = torch.split(flat, sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def update(self, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> float:
@@ -96,21 +106,24 @@ class Ensemble:
         root = (self._v / (1 - _BETAS[1] ** self.num_updates)).sqrt_().add_(_EPS)
         self._flat.mul_(1 - self._lr * _WEIGHT_DECAY)
         self._flat.addcdiv_(self._m, root, value=-self._lr / (1 - _BETAS[0] ** self.num_updates))
+        self._mean.lerp_(self._flat, max(1 / _MEAN_UPDATES, 1 / self.num_updates))
         return float(loss.detach())
 
     def state_dict(self) -> State:
         """Return weights, moments and the state of the random numbers."""
         return {
-            "flat": self._flat.clone(), "m": self._m.clone(), "v": self._v.clone(), "num_updates": self.num_updates,
+            "flat": self._flat.clone(), "mean": self._mean.clone(), "m": self._m.clone(), "v": self._v.clone(),
+            "num_updates": self.num_updates,
             "generator": self.generator.get_state(),
         }  # fmt: skip
 
     def load_state_dict(self, state: State) -> None:
         """Take up a saved state."""
-        flat, m, v, count, random = (state[name] for name in ("flat", "m", "v", "num_updates", "generator"))
-        for own, saved in ((self._flat, flat), (self._m, m), (self._v, v)):
+        for name in ("flat", "mean", "m", "v"):
+            own, saved = getattr(self, f"_{name}"), state[name]
             assert isinstance(saved, Tensor)
             own.copy_(saved)
+        count, random = state["num_updates"], state["generator"]
         assert isinstance(count, int)
         assert isinstance(random, Tensor)
         self.num_updates = count

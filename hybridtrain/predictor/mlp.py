@@ -90,7 +90,7 @@ class MlpForecaster(CalibratedForecaster):
         actions = self._replay.future_actions(future_lrs, num_ticks).expand(_NUM_MEMBERS, 1, -1, -1)
         features = self._replay.encoder.encode().expand(_NUM_MEMBERS, 1, -1)
         reach = torch.full((_NUM_MEMBERS, 1), num_ticks - 1)
-        mean, log_variance = _outputs(_inputs(features, actions, reach), self._ensemble.weights())
+        mean, log_variance = _outputs(_inputs(features, actions, reach), self._ensemble.mean_weights())
         unit = self._replay.base.level_and_trend()[0] / GAIN
         variance = float(log_variance.exp().mean())
         return RawForecast(

@@ -29,11 +29,13 @@ from hybridtrain.predictor.tick_replay import GAIN, TICK_STEPS, TickReplay
 NUM_MEMBERS = 3
 _SEEN_TICKS = 3
 _UNSEEN_TICKS = 16
-_BATCH = 8
+_BATCH = 6
 _SAMPLES = 8
 _FEWEST_TICKS = 8
 _LR = 1e-4
 _KL_WEIGHT = 0.1
+_FEATURE_NOISE = 0.3
+"""Deviation added to features in training, which are of unit size: a run has too few ticks to learn them by heart."""
 _SCRATCH_BYTES = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
 """Activations of one update: about 12 tensors of the stochastic state's size a tick."""
 
@@ -80,6 +82,7 @@ class RssmForecaster(CalibratedForecaster):
         origins = self._replay.draw_origins(shape, generator)
         seen = origins[..., None] + torch.arange(1 - _SEEN_TICKS, 1)
         features = self._replay.features_TF[seen]
+        features = features + _FEATURE_NOISE * torch.randn(features.shape, generator=generator)
         first = origins[..., None] - _SEEN_TICKS
         elapsed = torch.cat([torch.zeros(_SEEN_TICKS), torch.arange(1.0, _UNSEEN_TICKS + 1)]).expand(*shape, -1)
         actions = self._replay.past_actions(first + torch.arange(_SEEN_TICKS + _UNSEEN_TICKS + 1), elapsed)
@@ -89,7 +92,7 @@ class RssmForecaster(CalibratedForecaster):
             latent, surprise, _ = self._see(features, actions, weights, generator)
             losses = []
             for tick in range(_UNSEEN_TICKS):
-                hidden = cell.advance(latent, actions[:, :, _SEEN_TICKS + tick], weights)
+                hidden = cell.advance(latent, actions[:, :, _SEEN_TICKS + tick], None, weights)
                 latent = cell.Latent(hidden, cell.sample(cell.prior(hidden, weights), generator))
                 mean, log_variance = cell.head(latent, weights)
                 losses.append(gaussian_loss(mean, bounded(log_variance), targets[..., tick]))
@@ -107,7 +110,7 @@ class RssmForecaster(CalibratedForecaster):
         latent = cell.initial(*features_EBTF.shape[:2])
         surprise, probabilities = torch.zeros(()), torch.zeros(())
         for tick in range(features_EBTF.shape[2]):
-            hidden = cell.advance(latent, actions_EBTA[:, :, tick], weights)
+            hidden = cell.advance(latent, actions_EBTA[:, :, tick], features_EBTF[:, :, tick], weights)
             probabilities = cell.posterior(hidden, features_EBTF[:, :, tick], weights)
             surprise = surprise + cell.divergence(probabilities, cell.prior(hidden, weights)).mean()
             latent = cell.Latent(hidden, cell.sample(probabilities, generator))
@@ -119,7 +122,7 @@ class RssmForecaster(CalibratedForecaster):
         if base is None or self._ensemble.num_updates == 0:
             return base
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._step)
-        weights = self._ensemble.weights()
+        weights = self._ensemble.mean_weights()
         rows = (NUM_MEMBERS, _SAMPLES)
         last = len(self._replay) - 1
         seen = torch.arange(last + 1 - _SEEN_TICKS, last + 1)
@@ -129,7 +132,7 @@ class RssmForecaster(CalibratedForecaster):
         latent, _, probabilities = self._see(features, actions, weights, generator)
         num_ticks = max(1, round((len(future_lrs) - window / 2) / TICK_STEPS + 0.5))
         for action_A in self._replay.future_actions(future_lrs, num_ticks):
-            hidden = cell.advance(latent, action_A.expand(*rows, -1), weights)
+            hidden = cell.advance(latent, action_A.expand(*rows, -1), None, weights)
             probabilities = cell.prior(hidden, weights)
             latent = cell.Latent(hidden, cell.sample(probabilities, generator))
         mean_EB, log_variance_EB = cell.head(latent, weights)

@@ -1,11 +1,12 @@
 """The recurrent state-space model: one tick of it, batched over an ensemble.
 
-    e_t = encoder(features_t);  h_t = GRU(h_(t-1), mix(z_(t-1), action_t))
+    e_t = encoder(features_t);  h_t = GRU(h_(t-1), mix(z_(t-1), action_t, features_t or 0 where unseen))
     posterior(z_t | h_t, e_t), prior(z_t | h_t): 32 categoricals of 32 classes;  y_t ~ head(h_t, z_t), Gaussian
 
 After DreamerV3 (2301.04104): 1 % of every categorical is uniform, samples pass gradients straight through, the KL
-divergence is balanced between prior and posterior with free nats. Features are not reconstructed: the loss is all that
-is asked. Everything is baddbmm and elementwise, so that one fused kernel can take a tick.
+divergence is balanced between prior and posterior with free nats. Unlike there the GRU sees features too (a run is too
+short to learn them through the categoricals alone), and they are not reconstructed: the loss is all that is asked.
+Everything is baddbmm and elementwise, so that one fused kernel can take a tick.
 
 E members, B rows, H = 256, Z = 32 * 32, F features, A actions, D widths of hidden layers.
 """
@@ -32,7 +33,9 @@ _PRIOR_SHARE, _POSTERIOR_SHARE = 0.5, 0.1
 
 LAYERS = {
     "encoder": (NUM_FEATURES, _WIDTH),
-    "mix": (STOCHASTIC + NUM_ACTIONS, _WIDTH),
+    "mix": (STOCHASTIC, _WIDTH),
+    "action": (NUM_ACTIONS, _WIDTH),
+    "seen": (NUM_FEATURES, _WIDTH),
     "gru_input": (_WIDTH, 3 * HIDDEN),
     "gru_hidden": (HIDDEN, 3 * HIDDEN),
     "prior": (HIDDEN, STOCHASTIC),
@@ -40,8 +43,8 @@ LAYERS = {
     "head_hidden": (HIDDEN + STOCHASTIC, _WIDTH),
     "head": (_WIDTH, 2),
 }
-ZERO_LAYERS = ("head", "prior", "posterior")
-"""A new model answers 0 and is unsure of its state."""
+ZERO_LAYERS = ("head",)
+"""A new model answers 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,13 @@ def initial(num_members: int, num_rows: int) -> Latent:
     return Latent(torch.zeros(num_members, num_rows, HIDDEN), torch.zeros(num_members, num_rows, STOCHASTIC))
 
 
-def advance(latent: Latent, action_EBA: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the deterministic state one tick later: (E, B, H)."""
-    mixed = silu(linear(torch.cat([latent.sample_EBZ, action_EBA], -1), weights, "mix"))
+def advance(latent: Latent, action_EBA: Tensor, features_EBF: Tensor | None, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the deterministic state one tick later: (E, B, H); without features where the tick is not seen."""
+    # Maps of their own: in one, initial weights by fan-in would leave 4 actions unheard among 1024 classes.
+    mixed = linear(latent.sample_EBZ, weights, "mix") + linear(action_EBA, weights, "action")
+    if features_EBF is not None:
+        mixed = mixed + linear(features_EBF, weights, "seen")
+    mixed = silu(mixed)
     reset_i, update_i, new_i = linear(mixed, weights, "gru_input").chunk(3, -1)
     reset_h, update_h, new_h = linear(latent.hidden_EBH, weights, "gru_hidden").chunk(3, -1)
     update = torch.sigmoid(update_i + update_h)

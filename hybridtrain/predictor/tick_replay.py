@@ -82,7 +82,7 @@ class TickReplay:
         """
         change = (log_lrs[..., 1:] - log_lrs[..., :-1]) * _LR_GAIN
         relative = log_lrs[..., 1:] - self.peak_log_lr
-        actions = torch.stack([change, relative, predicted[..., 1:] / TICK_STEPS, elapsed / 16], -1)
+        actions = torch.stack([change, relative, predicted[..., 1:] / TICK_STEPS, elapsed / 8], -1)
         return actions.clamp(-8, 8)
 
     def past_actions(self, ticks: Tensor, elapsed: Tensor) -> Tensor:
