@@ -87,7 +87,7 @@ def track(history: Sequence[Tensor], grad_P: Tensor, step: SlowStep) -> Tensor:
 
 
 def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float) -> Tensor:
-    """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps.
+    """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps; 0 where nothing scales it.
 
     Args:
         slow_P: float32.
@@ -97,4 +97,5 @@ def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_
         lr_steps: Learning rate times predicted steps.
     """
     denominator_P = (second_P / correction).sqrt_().add_(eps)
+    denominator_P.masked_fill_(second_P == 0, math.inf)  # 8 bits rounded it to nothing: eps alone is no measure
     return torch.div(slow_P, denominator_P, out=denominator_P).mul_(-lr_steps)

@@ -84,7 +84,7 @@ class Sweep:
             settings: What the work needs and changes.
             rollback: Takes a copy of the weights before the work.
         """
-        reads = self._reads_weights(rollback)
+        reads = self._reads_weights(settings, rollback)
         self._weights.plan_visits([Visit(block, reads) for block in range(len(self._units) - 2)])
         with self._copies.transfer.keyed_random():
             if self._host is None:
@@ -108,14 +108,15 @@ class Sweep:
                     self._finish(current, settings)
                     current = item.unit
                     self._copies.transfer.seed(random_key(settings.seed, self._units.index(current)))
-                    reads = self._reads_weights(rollback)
+                    reads = self._reads_weights(settings, rollback)
                     weights = self._weights.acquire_stored(current.name, current.tensors, reads=reads)
                 self._work_on(item, weights[item.index], tensors, work, settings, rollback)
             del item, tensors
         self._finish(current, settings)
 
-    def _reads_weights(self, rollback: RollbackCopy | None) -> bool:
-        return self._states.codecs.reads_weight or rollback is not None
+    def _reads_weights(self, settings: SweepSettings, rollback: RollbackCopy | None) -> bool:
+        """Return whether what is stored is fetched: a slot that is not written anew must hold it afterwards."""
+        return self._states.codecs.reads_weight or rollback is not None or not settings.writes_weights
 
     def _finish(self, unit: Unit | None, settings: SweepSettings) -> None:
         if unit is None:

@@ -180,10 +180,13 @@ class Update:
         return AdamWStep(self.config, settings.lr, weight_decay, number, settings.slow)
 
     def _is_whole(self, entry: _Entry) -> bool:
-        """Return whether everything is fp32 and on the device, so that the fused kernel can work on it directly."""
+        """Return whether everything is fp32 and on the device, so that the fused kernel can work on it directly.
+
+        A history that is rounded by chance waits for its turn, so that it draws the same numbers wherever it lives.
+        """
         stored = [entry.grad, *entry.state.moments, *([] if entry.state.companion is None else [entry.state.companion])]
         return (
-            all(isinstance(tensor, Tensor) for tensor in entry.state.history)
+            all(isinstance(tensor, Tensor) and tensor.dtype != torch.bfloat16 for tensor in entry.state.history)
             and self._states.codecs.values.in_place
             and not entry.state.is_int8
             and all(isinstance(tensor, Tensor) and tensor.dtype == torch.float32 for tensor in stored)

@@ -41,15 +41,17 @@ class StateShelter:
             master: Placement HOST, or anything else.
             step: Steps done so far; dropped moments start anew after it.
         """
+        is_factored = self._states.codec is Codec.FACTORED  # rows and columns stay: there is nothing to gain
         for unit, state in self._resident():
             if master.placement is Placement.HOST and isinstance(state.companion, Tensor):
                 state.companion = self._send(state.companion, TensorClass.MASTER, unit)
             if moments.placement is Placement.HOST:
-                state.moments = tuple(self._send(moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
+                if not is_factored:
+                    state.moments = tuple(self._send(moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
                 state.history = tuple(self._send(tensor, TensorClass.OPTIM_STATE, unit) for tensor in state.history)
             elif moments.placement is Placement.DROPPED:
                 state.moments, state.is_fresh = (), True
-            elif moments.codec is Codec.INT8_BLOCKS and not state.is_int8:
+            elif moments.codec is Codec.INT8_BLOCKS and not (state.is_int8 or is_factored):
                 self._compress(state, unit)
             self._away.append((state, unit))
         if moments.placement is Placement.DROPPED:

@@ -98,6 +98,8 @@ class PhaseController:
         if steps_done > self._warmup_steps:
             self.state.block_steps += 1
         self.state.correct_left = max(0, self.state.correct_left - 1)
+        if not self.config.adapt and steps_done >= self.state.calm_until:
+            self.state.scale = 1.0  # nothing else would raise it again
 
     def count_jump(self) -> None:
         """Count a jump: a new block begins, with CORRECT."""
@@ -120,12 +122,14 @@ class PhaseController:
 
     def judge_probe(self, before: float, after: float) -> bool:
         """Return whether a jump did harm on the probe batch: far beyond what earlier jumps did, or not a number."""
-        rise = after - before
+        if not math.isfinite(before):  # a dry run, or harm that was there already
+            return False
         if not math.isfinite(after):
             return True
+        rise = after - before
         limit = _LARGEST_RISE * abs(before)
-        if len(self._rises) >= _FEWEST_PROBES:
-            limit = min(limit, fmean(self._rises) + 3 * pstdev(self._rises))
+        if len(self._rises) >= _FEWEST_PROBES:  # a fall is no harm, however much further others fell
+            limit = min(limit, max(0.0, fmean(self._rises) + 3 * pstdev(self._rises)))
         self._rises.append(rise)
         return rise > limit
 

@@ -73,7 +73,7 @@ class Drift:
         self._sweep(_go_to_mean, rollback=rollback)
         losses = [loss_of()]
         largest = predicted_steps / count
-        while len(losses) <= _NUM_TRIES and losses[-1] == min(losses):
+        while len(losses) <= _NUM_TRIES and not losses[-1] > min(losses):  # a dry run tries all
             self._sweep(_move_along(largest / _NUM_TRIES))
             losses.append(loss_of())
         best = largest / _NUM_TRIES * losses.index(min(losses))

@@ -29,11 +29,11 @@ class HybridConfig:
     slow: SlowMomentum = field(default_factory=SlowMomentum)
     """Of slow_gradient."""
     strength: float = 0.5
-    """Of linear: the jump in units of the last K steps' displacement. Of drift: the largest step of its search."""
+    """Of linear: the jump in units of the displacement since the first step of the block. Of drift: the largest step of its search."""
     forecaster: Literal["ema", "power_law", "mlp", "rssm"] | None = None
     """Model of the loss whose surprises lower the strength; None: the predictor's own, else the one that forecasts
     best (see results)."""
-    predictor_budget_mib: int = 100
+    predictor_budget_mib: int = 128
     """Memory that forecaster and residuals may take."""
     confidence_threshold: float = 0.5
     """Jumps stop while a smaller share of recent blocks ended below the forecast's upper bound."""
@@ -60,6 +60,12 @@ class HybridConfig:
             faults.append(f"warmup_steps: {self.warmup_steps} must be at least 0")
         if self.correct_steps > self.full_steps:
             faults.append(f"correct_steps: {self.correct_steps} must be at most full_steps ({self.full_steps})")
+        if self.strength == math.inf:
+            faults.append("strength: inf must be a finite number")
+        if self.predictor == "linear" and self.full_steps < 2:
+            faults.append(
+                "full_steps: 1 leaves linear no displacement, which is that since a block's first step; use 2"
+            )
         if self.predictor == "drift" and self.rollback != "copy":
             faults.append("rollback: 'undo' cannot take a jump of drift back; use rollback = 'copy' with it")
         if self.predictor == "drift" and self.monitor == "every_step":
@@ -76,6 +82,11 @@ class HybridConfig:
                 faults.append(f"{name}: {value} must be from {low:g} to {high:g}")
         if faults:
             raise ValueError("\n".join(faults))
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether batches of a probe split are used."""
+        return self.monitor != "off" or self.predictor == "drift" or self.correction == "probe_gradients"
 
     @property
     def num_history(self) -> int:

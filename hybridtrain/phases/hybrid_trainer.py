@@ -14,16 +14,16 @@ from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.slow_momentum import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.engine.swept_slice import SweepSettings
-from hybridtrain.errors import ConfigError, DivergenceError
+from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.rollback_copy import RollbackCopy
 from hybridtrain.phase import Phase
+from hybridtrain.phases.check_hybrid import check_hybrid, refuses_in_time
 from hybridtrain.phases.controller import PhaseController
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.hybrid_result import HybridResult, HybridStatistics
 from hybridtrain.phases.loss_watch import LossWatch
 from hybridtrain.phases.make_predictor import make_predictor
 from hybridtrain.phases.weight_predictor import Jump
-from hybridtrain.plan.memory_plan import check_history
 from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer
 
@@ -60,7 +60,7 @@ class HybridTrainer:
         self.controller: PhaseController | None = None
         if config is None:
             return
-        _check(trainer, config, has_probe=load_probe is not None)
+        check_hybrid(trainer, config, has_probe=load_probe is not None)
         warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
         self.controller = PhaseController(config, warmup)
         self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
@@ -105,7 +105,8 @@ class HybridTrainer:
         )  # fmt: skip
         error = self.watch.observe(signal, controller)
         controller.count_step(number)
-        self.predictor.after_step(controller.state.full_steps)
+        if controller.state.block_steps:
+            self.predictor.after_step(controller.state.full_steps)
         if controller.state.block_steps == 1:
             self.predictor.begin_block()
         jump = None
@@ -154,7 +155,8 @@ class HybridTrainer:
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None
     ) -> tuple[StepResult, bool]:
         """Run a true step; if it diverges right after a jump, take the jump back and run it again."""
-        limits = self.watch.monitor.limits() if self._pending is not None and self._config.guard else None
+        guards = self._pending is not None and self._config.guard and refuses_in_time(self.trainer)
+        limits = self.watch.monitor.limits() if guards else None
         bounds = None
         if limits is not None:
             ratio = self._config.divergence_threshold / 10.0
@@ -162,7 +164,7 @@ class HybridTrainer:
         try:
             done = self.trainer.step(batches, slow=slow, limits=bounds)
         except DivergenceError:
-            if self._pending is None or not self._config.guard:
+            if not guards:
                 raise
             self.undo()
             self.statistics.divergences += 1
@@ -181,9 +183,10 @@ class HybridTrainer:
         probes = self._probes(controller) and steps > 0
         probe = self._next_probe() if probes else ()
         before = trainer.loss(probe) if probes else math.nan
-        jump, after = self._jump(steps, probe)
+        jump, after = self._jump(steps, probe, before)
         self._jumped(controller, jump)
-        is_harmful = probes and controller.judge_probe(before, after) and self._config.guard
+        moved = self._pending is not None
+        is_harmful = probes and moved and controller.judge_probe(before, after) and self._config.guard
         if is_harmful:
             self.undo()
             controller.note_rollback(number)
@@ -196,7 +199,7 @@ class HybridTrainer:
             cost=_FORWARD * (jump.num_forwards + probes),
         )  # fmt: skip
 
-    def _jump(self, steps: float, probe: Batches) -> tuple[Jump, float]:
+    def _jump(self, steps: float, probe: Batches, before: float) -> tuple[Jump, float]:
         """Make a jump of P ``steps``, in one piece or one predicted step at a time; return it and the probe's loss."""
         if steps <= 0:
             return Jump(self.trainer.steps_done, 0.0, self._last_lr, 0.0), math.nan
@@ -210,7 +213,7 @@ class HybridTrainer:
             jumps.append(self.predictor.jump(steps / pieces, self._last_lr, rollback))
             if probe:
                 loss = self.trainer.loss(probe)
-                if not math.isfinite(loss):
+                if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece
                     break
         made = sum(jump.predicted_steps for jump in jumps)
         forwards = sum(jump.num_forwards for jump in jumps) + (len(jumps) if probe else 0)
@@ -276,16 +279,3 @@ def _plain(done: StepResult) -> HybridResult:
         step=done.step, phase=Phase.FULL, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
         num_tokens=done.num_tokens,
     )  # fmt: skip
-
-
-def _check(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> None:
-    owner = f"hybrid.predictor = '{config.predictor}'"
-    check_history(trainer.plan, is_needed=True, owner=owner, num_tensors=config.num_history)
-    faults = []
-    needs_probe = config.monitor != "off" or config.predictor == "drift" or config.correction == "probe_gradients"
-    if needs_probe and not has_probe:
-        faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
-    if trainer.config.optimizer.slow is not None and config.follows_slow:
-        faults.append("optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them")
-    if faults:
-        raise ConfigError("hybrid", faults)

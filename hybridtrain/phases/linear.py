@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history, write_history
@@ -25,6 +26,8 @@ class Linear:
         self._strength = strength
         self._has_anchor = False
         self._full_steps = 1
+        self._num_pieces = 0
+        """How often the move in the anchor's place was made."""
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return None: the update keeps nothing for this predictor."""
@@ -50,19 +53,22 @@ class Linear:
         """Do nothing."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
-        """Move all weights away from the anchor."""
+        """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
         norm = MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
         strength = predicted_steps / self._full_steps
+        is_first = self._has_anchor
+        self._num_pieces = 1 if is_first else self._num_pieces + 1
 
         def work(swept: SweptSlice) -> None:
             (stored,) = swept.history
             count = swept.value_P.numel()
-            write_history(swept.value_P.sub(read_history(stored, count)).mul_(strength), stored)
+            if is_first:
+                write_history(swept.value_P.sub(read_history(stored, count)).mul_(strength), stored)
             moved_P = read_history(stored, count)  # as it is kept
             norm.add(moved_P)
             swept.value_P.add_(moved_P)
 
-        self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=True), rollback)
+        self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=is_first), rollback)
         total = self._trainer.transfer.read(norm.on_device) + norm.on_host
         rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
         self._has_anchor = False
@@ -77,19 +83,24 @@ class Linear:
         assert jump.step == self._trainer.steps_done, "before another true step"
 
         def work(swept: SweptSlice) -> None:
-            swept.value_P.sub_(read_history(swept.history[0], swept.value_P.numel()))
+            moved_P = read_history(swept.history[0], swept.value_P.numel())
+            swept.value_P.sub_(moved_P, alpha=self._num_pieces)
 
         settings = SweepSettings(rounds_to_nearest=True, seed=self._trainer.predict_key(self._trainer.steps_done))
         self._trainer.sweep.run(work, settings)
 
     def state_dict(self) -> dict[str, float]:
         """Return whether there is an anchor."""
-        return {"has_anchor": float(self._has_anchor), "full_steps": float(self._full_steps)}
+        return {
+            "has_anchor": float(self._has_anchor), "full_steps": float(self._full_steps),
+            "num_pieces": float(self._num_pieces),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take it over."""
         self._has_anchor, self._full_steps = bool(state["has_anchor"]), int(state["full_steps"])
+        self._num_pieces = int(state["num_pieces"])
 
     def _settings(self, *, writes_weights: bool, writes_history: bool) -> SweepSettings:
-        key = self._trainer.predict_key(self._trainer.steps_done)
+        key = random_key(self._trainer.predict_key(self._trainer.steps_done), self._num_pieces)
         return SweepSettings(writes_weights=writes_weights, writes_history=writes_history, seed=key)

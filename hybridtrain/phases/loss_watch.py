@@ -6,6 +6,8 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from hybridtrain.phases.controller import PhaseController
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.predictor.divergence import DivergenceMonitor
@@ -40,7 +42,8 @@ class LossWatch:
         """Forecast the mean loss of the block that begins after so many true steps."""
         self._block_losses.clear()
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
-        self.forecast = self.forecaster.forecast(lrs, self._window)
+        with _disable_current_modes():  # what forecasts is no part of the card's memory
+            self.forecast = self.forecaster.forecast(lrs, self._window)
 
     def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
         """Take in a true step, and tell the controller how a block ended; return the error of its forecast then."""
@@ -49,7 +52,8 @@ class LossWatch:
         self.monitor.observe(signal.loss, signal.grad_norm)
         if len(self._block_losses) >= self._window:  # no jump opened a new one
             self.open_block(signal.step - 1)
-        self.forecaster.observe(signal)
+        with _disable_current_modes():
+            self.forecaster.observe(signal)
         self._block_losses.append(signal.loss)
         if self.forecast is None or len(self._block_losses) < self._window:
             return None

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import MoveNorm, SlowMomentum, SlowStep, move
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
@@ -34,6 +35,9 @@ class SlowGradient:
         self._max_move = max_move
         self._rms_of_one = _FIRST_RMS
         """Of one predicted step of the last jump, in learning rates."""
+        self._jumped_at = -1
+        self._piece = 0
+        """Of a jump in pieces: each is rounded by other random numbers."""
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
@@ -57,6 +61,8 @@ class SlowGradient:
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights in one pass over weights, second moment and slow average."""
         norm = self._new_norm()
+        self._piece = self._piece + 1 if self._jumped_at == self._trainer.steps_done else 0
+        self._jumped_at = self._trainer.steps_done
         self._pass(predicted_steps * lr, norm, rollback)
         return self._made(predicted_steps, lr, norm)
 
@@ -91,9 +97,8 @@ class SlowGradient:
                 norm.add(moved_P)
             swept.value_P.add_(moved_P)
 
-        settings = SweepSettings(
-            reads_moments=True, rounds_to_nearest=norm is None, seed=trainer.predict_key(trainer.steps_done)
-        )
+        seed = random_key(trainer.predict_key(trainer.steps_done), self._piece)
+        settings = SweepSettings(reads_moments=True, rounds_to_nearest=norm is None, seed=seed)
         trainer.sweep.run(work, settings, rollback)
 
     def _new_norm(self) -> MoveNorm:

@@ -157,6 +157,9 @@ def _add_execute(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("--steps", type=_positive, required=True, metavar="N", help="optimizer steps")
     parser.add_argument("--lr", type=_positive_number, default=3e-4, help="learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--cycle", action="store_true", help="run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step"
+    )
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where a stack with disk tiers may make files")
     parser.add_argument(
         "--host-limit-gib", type=_positive_number, metavar="X",

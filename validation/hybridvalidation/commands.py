@@ -86,6 +86,7 @@ def execute_command(options: argparse.Namespace) -> int:
         shape=shape, stack=stack.name, plan=with_accumulation(stack.plan(), options.accum),
         workload=Workload(micro_batch_size=options.micro_batch, seq_len=options.seq), num_steps=options.steps,
         lr=options.lr, disk_folder=options.disk, host_limit_bytes=None if limit is None else int(limit * GIB),
+        runs_cycle=options.cycle,
     )  # fmt: skip
     read_executed(options.results / "records")  # a damaged file is told now, not after the run
     corpus = open_corpus(None, vocab_size=shape.vocab_size)

@@ -11,16 +11,18 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.dry_run import Workload, check_workload
+from hybridtrain.dry_run import Workload, check_workload, cycle_config
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.engine.step_result import StepResult
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.hybrid_result import HybridResult
+from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.tensor_class import Placement
 from hybridtrain.profiler.ledger_trace import LedgerTrace
@@ -46,11 +48,14 @@ class ExecuteSpec:
     plan: MemoryPlan
     workload: Workload
     num_steps: int
+    """Optimizer steps; of a cycle phase steps, PREDICT included."""
     lr: float
     seed: int = 0
     disk_folder: Path | None = None
     host_limit_bytes: int | None = None
     """Host memory for offloaded tensors; None: what the machine has available."""
+    runs_cycle: bool = False
+    """Whether WARMUP, FULL, PREDICT and CORRECT follow one another; the stack keeps a slow average."""
 
     @property
     def accum_steps(self) -> int:
@@ -61,13 +66,20 @@ class ExecuteSpec:
     def config(self) -> TrainerConfig:
         """Everything else the trainer wants."""
         return TrainerConfig(
-            optimizer=AdamWConfig(lr=self.lr), schedule=LrSchedule(kind="constant", warmup_steps=0), seed=self.seed
+            optimizer=AdamWConfig(lr=self.lr),
+            schedule=LrSchedule(kind="constant", warmup_steps=0, total_steps=max(self.num_steps, 1)),
+            seed=self.seed,
         )
+
+    @property
+    def hybrid(self) -> HybridConfig | None:
+        """The cycle."""
+        return cycle_config() if self.runs_cycle else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    result: StepResult
+    result: HybridResult
     seconds: float
     peak_bytes: int
 
@@ -124,12 +136,14 @@ def _pass(spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, on_step:
     begin = time.perf_counter()
     with ledger:
         trainer = Trainer(spec.shape, spec.plan, spec.config, transfer, ledger)
+        runner = HybridTrainer(trainer, spec.hybrid)
         build_s, peak_bytes = time.perf_counter() - begin, ledger.peak_bytes
-        for number in range(spec.num_steps):
-            batches = [sampler.batch(number, micro_batch) for micro_batch in range(spec.accum_steps)]
+        for _ in range(spec.num_steps):
+            if runner.phase is Phase.PREDICT:  # what leaves the device for it belongs to the step before
+                trainer.enter_phase(Phase.PREDICT)
             ledger.begin_step()
             begin = time.perf_counter()
-            result = trainer.step(batches)
+            result = runner.advance(lambda step: [sampler.batch(step, part) for part in range(spec.accum_steps)])
             steps.append(_Step(result=result, seconds=time.perf_counter() - begin, peak_bytes=ledger.peak_bytes))
             on_step(steps[-1])
     return _Passage(
@@ -190,17 +204,21 @@ def _difference(planned: _Passage, executed: _Passage) -> str:
 
 def _recorded(executed: _Step, planned: _Step) -> ExecutedStep:
     return ExecutedStep(
-        step=executed.result.step, loss=executed.result.loss, grad_norm=executed.result.grad_norm,
+        step=executed.result.step, loss=executed.result.loss if executed.result.num_tokens else None, grad_norm=executed.result.grad_norm,
         seconds=round(executed.seconds, 3), device_peak_bytes=executed.peak_bytes,
-        planned_device_peak_bytes=planned.peak_bytes,
+        planned_device_peak_bytes=planned.peak_bytes, phase=executed.result.phase.value,
+        predicted_steps=executed.result.predicted_steps,
     )  # fmt: skip
 
 
 def _step_told(step: _Step, num_steps: int) -> str:
     result = step.result
     norm = "" if result.grad_norm is None else f", gradient norm {result.grad_norm:.3g}"
+    loss = f"{result.predicted_steps:.2f} steps predicted"
+    if result.num_tokens and result.loss is not None:
+        loss = f"loss {result.loss:.3f}"
     return (
-        f"step {result.step}/{num_steps}: loss {result.loss:.3f}{norm}, {format_seconds(step.seconds)}, "
+        f"step {result.step}/{num_steps} {result.phase}: {loss}{norm}, {format_seconds(step.seconds)}, "
         f"device {format_bytes(step.peak_bytes)}"
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
 from hybridvalidation.environment import Environment
 from hybridvalidation.evidence import Evidence
 from hybridvalidation.record_store import append_line, read_lines
@@ -18,14 +19,17 @@ class ExecutedStep:
     """One optimizer step."""
 
     step: int
-    loss: float
-    """Nats per token, mean over the micro-batches, before the step's update."""
+    """True steps done."""
+    loss: float | None
+    """Nats per token, mean over the micro-batches, before the step's update; None in PREDICT."""
     grad_norm: float | None
     """Global L2 norm before clipping."""
     seconds: float
     device_peak_bytes: int
     """Most bytes at once that a card would have held."""
     planned_device_peak_bytes: int
+    phase: str = Phase.FULL.value
+    predicted_steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

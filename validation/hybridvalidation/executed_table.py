@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.executed_record import ExecutedRun
+from hybridvalidation.executed_record import ExecutedRun, ExecutedStep
 from hybridvalidation.tables import MARKDOWN
 
 _HEADERS = (
@@ -32,13 +32,13 @@ def step_table(run: ExecutedRun, style: str) -> str:
     """Return one row per step of a run."""
     rows = [
         [
-            str(step.step), f"{step.loss:.4f}", "-" if step.grad_norm is None else f"{step.grad_norm:.3f}",
+            str(step.step), step.phase, _loss(step), "-" if step.grad_norm is None else f"{step.grad_norm:.3f}",
             f"{step.seconds:.1f}", f"{to_gib(step.device_peak_bytes):.3f}",
             f"{to_gib(step.planned_device_peak_bytes):.3f}",
         ]
         for step in run.steps
     ]  # fmt: skip
-    headers = ("step", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
+    headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
 
 
@@ -66,17 +66,38 @@ def _row(run: ExecutedRun) -> list[str]:
     return [
         f"{run.model} ({format_count(run.num_params)})", run.stack,
         f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", str(len(run.steps)),
-        f"{run.steps[0].loss:.3f} to {run.steps[-1].loss:.3f}", f"{to_gib(run.executed.device_bytes):.2f}",
+        _span(run), f"{to_gib(run.executed.device_bytes):.2f}",
         f"{to_gib(run.executed.host_bytes):.2f}", f"{to_gib(run.executed.disk_bytes):.2f}",
         f"{to_gib(run.process_peak_bytes):.2f}", f"{median(step.seconds for step in run.steps):.1f}",
         f"yes, {run.num_events} events" if run.is_equal else "NO",
     ]  # fmt: skip
 
 
+def _span(run: ExecutedRun) -> str:
+    losses = [step.loss for step in run.steps if step.loss is not None]
+    return f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "-"
+
+
+def _loss(step: ExecutedStep) -> str:
+    return f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}"
+
+
 def _subject(run: ExecutedRun) -> tuple[object, ...]:
     """Return what two runs must share for the newer one to stand for both."""
     plan = tuple(sorted(run.plan.items()))
-    return (run.model, run.shape, run.stack, plan, run.micro_batch_size, run.seq_len, len(run.steps), run.lr, run.seed)
+    phases = tuple(step.phase for step in run.steps)
+    return (
+        phases,
+        run.model,
+        run.shape,
+        run.stack,
+        plan,
+        run.micro_batch_size,
+        run.seq_len,
+        len(run.steps),
+        run.lr,
+        run.seed,
+    )
 
 
 def _title(run: ExecutedRun) -> str:
