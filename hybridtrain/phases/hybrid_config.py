@@ -29,7 +29,8 @@ class HybridConfig:
     slow: SlowMomentum = field(default_factory=SlowMomentum)
     """Of slow_gradient."""
     strength: float = 0.5
-    """Of linear: the jump in units of the displacement since the first step of the block. Of drift: the largest step of its search."""
+    """Of linear: the jump in units of the displacement since the first step of the block. Of drift: the largest step
+    of its search."""
     forecaster: Literal["ema", "power_law", "mlp", "rssm"] | None = None
     """Model of the loss whose surprises lower the strength; None: the predictor's own, else the one that forecasts
     best (see results)."""

@@ -185,7 +185,7 @@ def test_the_text_tells_steps_and_the_answer(command: Command) -> None:
     assert command(*arguments("gpt2.toml", "tight")) == 0
     lines = command.out.splitlines()
     assert lines[0].startswith("planned: device ")
-    assert [line.split(":")[0] for line in lines[1:3]] == ["step 1/2", "step 2/2"]
+    assert [line.split(":")[0] for line in lines[1:3]] == ["step 1/2 full", "step 2/2 full"]
     (run,) = records()
     assert f"dry run equals execution: yes, {run.num_events} events" in lines
     assert lines[-1] == "Written: results/records/executed.jsonl, results/tables/executed.md"

@@ -204,8 +204,8 @@ def _difference(planned: _Passage, executed: _Passage) -> str:
 
 def _recorded(executed: _Step, planned: _Step) -> ExecutedStep:
     return ExecutedStep(
-        step=executed.result.step, loss=executed.result.loss if executed.result.num_tokens else None, grad_norm=executed.result.grad_norm,
-        seconds=round(executed.seconds, 3), device_peak_bytes=executed.peak_bytes,
+        step=executed.result.step, loss=executed.result.loss if executed.result.num_tokens else None,
+        grad_norm=executed.result.grad_norm, seconds=round(executed.seconds, 3), device_peak_bytes=executed.peak_bytes,
         planned_device_peak_bytes=planned.peak_bytes, phase=executed.result.phase.value,
         predicted_steps=executed.result.predicted_steps,
     )  # fmt: skip

@@ -117,7 +117,7 @@ class _Trial:
         hybrid = None if method is None else method.hybrid
         control = None if method is None else method.control
         train, probe = corpus.train, corpus.train
-        if hybrid is not None and needs_probe(hybrid):
+        if hybrid is not None and hybrid.needs_probe:
             train, probe = split_tail(corpus.train, corpus.source)
         self._sampler = self._new_sampler(train)
         self._probe_sampler = self._new_sampler(probe)
@@ -172,11 +172,6 @@ def plan_of(method: StudyMethod | None) -> MemoryPlan:
     if method.hybrid is not None and method.hybrid.predictor in {"linear", "drift"}:
         predictor = "linear" if method.hybrid.predictor == "linear" else "drift"
     return compose([PredictorState(predictor=predictor)])
-
-
-def needs_probe(config: HybridConfig) -> bool:
-    """Return whether a configuration uses the probe split."""
-    return config.monitor != "off" or config.predictor == "drift" or config.correction == "probe_gradients"
 
 
 def _halves(study: StudyFile, corpus: Corpus) -> tuple[list[TokenBatch], list[TokenBatch]]:

@@ -1,0 +1,29 @@
+"""Whether a trainer can run the cycle that a configuration asks for, and take a step back."""
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.plan.memory_plan import check_history
+from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.trainer import Trainer
+
+
+def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> None:
+    """Raise ``ConfigError`` unless the stack keeps what the predictor needs, and all else is there."""
+    owner = f"hybrid.predictor = '{config.predictor}'"
+    check_history(trainer.plan, is_needed=True, owner=owner, num_tensors=config.num_history)
+    faults = []
+    if config.needs_probe and not has_probe:
+        faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
+    if trainer.config.optimizer.slow is not None and config.follows_slow:
+        faults.append("optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them")
+    elif trainer.config.optimizer.slow is not None:
+        faults.append(f"optimizer.slow: AdEMAMix keeps its average where '{config.predictor}' does; use one of them")
+    if faults:
+        raise ConfigError("hybrid", faults)
+
+
+def refuses_in_time(trainer: Trainer) -> bool:
+    """Return whether a step that diverges is refused before it has changed anything, and so can be run again."""
+    optimizer = trainer.config.optimizer
+    is_exact = optimizer.max_grad_norm > 0 and optimizer.clip == "exact"
+    return trainer.plan.grad.placement is not Placement.DROPPED or is_exact
