@@ -36,6 +36,8 @@ class ControllerState:
     """K in force."""
     scale: float = 1.0
     """Of the strength of jumps."""
+    lr_factor: float = 1.0
+    """Of the scheduled learning rate."""
     confidence: float = 1.0
     """Share of recent blocks, the latest counting most, that ended below their forecast's upper bound."""
     calm_until: int = 0
@@ -112,6 +114,8 @@ class PhaseController:
         as_forecast = loss <= high
         state = self.state
         state.confidence = _CONFIDENCE_MEMORY * state.confidence + (1 - _CONFIDENCE_MEMORY) * as_forecast
+        if self.config.adapt_lr:
+            state.lr_factor = min(1.0, max(0.5, state.lr_factor * (1.05 if as_forecast else 0.8)))
         if self.config.adapt:
             factor = _GROWTH if as_forecast else 0.5
             state.scale = min(1.0, max(_SMALLEST_SCALE, state.scale * factor))
@@ -148,7 +152,7 @@ class PhaseController:
         state = self.state
         return {
             "phase": state.phase.value, "block_steps": state.block_steps, "full_steps": state.full_steps,
-            "scale": state.scale, "confidence": state.confidence, "calm_until": state.calm_until,
+            "scale": state.scale, "lr_factor": state.lr_factor, "confidence": state.confidence, "calm_until": state.calm_until,
             "correct_left": state.correct_left, "num_jumps": state.num_jumps, "rises": list(self._rises),
             "forced": None if self._forced is None else self._forced.value,
         }  # fmt: skip

@@ -54,6 +54,8 @@ class HybridConfig:
     """Refuse a step that diverges right after a jump, take the jump back, and go on more carefully."""
     adapt: bool = True
     """Lower the strength, and lengthen K, where losses end above their forecast."""
+    adapt_lr: bool = False
+    """Lower the learning rate too, down to half of the schedule's."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("full_steps", "correct_steps", "probe_every", "predictor_budget_mib"))
@@ -87,7 +89,12 @@ class HybridConfig:
     @property
     def needs_probe(self) -> bool:
         """Whether batches of a probe split are used."""
-        return self.monitor != "off" or self.predictor == "drift" or self.correction == "probe_gradients"
+        return self.monitor != "off" or self.predictor in {"linear", "drift"} or self.correction == "probe_gradients"
+
+    @property
+    def searches(self) -> bool:
+        """Whether every jump must lower the loss of a probe batch to stay: extrapolation does harm otherwise."""
+        return self.predictor == "linear"
 
     @property
     def num_history(self) -> int:

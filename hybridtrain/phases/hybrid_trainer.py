@@ -142,8 +142,10 @@ class HybridTrainer:
 
     def _probes(self, controller: PhaseController) -> bool:
         monitor = self._config.monitor
-        return monitor == "every_step" or (
-            monitor == "probe" and controller.state.num_jumps % self._config.probe_every == 0
+        return (
+            self._config.searches
+            or monitor == "every_step"
+            or (monitor == "probe" and controller.state.num_jumps % self._config.probe_every == 0)
         )
 
     def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
@@ -162,14 +164,14 @@ class HybridTrainer:
             ratio = self._config.divergence_threshold / 10.0
             bounds = StepLimits(limits[0], limits[1] * ratio)
         try:
-            done = self.trainer.step(batches, slow=slow, limits=bounds)
+            done = self.trainer.step(batches, slow=slow, limits=bounds, lr_factor=controller.state.lr_factor)
         except DivergenceError:
             if not guards:
                 raise
             self.undo()
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
-            done = self.trainer.step(batches, slow=slow)
+            done = self.trainer.step(batches, slow=slow, lr_factor=controller.state.lr_factor)
             self._pending = None
             return done, True
         self._pending = None
@@ -186,10 +188,9 @@ class HybridTrainer:
         jump, after = self._jump(steps, probe, before)
         self._jumped(controller, jump)
         moved = self._pending is not None
-        is_harmful = probes and moved and controller.judge_probe(before, after) and self._config.guard
+        is_harmful = probes and moved and self._config.guard and self._is_harmful(controller, before, after)
         if is_harmful:
             self.undo()
-            controller.note_rollback(number)
         controller.update(number, self.watch.monitor.level)
         forecast = self.watch.forecast
         return HybridResult(
@@ -198,6 +199,15 @@ class HybridTrainer:
             confidence=controller.state.confidence, scale=controller.scale_at(number), is_rolled_back=is_harmful,
             cost=_FORWARD * (jump.num_forwards + probes),
         )  # fmt: skip
+
+    def _is_harmful(self, controller: PhaseController, before: float, after: float) -> bool:
+        """Return whether a jump has to be taken back, by the loss on the probe batch before and after it."""
+        if self._config.searches:
+            return not after < before
+        if controller.judge_probe(before, after):
+            controller.note_rollback(self.trainer.steps_done)
+            return True
+        return False
 
     def _jump(self, steps: float, probe: Batches, before: float) -> tuple[Jump, float]:
         """Make a jump of P ``steps``, in one piece or one predicted step at a time; return it and the probe's loss."""
