@@ -243,7 +243,8 @@ class HybridTrainer:
         """Start a new block after a jump, with a forecast of how it will end."""
         controller.count_jump()
         self._pending = jump if jump.predicted_steps else None
-        self.watch.open_block(self.trainer.steps_done)
+        number = self.trainer.steps_done
+        self.watch.open_block(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
 
     def _next_probe(self) -> Batches:
         assert self._load_probe is not None, "checked at construction"

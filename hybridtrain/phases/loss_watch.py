@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +13,16 @@ from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.predictor.divergence import DivergenceMonitor
 from hybridtrain.predictor.forecast import LossForecast
 from hybridtrain.predictor.registry import DEFAULT_FORECASTER, make_forecaster
+from hybridtrain.predictor.residual_store import ResidualStore
 from hybridtrain.predictor.signal import TrainingSignal
+from hybridtrain.units import MIB
+
+_MAX_RESIDUALS = 4096
+_NUM_FEATURES = 5
+_FEWEST_RESIDUALS = 8
+"""Below this the correction would be noise."""
+_LEVEL_RATE = 0.1
+_SMALLEST = 1e-12
 
 
 class LossWatch:
@@ -32,18 +41,42 @@ class LossWatch:
         self.monitor = DivergenceMonitor()
         own = config.predictor if config.predictor in {"mlp", "rssm"} else DEFAULT_FORECASTER
         kind: str = config.forecaster or own
-        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=config.predictor_budget_mib)
+        budget_mib = float(config.predictor_budget_mib)
+        self._residuals: ResidualStore | None = None
+        if config.correction == "probe_gradients":
+            self._residuals = ResidualStore(_MAX_RESIDUALS)
+            budget_mib -= ResidualStore.num_bytes(_MAX_RESIDUALS, _NUM_FEATURES) / MIB
+        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib)
         self.forecast: LossForecast | None = None
+        self._features: list[float] = []
+        """Of the state in which the forecast was made."""
+        self._correction = 0.0
+        """That the forecast got."""
+        self._log_level = self._log_norm = 0.0
+        """Of loss and gradient norm, lately."""
         self._window = config.full_steps
         self._lr_at = lr_at
         self._block_losses: list[float] = []
 
-    def open_block(self, steps_done: int) -> None:
-        """Forecast the mean loss of the block that begins after so many true steps."""
+    def open_block(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
+        """Forecast the mean loss of the block that begins after so many true steps, and a jump of ``scale``."""
         self._block_losses.clear()
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
         with _disable_current_modes():  # what forecasts is no part of the card's memory
             self.forecast = self.forecaster.forecast(lrs, self._window)
+        if self._residuals is not None:
+            log_lr = math.log(max(lrs[0], _SMALLEST))
+            self._features = [log_lr, self._log_level, self._log_norm, scale, predicted_steps]
+            self._correct(self._residuals)
+
+    def _correct(self, residuals: ResidualStore) -> None:
+        """Shift the forecast and its interval by what forecasts missed in similar states."""
+        self._correction = residuals.correction(self._features) if len(residuals) >= _FEWEST_RESIDUALS else 0.0
+        if self.forecast is not None:
+            mean, low, high = (
+                bound + self._correction for bound in (self.forecast.mean, self.forecast.low, self.forecast.high)
+            )
+            self.forecast = replace(self.forecast, mean=mean, low=low, high=high)
 
     def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
         """Take in a true step, and tell the controller how a block ended; return the error of its forecast then."""
@@ -55,11 +88,21 @@ class LossWatch:
         with _disable_current_modes():
             self.forecaster.observe(signal)
         self._block_losses.append(signal.loss)
+        self._follow(signal)
         if self.forecast is None or len(self._block_losses) < self._window:
             return None
         loss = fmean(self._block_losses)
         controller.judge_block(loss, self.forecast.high)
-        return loss - self.forecast.mean
+        error = loss - self.forecast.mean
+        if self._residuals is not None:
+            self._residuals.add(self._features, error + self._correction)  # what the forecaster itself missed
+        return error
+
+    def _follow(self, signal: TrainingSignal) -> None:
+        rate = _LEVEL_RATE if signal.step > 1 else 1.0
+        self._log_level += rate * (math.log(max(signal.loss, _SMALLEST)) - self._log_level)
+        if signal.grad_norm is not None:
+            self._log_norm += rate * (math.log(max(signal.grad_norm, _SMALLEST)) - self._log_norm)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as plain values and tensors."""
@@ -68,7 +111,10 @@ class LossWatch:
             "forecaster": self.forecaster.state_dict(),
             "forecast": None if self.forecast is None else asdict(self.forecast),
             "block_losses": list(self._block_losses),
-        }
+            "residuals": None if self._residuals is None else self._residuals.state_dict(),
+            "features": list(self._features), "correction": self._correction, "log_level": self._log_level,
+            "log_norm": self._log_norm,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
@@ -76,3 +122,7 @@ class LossWatch:
         self.forecaster.load_state_dict(state["forecaster"])
         self.forecast = None if state["forecast"] is None else LossForecast(**state["forecast"])
         self._block_losses = list(state["block_losses"])
+        if self._residuals is not None:
+            self._residuals.load_state_dict(state["residuals"])
+        self._features, self._correction = list(state["features"]), state["correction"]
+        self._log_level, self._log_norm = state["log_level"], state["log_norm"]
