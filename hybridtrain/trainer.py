@@ -10,17 +10,19 @@ from torch import Tensor, nn
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
+from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.engine.sweep import Sweep
+from hybridtrain.engine.swept_slice import SweepSettings
 from hybridtrain.engine.update import Update
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import StoredWeight, master_codecs
-from hybridtrain.memory.state_shelter import StateShelter
+from hybridtrain.memory.master_codec import StoredWeight
+from hybridtrain.memory.rollback_copy import RollbackCopy
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
@@ -30,7 +32,6 @@ from hybridtrain.models.block_model import Unit
 from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.tensor_class import Placement, TensorClass
 from hybridtrain.profiler.observer import MemoryObserver, NullObserver, Stage
@@ -62,6 +63,7 @@ class Trainer:
         self.config = config
         self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
+        """Of FULL, whatever the phase."""
         self.phase = Phase.FULL
         self.steps_done = 0
         self.transfer = transfer
@@ -79,26 +81,32 @@ class Trainer:
         compute_dtype = to_torch_dtype(self.plan.compute_dtype)
         with self._observer.region(Stage.BUILD, ""):
             self.model = build_model(model_config, compute_dtype, transfer.device, block_scope)
-            self.weights = WeightStore(self.model, self.plan, copies, self._observer)
-        codecs = master_codecs(
-            self.plan.weight.codec, self.plan.master.codec, self.plan.compute_dtype,
-            static_scales=self.plan.static_scales,
-        )  # fmt: skip
-        self.states = StateStore(self.plan, codecs, copies, self._observer)
-        units = self.model.units()
-        self._shelter = StateShelter(self.states, copies, self._observer)
-        self._initialize(units)
-        self.executor = Executor(
-            self.model, self.weights, self.plan, wants_norm=config.optimizer.max_grad_norm > 0, copies=copies,
-            observer=self._observer,
-        )  # fmt: skip
-        self._update = Update(
-            units, self.weights, self.states, config.optimizer, copies, self._observer,
-            on_host=self.plan.update_on is UpdateDevice.HOST,
-        )  # fmt: skip
-        self.sweep = Sweep(
-            units, self.weights, self.states, copies, self._observer, on_host=self.plan.update_on is UpdateDevice.HOST
-        )
+        self._engine = PlanEngine(self.model, plan, config.optimizer, copies, self._observer)
+        self._initialize(self._engine.units)
+
+    @property
+    def weights(self) -> WeightStore:
+        """Of the plan in force."""
+        return self._engine.weights
+
+    @property
+    def states(self) -> StateStore:
+        """Master and moments."""
+        return self._engine.states
+
+    @property
+    def executor(self) -> Executor:
+        """Runs forward and backward passes."""
+        return self._engine.executor
+
+    @property
+    def sweep(self) -> Sweep:
+        """Passes over weights and state outside of updates."""
+        return self._engine.sweep
+
+    @property
+    def _update(self) -> Update:
+        return self._engine.update
 
     @torch.no_grad()
     def _initialize(self, units: Sequence[Unit]) -> None:
@@ -126,25 +134,22 @@ class Trainer:
             self.states.initialize(unit, parameter, initial, weight)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Put optimizer state where the plan of ``phase`` wants it; steps need a phase in which it is as in FULL.
+        """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
 
-        Raises:
-            ValueError: the plan asks for something that cannot change between phases yet.
+        What FULL trains comes back to the bit; plans that could not are refused by ``compose``.
         """
         if phase is self.phase:
             return
-        wanted = self.memory_plan.for_phase(phase)
-        for name in ("weight", "grad"):
-            if getattr(wanted, name) != getattr(self.plan, name):
-                raise ValueError(
-                    f"{name}: the plan of phase {phase} differs from that of {Phase.FULL}; only optimizer state, "
-                    "master and boundaries change between phases: let the optimization act in every phase."
-                )
         with self._observer.region(Stage.UPDATE, ""):
-            self._shelter.restore()
-            if wanted.optim_state != self.plan.optim_state or wanted.master != self.plan.master:
-                self._shelter.put_away(wanted.optim_state, wanted.master, step=self.steps_done)
+            self._engine.enter(phase, step=self.steps_done, key=self.predict_key(self.steps_done))
         self.phase = phase
+
+    def give_back(self, rollback: RollbackCopy) -> None:
+        """Let weights be what ``rollback`` holds, which PREDICT took; the phase stays."""
+        key = self.predict_key(self.steps_done)
+        before = self._engine.store_as(Phase.PREDICT, key=key)
+        self.sweep.run(None, SweepSettings(uses_history=False), rollback)
+        self._engine.store_as(before, key=key)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -177,7 +182,7 @@ class Trainer:
         lr = self.lr_at(number) * lr_factor
         device_batches = self._upload(batches)
         self._slow, self._limits = self._slow_step(number) if slow is None else slow, limits
-        run = self._fused_step if self.plan.grad.placement is Placement.DROPPED else self._stored_step
+        run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         self.steps_done = number
         num_tokens = sum(batch.token_ids_BT.size for batch in batches)

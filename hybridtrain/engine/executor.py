@@ -54,24 +54,50 @@ class Executor:
         self.is_tied = model.config.tied
         self.draws = model.config.dropout > 0
         self.weights = weights
+        self._wants_norm = wants_norm
+        self._copies = copies
+        self._arrange(plan)
+        self._served = plan
+        """Plan that gradients and boundaries are stored by: the last one with backward passes."""
         self.boundaries = BoundaryStore(plan.boundary.placement, copies, observer)
-        vertical = plan.schedule is Schedule.VERTICAL and plan.grad_accum_steps > 1
-        kept_dtype = to_torch_dtype(plan.grad.codec)
-        self.grads = GradStore(
-            self.units,
-            sum_dtype=torch.float32 if vertical else kept_dtype,
-            kept_dtype=kept_dtype,
-            placement=plan.grad.placement,
-            wants_norm=wants_norm,
-            copies=copies,
-            observer=observer,
-        )
+        self.grads = self._new_grads()
+
+    def enter(self, plan: PhasePlan, weights: WeightStore, *, runs_backward: bool) -> None:
+        """Go on under another plan, between two steps; without backward passes the stores for them are left alone."""
+        self.plan, self.weights = plan, weights
+        self._arrange(plan)
+        if not runs_backward:
+            return
+        before, self._served = self._served, plan
+        if _boundary_storage(before) != _boundary_storage(plan):
+            self.boundaries.release()
+            self.boundaries = BoundaryStore(plan.boundary.placement, self._copies, self.observer)
+        if _grad_storage(before) != _grad_storage(plan):
+            self.grads.release()
+            self.grads = self._new_grads()
+
+    def _arrange(self, plan: PhasePlan) -> None:
+        """Lay out the segments of blocks that are recomputed together."""
         self.num_recomputed = max(self.num_blocks - plan.kept_blocks, 0) if plan.recompute_every else 0
         interval = plan.recompute_every or 1
         self.segments = [
             range(start, min(start + interval, self.num_recomputed))
             for start in range(0, self.num_recomputed, interval)
         ] + [range(block, block + 1) for block in range(self.num_recomputed, self.num_blocks)]
+
+    def _new_grads(self) -> GradStore:
+        plan = self.plan
+        vertical = plan.schedule is Schedule.VERTICAL and plan.grad_accum_steps > 1
+        kept_dtype = to_torch_dtype(plan.grad.codec)
+        return GradStore(
+            self.units,
+            sum_dtype=torch.float32 if vertical else kept_dtype,
+            kept_dtype=kept_dtype,
+            placement=plan.grad.placement,
+            wants_norm=self._wants_norm,
+            copies=self._copies,
+            observer=self.observer,
+        )
 
     def forward_backward(
         self, batches: Sequence[DeviceBatch], *, seed: int, on_block_done: BlockDone | None = None
@@ -139,3 +165,12 @@ class Executor:
                 yield from (Visit(block) for block in reversed(segment))
             if calls:
                 yield from (Visit(block) for block in reversed(segment))
+
+
+def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:
+    """Return what decides which boundaries are kept, where, and of which size."""
+    return plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.schedule
+
+
+def _grad_storage(plan: PhasePlan) -> tuple[object, ...]:
+    return plan.grad, plan.schedule, plan.grad_accum_steps

@@ -82,6 +82,12 @@ class BoundaryStore:
         self._arriving.clear()
         self._finish_leaving()
 
+    def release(self) -> None:
+        """Forget everything and give the memory below the device back."""
+        self.drop()
+        while self._buffers:
+            self._copies.release(self._buffers.popitem()[1])
+
     def _fetch(self, key: _Key) -> None:
         shape, dtype = self._away[key]
         hidden_BTD = torch.empty(shape, dtype=dtype, device=self._copies.transfer.device)

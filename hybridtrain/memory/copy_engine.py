@@ -37,6 +37,8 @@ class CopyEngine:
 
     def release(self, buffer: TierBuffer) -> None:
         """Give a buffer back."""
+        if buffer.placement is Placement.DISK:
+            self.transfer.finish()  # a file goes at once
         self.transfer.tiers.leave(buffer.placement, buffer.num_bytes, buffer.tensor_class)
         if buffer.content is not None:
             buffer.content.close()

@@ -115,6 +115,12 @@ class GradStore:
         self._arriving.clear()
         self._finish_leaving()
 
+    def release(self) -> None:
+        """Forget everything and give the memory below the device back."""
+        self.drop()
+        while self._buffers:
+            self._copies.release(self._buffers.popitem()[1])
+
     def _store(self, unit: str, grads: list[Tensor]) -> None:
         layout = lay_out((tuple(grad.shape), grad.dtype) for grad in grads)
         if unit not in self._buffers:

@@ -31,6 +31,8 @@ class MasterCodec(Protocol):
     """``load`` returns a stored tensor itself, so nothing temporary is made."""
     reads_weight: bool
     """``load`` looks at the stored weight; without that it need not be fetched for an update."""
+    companion_dtype: torch.dtype | None
+    """Of what is kept beside the weight; None: nothing is."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Write fp32 ``initial`` into ``weight``; return the companion to keep, or None."""
@@ -52,6 +54,7 @@ class ExactWeight:
 
     in_place = True
     reads_weight = True
+    companion_dtype: torch.dtype | None = None
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Copy; nothing is kept beside the weight."""
@@ -73,6 +76,7 @@ class Float32Master:
 
     in_place = True
     reads_weight = False
+    companion_dtype: torch.dtype | None = torch.float32
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
@@ -99,6 +103,7 @@ class Split16Master:
 
     in_place = False
     reads_weight = True
+    companion_dtype: torch.dtype | None = torch.int16
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Split ``initial``; keep the lower half."""
@@ -131,6 +136,7 @@ class StochasticWeight:
 
     in_place = False
     reads_weight = True
+    companion_dtype: torch.dtype | None = None
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
@@ -163,15 +169,16 @@ class Int8Weight:
 
     in_place = False
     reads_weight = True
+    companion_dtype: torch.dtype | None = None
 
     def __init__(self, *, static_scales: bool) -> None:
-        self._static = static_scales
+        self.is_static = static_scales
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once; static scales get twice the room that the first values need."""
         codes, scales = weight
         int8_quantize(initial.view(-1), codes, scales, stochastic=False)
-        if self._static:
+        if self.is_static:
             scales.mul_(_STATIC_ROOM)
             int8_quantize(initial.view(-1), codes, scales, stochastic=False, static=True)
         return None
@@ -187,7 +194,7 @@ class Int8Weight:
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
         """Round onto the grid, which a new scale per group spans unless scales are static."""
-        int8_quantize(value_P, *weight, stochastic=not nearest, static=self._static)
+        int8_quantize(value_P, *weight, stochastic=not nearest, static=self.is_static)
 
 
 class Int8OfMaster:
@@ -195,13 +202,14 @@ class Int8OfMaster:
 
     in_place = False
     reads_weight = False
+    companion_dtype: torch.dtype | None = torch.float32
 
     def __init__(self, *, static_scales: bool) -> None:
-        self._static = static_scales
+        self.is_static = static_scales
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
-        Int8Weight(static_scales=self._static).create(initial, weight)
+        Int8Weight(static_scales=self.is_static).create(initial, weight)
         return initial
 
     def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
@@ -213,7 +221,7 @@ class Int8OfMaster:
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
         """Round the copy into the codes."""
-        int8_quantize(value_P, *weight, stochastic=False, static=self._static)
+        int8_quantize(value_P, *weight, stochastic=False, static=self.is_static)
 
 
 @dataclass(frozen=True, slots=True)

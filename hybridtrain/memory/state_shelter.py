@@ -31,19 +31,21 @@ class StateShelter:
         self._copies = copies
         self._observer = observer
         self._away: list[tuple[ParameterState, str]] = []
+        self._has_master = False
 
     @torch.no_grad()
-    def put_away(self, moments: Cell, master: Cell, *, step: int) -> None:
+    def put_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
         """Give up the device memory of moments and master as the cells of the new phase say.
 
         Args:
             moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; anything else leaves them.
-            master: Placement HOST, or anything else.
+            master: Placement HOST, or anything else; None: it moves with the weights.
             step: Steps done so far; dropped moments start anew after it.
         """
         is_factored = self._states.codec is Codec.FACTORED  # rows and columns stay: there is nothing to gain
+        self._has_master = master is not None and master.placement is Placement.HOST
         for unit, state in self._resident():
-            if master.placement is Placement.HOST and isinstance(state.companion, Tensor):
+            if self._has_master and isinstance(state.companion, Tensor):
                 state.companion = self._send(state.companion, TensorClass.MASTER, unit)
             if moments.placement is Placement.HOST:
                 if not is_factored:
@@ -64,11 +66,16 @@ class StateShelter:
             if state.scales:
                 state.moments = tuple(self._widen(state, index, unit) for index in range(len(state.moments)))
                 state.scales = ()
-            if state.companion is not None:
+            if self._has_master and state.companion is not None:
                 state.companion = self._bring(state, state.companion, TensorClass.MASTER, unit)
             state.moments = tuple(self._bring(state, moment, TensorClass.OPTIM_STATE, unit) for moment in state.moments)
             state.history = tuple(self._bring(state, tensor, TensorClass.OPTIM_STATE, unit) for tensor in state.history)
         self._away.clear()
+        self._has_master = False
+
+    def leave_master(self) -> None:
+        """Leave the master where it is; it moves with the weights."""
+        self._has_master = False
 
     def _resident(self) -> Iterator[tuple[str, ParameterState]]:
         for unit, states in self._states.items():

@@ -123,6 +123,11 @@ class StateStore:
         states = self._states[unit.name]
         if states and not states[0].moments:
             self._allocate(unit.name, states)
+        return self.settled(unit.name)
+
+    def settled(self, unit: str) -> list[ParameterState]:
+        """Return the states of a unit once nothing of them is on its way; their moments may not exist yet."""
+        states = self._states[unit]
         for state in states:
             while state.arriving:
                 self._copies.wait(state.arriving.pop(0))

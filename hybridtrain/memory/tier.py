@@ -135,7 +135,8 @@ class DiskBytes:
         self._file.write(offset, source.view(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Do nothing: the arena removes all of its files together."""
+        """Remove the file; no read or write may be under way."""
+        self._file.close()
 
 
 def _pin(address: int, num_bytes: int) -> None:

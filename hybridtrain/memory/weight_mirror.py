@@ -53,6 +53,10 @@ class WeightMirror:
         for ticket in tickets:
             self._copies.wait(ticket)
 
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._copies.release(self._buffer)
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for weight in self._weights for tensor in weight]
 

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hybridkernels.int8_quantize import int8_dequantize, num_groups
+from hybridtrain.memory.byte_layout import ByteLayout, lay_out
+from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import TierTensor
 from hybridtrain.plan.memory_plan import PhasePlan
@@ -26,6 +29,13 @@ class WeightSlot:
     arriving: Ticket | None = None
     leaving: Ticket | None = None
 
+    def settle(self, copies: CopyEngine) -> None:
+        """Wait for the copies under way."""
+        for ticket in (self.arriving, self.leaving):
+            if ticket is not None:
+                copies.wait(ticket)
+        self.arriving = self.leaving = None
+
 
 _T = TypeVar("_T", Tensor, TierTensor)
 
@@ -35,6 +45,28 @@ def grouped(tensors: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
     rest = iter(tensors)
     for tensor in rest:
         yield (tensor, next(rest)) if tensor.dtype == torch.int8 else (tensor,)
+
+
+def code_layout(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> ByteLayout:
+    """Return codes and scales of each matrix, and values of each vector."""
+    tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
+    for shape in shapes:
+        if len(shape) < 2:
+            tensors.append((shape, dtype))
+        else:
+            size = shape[0] * shape[1]
+            tensors += [((size,), torch.int8), ((num_groups(size),), torch.float32)]
+    return lay_out(tensors)
+
+
+@torch.no_grad()
+def widen(stored: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> None:
+    """Turn codes into values of the parameters' dtype, and copy vectors."""
+    for parameter, parts in zip(parameters, grouped(stored), strict=True):
+        if len(parts) == 2:
+            int8_dequantize(*parts, parameter.data.view(-1))
+        else:
+            parameter.data.copy_(parts[0])
 
 
 def streamed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
@@ -69,6 +101,12 @@ def bind(block: nn.Module, names: Sequence[str], views: Sequence[Tensor]) -> Non
     for name, view in zip(names, views, strict=True):
         owner, _, attribute = name.rpartition(".")
         setattr(block.get_submodule(owner), attribute, nn.Parameter(view.data))  # a version counter of its own
+
+
+def rebind(block: nn.Module, views: Sequence[Tensor]) -> None:
+    """Let the parameters of ``block`` be ``views`` from now on; everyone who knows them goes on knowing them."""
+    for parameter, view in zip(block.parameters(), views, strict=True):
+        parameter.data = view.data
 
 
 def block_number(unit: str) -> int:

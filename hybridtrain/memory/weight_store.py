@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
@@ -19,8 +18,18 @@ from hybridtrain.memory.master_codec import StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_mirror import WeightMirror, host_views
-from hybridtrain.memory.weight_slots import WeightSlot, bind, block_number, grouped, packed_blocks, streamed_blocks
-from hybridtrain.models.block_model import BlockModel
+from hybridtrain.memory.weight_slots import (
+    WeightSlot,
+    bind,
+    block_number,
+    code_layout,
+    grouped,
+    packed_blocks,
+    rebind,
+    streamed_blocks,
+    widen,
+)
+from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.head import Head
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import PhasePlan
@@ -45,18 +54,28 @@ class WeightStore:
         plan: Where weights live and how they are stored.
         copies: The way to the other tiers.
         observer: Told what the slots are for.
+        is_empty: Parts get memory one by one, by ``place``, while another store gives them up.
     """
 
-    def __init__(self, model: BlockModel, plan: PhasePlan, copies: CopyEngine, observer: MemoryObserver) -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        plan: PhasePlan,
+        copies: CopyEngine,
+        observer: MemoryObserver,
+        *,
+        is_empty: bool = False,
+    ) -> None:
         self._model = model
         self._copies = copies
         self._observer = observer
-        self._compute_dtype = to_torch_dtype(plan.compute_dtype)
+        self.compute_dtype = to_torch_dtype(plan.compute_dtype)
         self._is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
         self._packed = frozenset(packed_blocks(plan, len(model.blocks)))
         self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, len(model.blocks)))}
         """Number of each streamed block among the streamed ones, which decides its slot."""
         self._prefetch_distance = plan.prefetch_distance
+        self._placement = plan.weight.placement
         self._visits: list[Visit] = []
         self._position = -1
         self._buffers: dict[int, TierBuffer] = {}
@@ -67,6 +86,9 @@ class WeightStore:
         self._mirrors: dict[str, WeightMirror] = {}
         if self._packed:
             self._build(plan)
+        for block in () if is_empty else sorted(self._packed):
+            names = [name for name, _ in model.blocks[block].named_parameters()]
+            bind(model.blocks[block], names, self._give_memory(block))
 
     def acquire_embedding(self) -> nn.Module:
         """Return the embedding with its weights on the device."""
@@ -97,6 +119,36 @@ class WeightStore:
             slot.block = None
         for mirror in self._mirrors.values():
             mirror.write()
+
+    def place(self, unit: Unit, *, keeps: bool) -> list[StoredWeight]:
+        """Give a unit of another store memory; return it on the device, to be filled before ``initialized``.
+
+        Args:
+            unit: Its parameters are bound to the new memory.
+            keeps: Whether parameters that have memory of their own stay as they are.
+        """
+        if self.is_packed(unit.name):
+            rebind(self._model.blocks[block_number(unit.name)], self._give_memory(block_number(unit.name)))
+        elif not keeps:
+            for parameter in unit.tensors:
+                own = torch.empty(parameter.shape, dtype=self.compute_dtype, device=self._copies.transfer.device)
+                self._observer.label(own, TensorClass.WEIGHT, unit.name)
+                parameter.data = own
+        return self.acquire_stored(unit.name, unit.tensors, reads=False)
+
+    def give_up(self, unit: str) -> None:
+        """Give a unit's memory back; it is not asked for again."""
+        block = block_number(unit)
+        self._homes.pop(block, None)
+        if block in self._buffers:
+            self._copies.release(self._buffers.pop(block))
+        if unit in self._mirrors:
+            self._mirrors.pop(unit).close()
+
+    def close(self) -> None:
+        """Wait for the slots' copies before their memory goes."""
+        for slot in self._stored_slots:
+            slot.settle(self._copies)
 
     def plan_visits(self, visits: Sequence[Visit]) -> None:
         """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
@@ -166,41 +218,29 @@ class WeightStore:
                 slot.block = None
 
     def _build(self, plan: PhasePlan) -> None:
-        blocks = list(self._model.blocks)
-        named = [list(block.named_parameters()) for block in blocks]
-        shapes = [tuple(parameter.shape) for _, parameter in named[0]]
-        values = lay_out((shape, self._compute_dtype) for shape in shapes)
-        self._stored_layout = self._layout_stored(shapes) if self._is_int8 else values
+        shapes = [tuple(parameter.shape) for parameter in self._model.blocks[0].parameters()]
+        self._values = lay_out((shape, self.compute_dtype) for shape in shapes)
+        self._stored_layout = code_layout(shapes, self.compute_dtype) if self._is_int8 else self._values
         if self._is_int8:
-            self._value_slots = [self._slot(values, f"values.{i}") for i in range(plan.max_active_layers)]
+            self._value_slots = [self._slot(self._values, f"values.{i}") for i in range(plan.max_active_layers)]
         if self._ranks:
             num_slots = plan.prefetch_distance + 1 if self._is_int8 else plan.max_active_layers
             self._stored_slots = [
                 self._slot(self._stored_layout, f"slot.{i}") for i in range(min(num_slots, len(self._ranks)))
             ]
-        for block in sorted(self._packed):
-            if block in self._ranks:
-                self._buffers[block] = self._copies.allocate(
-                    self._stored_layout.num_bytes, plan.weight.placement, TensorClass.WEIGHT, f"block.{block}"
-                )
-            else:
-                self._homes[block] = self._slot(self._stored_layout, f"block.{block}")
-                self._homes[block].block = block
-            slots = self._value_slots or self._stored_slots
-            rank = block if self._value_slots else self._ranks[block]
-            views = values.views(slots[rank % len(slots)].flat)
-            bind(blocks[block], [name for name, _ in named[block]], views)
 
-    def _layout_stored(self, shapes: Sequence[tuple[int, ...]]) -> ByteLayout:
-        """Return codes and scales of each matrix, and values of each vector."""
-        tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for shape in shapes:
-            if len(shape) < 2:
-                tensors.append((shape, self._compute_dtype))
-            else:
-                size = shape[0] * shape[1]
-                tensors += [((size,), torch.int8), ((num_groups(size),), torch.float32)]
-        return lay_out(tensors)
+    def _give_memory(self, block: int) -> list[Tensor]:
+        """Make the place where a block is stored; return the values that its parameters are bound to."""
+        if block in self._ranks:
+            self._buffers[block] = self._copies.allocate(
+                self._stored_layout.num_bytes, self._placement, TensorClass.WEIGHT, f"block.{block}"
+            )
+        else:
+            self._homes[block] = self._slot(self._stored_layout, f"block.{block}")
+            self._homes[block].block = block
+        slots = self._value_slots or self._stored_slots
+        rank = block if self._value_slots else self._ranks[block]
+        return self._values.views(slots[rank % len(slots)].flat)
 
     def _slot(self, layout: ByteLayout, name: str) -> WeightSlot:
         flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
@@ -257,10 +297,4 @@ class WeightStore:
         if slot.block == block:
             return
         slot.block = block
-        weights = grouped(self._stored_layout.views(stored.flat))
-        with torch.no_grad():
-            for parameter, parts in zip(self._model.blocks[block].parameters(), weights, strict=True):
-                if len(parts) == 2:
-                    int8_dequantize(*parts, parameter.data.view(-1))
-                else:
-                    parameter.data.copy_(parts[0])
+        widen(self._stored_layout.views(stored.flat), self._model.blocks[block].parameters())

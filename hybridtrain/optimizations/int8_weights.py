@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
+from hybridtrain.plan.tensor_class import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +21,25 @@ class Int8Weights:
 
     master: Literal["float32", "absent"] | None = None
     """float32: the codes are a rounding of an exact copy. absent: they are what is trained. None: as mixed precision
-    says, a float32 copy without it."""
+    says, a float32 copy without it; float32 where FULL is not among ``active_phases``."""
     static_scales: bool = False
     """Keep the scales of the first values, doubled for room, instead of taking them anew at each update."""
+    active_phases: tuple[Phase, ...] = tuple(Phase)
+    """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""
+
+    def __post_init__(self) -> None:
+        faults = no_phase_faults(self.active_phases)
+        if faults:
+            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' storage."""
-        yield Claim("weight.codec", Codec.INT8_BLOCKS)
-        if self.master is not None:
-            yield Claim("master.codec", Codec(self.master))
-        yield Claim("static_scales", int(self.static_scales))
+        is_guest = Phase.FULL not in self.active_phases
+        master = "float32" if self.master is None and is_guest else self.master
+        for phase in claimed_phases(self.active_phases):
+            yield Claim("weight.codec", Codec.INT8_BLOCKS, phase)
+            if master is not None:
+                yield Claim("master.codec", Codec(master), phase)
+            yield Claim("static_scales", int(self.static_scales), phase)
+        if is_guest and Phase.PREDICT in self.active_phases and master == "float32":
+            yield Claim("master.placement", Placement.HOST, Phase.PREDICT)

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
 from hybridtrain.plan.tensor_class import Codec
 
 
@@ -18,8 +19,16 @@ class MixedPrecision:
     master: Literal["float32", "split16", "absent"] = "float32"
     """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
     16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
+    active_phases: tuple[Phase, ...] = tuple(Phase)
+    """Phases in 16 bits; others store and compute float32. Without FULL the master must not be absent."""
+
+    def __post_init__(self) -> None:
+        faults = no_phase_faults(self.active_phases)
+        if faults:
+            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on precision and master copy."""
-        yield Claim("compute_dtype", Codec(self.compute_dtype))
-        yield Claim("master.codec", Codec(self.master))
+        for phase in claimed_phases(self.active_phases):
+            yield Claim("compute_dtype", Codec(self.compute_dtype), phase)
+            yield Claim("master.codec", Codec(self.master), phase)

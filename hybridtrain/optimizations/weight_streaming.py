@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
 from hybridtrain.plan.tensor_class import Placement
 
 
@@ -30,15 +30,13 @@ class WeightStreaming:
         faults = below_least(self, ("max_active_layers",)) + below_least(
             self, ("prefetch_distance", "resident_layers"), least=0
         )
-        if not self.active_phases:
-            faults.append("active_phases: empty; name at least one phase or drop the optimization")
+        faults += no_phase_faults(self.active_phases)
         if faults:
             raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' place and on the places of active blocks."""
-        phases = [None] if set(self.active_phases) == set(Phase) else list(self.active_phases)
-        for phase in phases:
+        for phase in claimed_phases(self.active_phases):
             yield Claim("weight.placement", Placement(self.tier), phase)
         yield Claim("max_active_layers", self.max_active_layers)
         yield Claim("prefetch_distance", self.prefetch_distance)

@@ -13,7 +13,6 @@ from typing import Any
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.slow_momentum import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
-from hybridtrain.engine.swept_slice import SweepSettings
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.rollback_copy import RollbackCopy
 from hybridtrain.phase import Phase
@@ -195,7 +194,8 @@ class HybridTrainer:
         forecast = self.watch.forecast
         return HybridResult(
             step=number, phase=Phase.PREDICT, loss=None if forecast is None else forecast.mean,
-            lr=jump.lr, grad_norm=None, num_tokens=0, predicted_steps=jump.predicted_steps, move_rms=jump.rms,
+            lr=jump.lr, grad_norm=None, num_tokens=0,
+            predicted_steps=0.0 if is_harmful else jump.predicted_steps, move_rms=jump.rms,
             confidence=controller.state.confidence, scale=controller.scale_at(number), is_rolled_back=is_harmful,
             cost=_FORWARD * (jump.num_forwards + probes),
         )  # fmt: skip
@@ -234,7 +234,7 @@ class HybridTrainer:
         """Take the last jump back: by computing it again, or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
-            self.trainer.sweep.run(None, SweepSettings(uses_history=False), self._rollback)
+            self.trainer.give_back(self._rollback)
         else:
             self.predictor.undo(self._pending)
         self._pending = None

@@ -1,5 +1,6 @@
 """A claim: one optimization's wish for one cell or setting of the memory plan."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -61,3 +62,14 @@ class Claim:
 
     def __post_init__(self) -> None:
         assert self.path in PLAN_PATHS, f"no such path in the memory plan: {self.path}"
+
+
+def claimed_phases(active: Iterable[Phase]) -> list[Phase | None]:
+    """Return the phases that an optimization claims for: None alone where it acts in every one."""
+    chosen = [phase for phase in Phase if phase in set(active)]
+    return [None] if len(chosen) == len(Phase) else list(chosen)
+
+
+def no_phase_faults(active: Iterable[Phase]) -> list[str]:
+    """Return the fault of an optimization that acts nowhere."""
+    return [] if list(active) else ["active_phases: empty; name at least one phase or drop the optimization"]

@@ -7,6 +7,7 @@ from hybridtrain.errors import PlanConflictError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, PlanValue, Schedule, UpdateDevice
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, resolve
+from hybridtrain.plan.phase_change import border_faults
 from hybridtrain.plan.tensor_class import Codec, Placement
 
 
@@ -31,16 +32,21 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
     """
     _refuse_twice(stack)
     plan = MemoryPlan(phases={phase: resolve(_claims_for(stack, phase)) for phase in Phase})
-    faults = list(dict.fromkeys(fault for phase in Phase for fault in plan_faults(plan.for_phase(phase))))
+    faults = [
+        fault
+        for phase in Phase
+        for fault in plan_faults(plan.for_phase(phase), keeps_boundaries=phase is not Phase.PREDICT)
+    ] + border_faults(plan)
     if faults:
-        raise PlanConflictError("\n".join(faults))
+        raise PlanConflictError("\n".join(dict.fromkeys(faults)))
     return plan
 
 
-def plan_faults(plan: PhasePlan) -> list[str]:
-    """Return what contradicts itself in a table, one sentence each."""
+def plan_faults(plan: PhasePlan, *, keeps_boundaries: bool = True) -> list[str]:
+    """Return what contradicts itself in a table, one sentence each; PREDICT keeps no boundaries."""
     faults = []
-    if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
+    is_offloaded = keeps_boundaries and plan.boundary.placement in {Placement.HOST, Placement.DISK}
+    if is_offloaded and not plan.recompute_every:
         faults.append(
             "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
             "activations inside the blocks stay on the device and nothing would be saved."

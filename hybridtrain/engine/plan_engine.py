@@ -1,0 +1,118 @@
+"""Everything that realises the plan in force: stores, executor, update, sweep. It changes when another plan comes."""
+
+from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine.executor import Executor
+from hybridtrain.engine.sweep import Sweep
+from hybridtrain.engine.update import Update
+from hybridtrain.engine.weight_move import WeightMove
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import MasterCodecs, master_codecs
+from hybridtrain.memory.state_shelter import StateShelter
+from hybridtrain.memory.state_store import StateStore
+from hybridtrain.memory.weight_store import WeightStore
+from hybridtrain.models.block_model import BlockModel
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import UpdateDevice
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
+from hybridtrain.plan.phase_change import weight_storage
+from hybridtrain.profiler.observer import MemoryObserver, Stage
+
+
+class PlanEngine:
+    """Begins under the plan of FULL.
+
+    Args:
+        model: Built with ``placeholder_scope`` for the packed blocks of that plan.
+        plans: Of all phases.
+        config: Of the optimizer.
+        copies: The device, and the way to the other tiers.
+        observer: Told what each tensor is for.
+
+    Raises:
+        ValueError: a phase stores weights as nothing could train them.
+    """
+
+    def __init__(
+        self, model: BlockModel, plans: MemoryPlan, config: AdamWConfig, copies: CopyEngine, observer: MemoryObserver
+    ) -> None:
+        self.plan = plans.for_phase(Phase.FULL)
+        self._codecs = {phase: _codecs(plans.for_phase(phase)) for phase in Phase}
+        self._plans = plans
+        self._model = model
+        self._config = config
+        self._copies = copies
+        self._observer = observer
+        with observer.region(Stage.BUILD, ""):
+            self.weights = WeightStore(model, self.plan, copies, observer)
+        self.units = model.units()
+        self.states = StateStore(self.plan, self._codecs[Phase.FULL], copies, observer)
+        self._shelter = StateShelter(self.states, copies, observer)
+        self._stored_as = Phase.FULL
+        """Phase whose plan says how weights are stored, and where companions are but for the shelter."""
+        self.executor = Executor(
+            model, self.weights, self.plan, wants_norm=config.max_grad_norm > 0, copies=copies, observer=observer
+        )
+        self._connect()
+
+    def enter(self, phase: Phase, *, step: int, key: int) -> None:
+        """Let the plan of a phase be in force.
+
+        Args:
+            phase: Another one than before.
+            step: Steps done so far.
+            key: Of stochastic rounding, see ``store_as``.
+        """
+        plan = self._plans.for_phase(phase)
+        moves = self._must_move(phase)
+        if moves:
+            self._shelter.leave_master()
+        if phase is Phase.PREDICT:  # first what leaves the device, then what comes
+            full = self._plans.for_phase(Phase.FULL)
+            if plan.optim_state != full.optim_state or plan.master != full.master:
+                self._shelter.put_away(plan.optim_state, None if moves else plan.master, step=step)
+        if moves:
+            self.store_as(phase, key=key)
+        if phase is not Phase.PREDICT:
+            self._shelter.restore()
+        self.plan = plan
+        self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
+
+    def store_as(self, phase: Phase, *, key: int) -> Phase:
+        """Store weights as a phase does, all else staying where it is; return how they were stored.
+
+        Args:
+            phase: The one whose plan says how.
+            key: Values that are narrowed to 16 bits are rounded as if a sweep with this key had changed them there.
+        """
+        before, plan = self._stored_as, self._plans.for_phase(phase)
+        if not self._must_move(phase):
+            return before
+        with self._observer.region(Stage.UPDATE, ""):
+            old = self.weights
+            new = WeightStore(self._model, plan, self._copies, self._observer, is_empty=True)
+            move = WeightMove(
+                old, new, self.states, self._codecs[phase], plan.master.placement, self._copies, self._observer
+            )
+            move.run(self.units, seed=key)
+            self.weights = new
+        self._stored_as = phase
+        self._connect()
+        return before
+
+    def _must_move(self, phase: Phase) -> bool:
+        """Return whether a phase stores weights otherwise, or keeps companions elsewhere for true steps."""
+        now, plan = self._plans.for_phase(self._stored_as), self._plans.for_phase(phase)
+        stays = phase is Phase.PREDICT or plan.master.placement is now.master.placement
+        return weight_storage(now) != weight_storage(plan) or not stays
+
+    def _connect(self) -> None:
+        units, on_host = self.units, self.plan.update_on is UpdateDevice.HOST
+        self.executor.weights = self.weights
+        self.update = Update(
+            units, self.weights, self.states, self._config, self._copies, self._observer, on_host=on_host
+        )
+        self.sweep = Sweep(units, self.weights, self.states, self._copies, self._observer, on_host=on_host)
+
+
+def _codecs(plan: PhasePlan) -> MasterCodecs:
+    return master_codecs(plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales)

@@ -1,0 +1,174 @@
+"""Weights pass from the storage of one plan to that of another, at the border between two phases. P elements.
+
+Unit by unit: the old memory goes before the next unit's new memory is made, so there is never a second model, only the
+slots of both plans and one unit twice.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridtrain.engine.random_key import random_key
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.master_codec import MasterCodec, MasterCodecs, StoredWeight, weight_part
+from hybridtrain.memory.state_store import ParameterState, StateStore
+from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.weight_store import Visit, WeightStore
+from hybridtrain.models.block_model import Unit
+from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.profiler.observer import MemoryObserver, Stage
+
+_SLICE_ELEMENTS = 1 << 23
+"""As in a sweep: weights that come back to 16 bits are rounded by the same random numbers as if they had stayed."""
+
+
+class WeightMove:
+    """One passage.
+
+    Args:
+        old: Where weights are.
+        new: Where they go, empty.
+        states: Of all parameters; companions and codecs become those of the new plan.
+        codecs: Of the new plan.
+        master: Where companions wait from now on.
+        copies: The way to the other tiers.
+        observer: Told what new tensors are for.
+    """
+
+    def __init__(
+        self,
+        old: WeightStore,
+        new: WeightStore,
+        states: StateStore,
+        codecs: MasterCodecs,
+        master: Placement,
+        copies: CopyEngine,
+        observer: MemoryObserver,
+    ) -> None:
+        self._old = old
+        self._new = new
+        self._states = states
+        self._codecs = codecs
+        self._master = master
+        self._copies = copies
+        self._observer = observer
+
+    @torch.no_grad()
+    def run(self, units: Sequence[Unit], *, seed: int) -> None:
+        """Move everything; ``seed`` keys stochastic rounding, of values that the new storage does not hold exactly."""
+        self._old.plan_visits([Visit(block) for block in range(len(units) - 2)])
+        with self._copies.transfer.keyed_random():
+            for number, unit in enumerate(units):
+                with self._observer.region(Stage.UPDATE, unit.name):
+                    self._copies.transfer.seed(random_key(seed, number))
+                    self._move_unit(unit)
+        self._old.close()
+        self._states.codecs = self._codecs
+
+    def _move_unit(self, unit: Unit) -> None:
+        states = self._states.settled(unit.name)
+        sources = self._old.acquire_stored(unit.name, unit.tensors, reads=True)
+        keeps = not any(store.is_packed(unit.name) for store in (self._old, self._new)) and all(
+            parameter.dtype == self._new.compute_dtype for parameter in unit.tensors
+        )
+        targets = self._new.place(unit, keeps=keeps)
+        for state, source, target in zip(states, sources, targets, strict=True):
+            old, new = self._states.codecs.of(source), self._codecs.of(target)
+            if _are_alike(old, new, source, target):
+                for source_part, target_part in zip(source, () if keeps else target, strict=not keeps):
+                    target_part.copy_(source_part)
+                self._carry(state, unit.name)
+            else:
+                self._convert(state, old, new, source, target, unit.name)
+        del sources, targets
+        self._old.give_up(unit.name)
+        self._new.initialized(unit.name, unit.tensors)
+
+    def _carry(self, state: ParameterState, unit: str) -> None:
+        """Take a companion to its new place as it is."""
+        companion = state.companion
+        if companion is None or _place(companion) is self._master:
+            return
+        kept = self._make(companion.shape, companion.dtype, unit)
+        for part in _parts(companion.numel()):
+            self._write(kept, part, self._read(companion, part))
+        self._replace(state, kept)
+
+    def _convert(
+        self,
+        state: ParameterState,
+        old: MasterCodec,
+        new: MasterCodec,
+        source: StoredWeight,
+        target: StoredWeight,
+        unit: str,
+    ) -> None:
+        """Store the exact values anew, slice by slice."""
+        companion, kept = state.companion, None
+        if new.companion_dtype is not None:
+            stays = old.companion_dtype is new.companion_dtype is torch.float32
+            stays = stays and companion is not None and _place(companion) is self._master
+            kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
+        for part in _parts(state.parameter.numel()):
+            companion_P = None if companion is None else self._read(companion, part)
+            value_P = old.load(weight_part(source, part), companion_P)
+            created_P = _store(new, value_P, weight_part(target, part))
+            if kept is not None and created_P is not None and kept is not companion:
+                self._write(kept, part, created_P)
+            del companion_P, value_P, created_P
+        self._replace(state, kept)
+
+    def _replace(self, state: ParameterState, kept: Stored | None) -> None:
+        if isinstance(state.companion, TierTensor) and kept is not state.companion:
+            self._copies.release(state.companion.buffer)
+        state.companion = kept
+
+    def _make(self, shape: Sequence[int], dtype: torch.dtype, unit: str) -> Stored:
+        if self._master is Placement.DEVICE:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._copies.transfer.device)
+            self._observer.label(tensor, TensorClass.MASTER, unit)
+            return tensor
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._copies.allocate(num_bytes, self._master, TensorClass.MASTER, unit)
+        return TierTensor(buffer, 0, tuple(shape), dtype)
+
+    def _read(self, stored: Stored, part: slice) -> Tensor:
+        if isinstance(stored, Tensor):
+            return stored.view(-1)[part]
+        tensor_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=self._copies.transfer.device)
+        offset = stored.offset + part.start * stored.dtype.itemsize
+        self._copies.wait(self._copies.fetch(tensor_P, stored.buffer, offset, [self._copies.mark()]))
+        return tensor_P
+
+    def _write(self, stored: Stored, part: slice, value_P: Tensor) -> None:
+        if isinstance(stored, Tensor):
+            stored.view(-1)[part].copy_(value_P)
+            return
+        offset = stored.offset + part.start * stored.dtype.itemsize
+        self._copies.wait(self._copies.store(value_P, stored.buffer, offset))
+
+
+def _are_alike(old: MasterCodec, new: MasterCodec, source: StoredWeight, target: StoredWeight) -> bool:
+    """Return whether what is stored stays the same, bit by bit."""
+    return (
+        type(old) is type(new)
+        and getattr(old, "is_static", None) == getattr(new, "is_static", None)
+        and [part.dtype for part in source] == [part.dtype for part in target]
+    )
+
+
+def _store(codec: MasterCodec, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
+    """Write a value for the first time; return its companion. What cannot hold it is rounded stochastically."""
+    if codec.companion_dtype is not None or codec.in_place:
+        return codec.create(value_P, weight)
+    codec.store(value_P, weight, None)
+    return None
+
+
+def _place(stored: Stored) -> Placement:
+    return stored.buffer.placement if isinstance(stored, TierTensor) else Placement.DEVICE
+
+
+def _parts(count: int) -> Iterator[slice]:
+    yield from (slice(start, min(start + _SLICE_ELEMENTS, count)) for start in range(0, count, _SLICE_ELEMENTS))
