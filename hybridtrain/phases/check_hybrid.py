@@ -1,5 +1,6 @@
 """Whether a trainer can run the cycle that a configuration asks for, and take a step back."""
 
+from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.errors import ConfigError
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.memory_plan import check_history
@@ -14,12 +15,18 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
     faults = []
     if config.needs_probe and not has_probe:
         faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
-    if trainer.config.optimizer.slow is not None and config.follows_slow:
-        faults.append("optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them")
-    elif trainer.config.optimizer.slow is not None:
-        faults.append(f"optimizer.slow: AdEMAMix keeps its average where '{config.predictor}' does; use one of them")
+    faults += rival_faults(trainer.config.optimizer, config)
     if faults:
         raise ConfigError("hybrid", faults)
+
+
+def rival_faults(optimizer: AdamWConfig, config: HybridConfig) -> list[str]:
+    """Return a sentence where the optimizer uses what the predictor needs for itself."""
+    if optimizer.slow is None:
+        return []
+    if config.follows_slow:
+        return ["optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them"]
+    return [f"optimizer.slow: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
 
 
 def refuses_in_time(trainer: Trainer) -> bool:

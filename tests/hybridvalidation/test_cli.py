@@ -587,7 +587,7 @@ def test_a_state_of_another_configuration_is_refused(command: Command) -> None:
     command(*train())
     change("train.toml", "lr = 1e-3", "lr = 2e-3")
     assert command(*train(), "--resume") == 2
-    assert "saved by a run with this model, plan, optimizer and seed" in command.err
+    assert "saved by a run with this model, plan, optimizer, cycle and seed" in command.err
 
 
 def break_loss(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

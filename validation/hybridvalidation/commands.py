@@ -38,7 +38,8 @@ from hybridvalidation.run_monitor import Monitoring
 from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.study_command import write_studies
-from hybridvalidation.train_run import TrainFile, train
+from hybridvalidation.train_file import TrainFile
+from hybridvalidation.train_run import train
 from hybridvalidation.verdict import judge_all
 
 
@@ -111,15 +112,18 @@ def train_command(options: argparse.Namespace) -> int:
         alert_bytes=int(options.alert_gb * GB), tensorboard=options.tensorboard, wandb_project=options.wandb,
     )  # fmt: skip
     limit = options.host_limit_gib
-    last = train(
+    result = train(
         file, corpus, options.out, resume=options.resume, say=said.append if options.json else _print,
         progress=not options.json, monitoring=monitoring, disk_folder=options.disk,
         host_limit_bytes=None if limit is None else int(limit * GIB),
     )  # fmt: skip
     if options.json:
-        _print_json({"last_step": encode(last), "corpus": corpus.name, "said": said, "out": options.out.as_posix()})
+        found = {
+            "last_step": encode(result.last), "corpus": corpus.name, "said": said, "out": options.out.as_posix(),
+        }  # fmt: skip
+        _print_json(found if result.statistics is None else found | {"hybrid": result.statistics.state_dict()})
     else:
-        _print(f"{last.step} steps, loss {last.loss:.3f}; log and state in {options.out}")
+        _print(f"{result.last.step} steps, loss {result.loss:.3f}; log and state in {options.out}")
     return 0
 
 

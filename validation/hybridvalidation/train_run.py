@@ -1,25 +1,23 @@
 """``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
 
-import json
-import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.encode import encode, to_json
-from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import BatchSampler, TokenBatch
+from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.engine.random_key import random_key
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
-from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.phases.hybrid_result import HybridStatistics
+from hybridtrain.phases.hybrid_trainer import HybridTrainer, LoadBatches
+from hybridtrain.plan.compose import compose
 from hybridtrain.profiler.storage_ledger import StorageLedger
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import load_train_state, save_train_state
@@ -28,59 +26,40 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.run_monitor import Monitoring, RunMonitor
-from hybridvalidation.scenario import BatchWorkload, ModelSpec
+from hybridvalidation.train_file import TrainFile
+from hybridvalidation.train_log import HybridStepLog, StepLog, hybrid_summary, trim_log
+
+_PROBE_STREAM = 1
+_PROBE_PERCENT = 2
+_LEARNED_PROBE_PERCENT = 10
+"""Where CORRECT learns from the probe split: at K of 10 its tokens are then seen as often as all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainFile:
-    """A training configuration file."""
+class TrainResult:
+    """How a run ended."""
 
-    model: ModelSpec
-    workload: BatchWorkload
-    optimizations: tuple[Optimization, ...] = ()
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
-    schedule: LrSchedule = field(default_factory=LrSchedule)
-    seed: int = 0
-    num_steps: int = 1000
-    save_every: int = 200
-    """Steps between saved states; one is always written at the end."""
-    sample_prompt: str = "\n"
-    sample_tokens: int = 200
-
-    def __post_init__(self) -> None:
-        faults = below_least(self, ("num_steps", "save_every")) + below_least(self, ("sample_tokens", "seed"), least=0)
-        steps = compose(self.optimizations).for_phase(Phase.FULL).grad_accum_steps
-        if self.workload.batch_size % steps:
-            faults.append(
-                f"workload.batch_size: {self.workload.batch_size} must be a multiple of accumulation's steps ({steps})"
-            )
-        model = self.model.resolve()
-        if self.workload.seq_len > model.max_seq_len:
-            faults.append(
-                f"workload.seq_len: {self.workload.seq_len} is above the model's max_seq_len ({model.max_seq_len})"
-            )
-        if faults:
-            raise ValueError("\n".join(faults))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLog:
-    """One line of the log."""
-
-    step: int
+    last: StepLog | HybridStepLog
+    """Line of the last true step."""
     loss: float
-    lr: float
-    grad_norm: float | None
-    tokens_per_s: float
-    peak_bytes: int
-    """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
+    """Of that step."""
+    statistics: HybridStatistics | None
+    """Of a hybrid run, from its first step on."""
 
-    def as_metrics(self) -> dict[str, float | None]:
-        """Return everything but the step by its name."""
-        return {
-            "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
-            "peak_bytes": self.peak_bytes,
-        }  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a step needs."""
+
+    file: TrainFile
+    hybrid: HybridTrainer
+    load_batches: LoadBatches
+    ledger: StorageLedger
+    monitor: RunMonitor
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.hybrid.trainer
 
 
 def train(
@@ -94,8 +73,8 @@ def train(
     monitoring: Monitoring | None = None,
     disk_folder: Path | None = None,
     host_limit_bytes: int | None = None,
-) -> StepLog:
-    """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``; return the last step's line.
+) -> TrainResult:
+    """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``.
 
     Args:
         file: What to train.
@@ -124,69 +103,85 @@ def train(
         with ledger:
             config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
             trainer = Trainer(file.model.resolve(), compose(file.optimizations), config, transfer, ledger)
+        load_batches, load_probe = _data(file, corpus, trainer.plan.grad_accum_steps)
+        hybrid = HybridTrainer(trainer, file.hybrid, load_probe)
         if resume:
             with ledger:
-                load_train_state(trainer, state_path)
+                load_train_state(trainer, state_path, None if file.hybrid is None else hybrid)
             say(f"resumed after step {trainer.steps_done}")
-        _trim_log(log_path, trainer.steps_done)
-        last = _run(file, trainer, corpus, ledger, state_path, log_path, monitor, progress=progress)
+        trim_log(log_path, trainer.steps_done, hybrid.phase)
+        result = _run(_Run(file, hybrid, load_batches, ledger, monitor), state_path, log_path, progress=progress)
+        if file.hybrid is not None:
+            say(hybrid_summary(hybrid))
         if file.sample_tokens:
             say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
-    return last
+    return result
 
 
-def _trim_log(path: Path, steps_done: int) -> None:
-    """Drop lines of steps that were not saved and will be done again."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= steps_done]
-    replace_file(path, "".join(f"{line}\n" for line in kept).encode())
+def _data(file: TrainFile, corpus: Corpus, accum_steps: int) -> tuple[LoadBatches, LoadBatches | None]:
+    """Return how the batches of a step are loaded, and those of the probe split if there has to be one."""
+
+    def loader(tokens: TokenArray, seed: int) -> LoadBatches:
+        sampler = BatchSampler(
+            tokens, micro_batch_size=file.workload.batch_size // accum_steps, seq_len=file.workload.seq_len, seed=seed
+        )
+
+        def load(step: int) -> list[TokenBatch]:
+            return [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
+
+        return load
+
+    if file.hybrid is None or not file.hybrid.needs_probe:
+        return loader(corpus.train, file.seed), None
+    percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
+    num_probe = max(corpus.train.size * percent // 100, file.workload.seq_len + 1)
+    seed = random_key(file.seed, _PROBE_STREAM)
+    return loader(corpus.train[:-num_probe], file.seed), loader(corpus.train[-num_probe:], seed)
 
 
-def _run(
-    file: TrainFile, trainer: Trainer, corpus: Corpus, ledger: StorageLedger, state_path: Path, log_path: Path,
-    monitor: RunMonitor, *, progress: bool,
-) -> StepLog:  # fmt: skip
-    accum_steps = trainer.plan.grad_accum_steps
-    sampler = BatchSampler(
-        corpus.train, micro_batch_size=file.workload.batch_size // accum_steps, seq_len=file.workload.seq_len,
-        seed=file.seed,
-    )  # fmt: skip
+def _run(run: _Run, state_path: Path, log_path: Path, *, progress: bool) -> TrainResult:
+    """Do the true steps that are left, and the jumps between them; none after the last."""
+    file, trainer = run.file, run.trainer
     first = trainer.steps_done
     if first >= file.num_steps:
         raise ConfigError(
             str(state_path), [f"the run is done: {first} of {file.num_steps} steps; raise num_steps to go on"]
         )
-    log: StepLog | None = None
+    result: TrainResult | None = None
     with log_path.open("a", encoding="utf-8") as log_file:
         bar = progress_bar(range(first, file.num_steps), initial=first, unit="step", shown=progress)
         for step in bar:
-            log = _step(trainer, ledger, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)])
+            if run.hybrid.phase is Phase.PREDICT:
+                log_file.write(to_json(_advance(run)) + "\n")
+            log = _advance(run)
             log_file.write(to_json(log) + "\n")
             log_file.flush()
-            monitor.record_step(log.step, Phase.FULL, log.as_metrics())
+            assert log.loss is not None, "of a true step"
             bar.set_postfix_str(
                 f"loss {log.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
             )
             if (step + 1) % file.save_every == 0 or step + 1 == file.num_steps:
-                save_train_state(trainer, state_path)
-    assert log is not None, "at least one step was run"
-    return log
+                save_train_state(trainer, state_path, None if file.hybrid is None else run.hybrid)
+            statistics = None if file.hybrid is None else run.hybrid.statistics
+            result = TrainResult(last=log, loss=log.loss, statistics=statistics)
+    assert result is not None, "at least one step was run"
+    return result
 
 
-def _step(trainer: Trainer, ledger: StorageLedger, batches: list[TokenBatch]) -> StepLog:
+def _advance(run: _Run) -> StepLog | HybridStepLog:
+    """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
+    trainer, phase = run.trainer, run.hybrid.phase
     on_cuda = trainer.model.head.weight.is_cuda
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    ledger.begin_step()
-    if on_cuda:
-        result = trainer.step(batches)
-    else:
-        with ledger:
-            result = trainer.step(batches)
-    seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated() if on_cuda else ledger.peak_bytes
-    return StepLog(
-        step=result.step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm,
-        tokens_per_s=result.num_tokens / seconds, peak_bytes=peak,
-    )  # fmt: skip
+    counting: AbstractContextManager[object] = nullcontext() if on_cuda else run.ledger
+    batches = [] if phase is Phase.PREDICT else run.load_batches(trainer.steps_done)
+    with counting:
+        if phase is Phase.PREDICT:
+            trainer.enter_phase(phase)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        run.ledger.begin_step()
+        result = run.hybrid.advance(lambda _: batches)
+    peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
+    log = (StepLog if run.file.hybrid is None else HybridStepLog).of(result, peak_bytes)
+    run.monitor.record_step(log.step, result.phase, log.as_metrics())
+    return log
