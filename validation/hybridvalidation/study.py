@@ -14,6 +14,9 @@ from hybridvalidation.scenario import name_faults
 BASELINE = "adamw"
 """The method that every study has, without being named."""
 
+Disturbance = Literal["data_shift", "nan_gradients"]
+"""Half-way through a run. data_shift: from there on every byte stands for another one, in validation too.
+nan_gradients: one step computes no number, once."""
 Control = Literal["random", "average"]
 """random: jumps of the same norm in a random direction. average: AdamW, judged at the mean of its last weights."""
 
@@ -29,6 +32,11 @@ class StudyMethod:
     """AdEMAMix: the slow average moves the weights in every step."""
     hybrid: HybridConfig | None = None
     control: Control | None = None
+    disturbance: Disturbance | None = None
+    lr_factor: float = 1.0
+    """Of the learning rate that would be used."""
+    against: str = BASELINE
+    """What it is compared with; of a disturbed method another one with the same disturbance."""
     lrs: tuple[float, ...] = ()
     """Learning rates tried at the tuning seed; the best is used; empty: the baseline's."""
     seeds: tuple[int, ...] = ()
@@ -92,6 +100,8 @@ class StudyFile:
     """Steps between validations within a run; 0: only at its end."""
     least_gain: float = 1.0
     """Compute factor of the claim."""
+    largest_harm_pct: float | None = None
+    """The claim is instead that no method ends with a loss that many percent above what it is compared with."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name) + below_least(
@@ -107,6 +117,11 @@ class StudyFile:
             faults.append(f"horizons: {list(self.horizons)} must contain num_steps ({self.num_steps})")
         names = [method.name for method in self.methods]
         faults += [f"methods: '{name}' stands twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        faults += [
+            f"methods: '{method.name}' is compared with '{method.against}', which is none of them"
+            for method in self.methods
+            if method.against not in {BASELINE, *names}
+        ]
         if self.seq_len > self.model.max_seq_len:
             faults.append(f"seq_len: {self.seq_len} is above model.max_seq_len ({self.model.max_seq_len})")
         if faults:

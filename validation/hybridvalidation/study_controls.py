@@ -1,9 +1,16 @@
-"""Controls of a study: a jump of the same size in a random direction, and the mean of the last weights."""
+"""Controls and disturbances of a study: random jumps, the mean of the last weights, other data, broken gradients."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
 from hybridtrain.engine.slow_momentum import MoveNorm, move
+from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
@@ -12,6 +19,8 @@ from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.trainer import Trainer
 
 _AVERAGE_DECAY = 0.99
+_ODD, _OFFSET = 77, 13
+"""Of the exchange of bytes; odd, so that no two become one."""
 
 
 class RandomDirection(SlowGradient):
@@ -62,3 +71,30 @@ class WeightAverage:
         """Make the means the weights."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             parameter.copy_(mean)
+
+
+def shifted(batch: TokenBatch) -> TokenBatch:
+    """Return a batch in which every byte stands for another one: the statistics of a text nobody has seen."""
+
+    def swapped(token_ids_BT: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        result: npt.NDArray[np.int64] = (token_ids_BT * _ODD + _OFFSET) % NUM_BYTE_TOKENS
+        return result
+
+    return TokenBatch(token_ids_BT=swapped(batch.token_ids_BT), target_ids_BT=swapped(batch.target_ids_BT))
+
+
+def poison_gradients(trainer: Trainer, step: int) -> None:
+    """Make one gradient of a true step NaN the first time it is computed, as a passing fault of a machine would."""
+    executor = trainer.executor
+    run = executor.forward_backward
+    is_done = False
+
+    def poisoned(batches: Sequence[DeviceBatch], *, seed: int, on_block_done: BlockDone | None = None) -> list[Tensor]:
+        nonlocal is_done
+        losses = run(batches, seed=seed, on_block_done=on_block_done)
+        if trainer.steps_done == step and not is_done:
+            is_done = True
+            losses[0].fill_(float("nan"))
+        return losses
+
+    executor.forward_backward = poisoned  # type: ignore[method-assign]

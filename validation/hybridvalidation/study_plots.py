@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from hybridvalidation.study import BASELINE, StudyFile
 from hybridvalidation.study_figures import horizon_curve, lr_curve, method_figures, record_of
+from hybridvalidation.study_harm import harms
 from hybridvalidation.study_plan import Made
 
 _COLORS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
@@ -36,6 +37,26 @@ def write_study_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
             figure.savefig(path, dpi=110, metadata={"Software": None})
             paths.append(path)
     return paths
+
+
+def harm_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
+    """Write the picture of all settings, one point a seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [harm for harm in harms(study, made) if harm.percents]
+    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 1 + 0.32 * len(found)), layout="constrained")
+        axes = figure.subplots()
+        for place, harm in enumerate(found):
+            axes.plot(harm.percents, [place] * len(harm.percents), "o", color="#0072b2", alpha=0.7)
+        axes.set_yticks(range(len(found)), [harm.method.name for harm in found])
+        axes.axvline(0, color="#999999", linewidth=0.8)
+        axes.axvline(study.largest_harm_pct or 0, color="#d55e00", linestyle="--", label="registered bound")
+        axes.set_xlabel("loss over AdamW's under the same circumstances, % (executed, one point a seed)")
+        axes.invert_yaxis()
+        axes.legend(frameon=False)
+        path = folder / f"study-{study.name}-harm.png"
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+    return [path]
 
 
 def _plot_horizons(study: StudyFile, made: Made, figure: Figure) -> None:

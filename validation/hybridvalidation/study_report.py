@@ -17,6 +17,7 @@ from hybridvalidation.study_figures import (
     method_figures,
     noise_floor,
 )
+from hybridvalidation.study_harm import harm_sentence, harm_text
 from hybridvalidation.study_plan import Made, chosen, next_runs
 
 _JUDGED = "slow_gradient"
@@ -35,6 +36,8 @@ _HEADERS = (
 
 def verdict_sentence(study: StudyFile, made: Made) -> str:
     """Return the sentence that the study was made for."""
+    if study.largest_harm_pct is not None:
+        return harm_sentence(study, made)
     figures = method_figures(study, made, _JUDGED)
     if figures is None or next_runs(study, made):
         return f"Not finished: the registered claim ({study.target}) is unproven."
@@ -51,6 +54,8 @@ def verdict_sentence(study: StudyFile, made: Made) -> str:
 
 def study_text(study: StudyFile, made: Made, style: str) -> str:
     """Return verdict, registration and tables."""
+    if study.largest_harm_pct is not None:
+        return harm_text(study, made, style)
     lr, pair = chosen(study, made, BASELINE)
     floor = noise_floor(study, made)
     size = study.model.num_params
@@ -59,6 +64,12 @@ def study_text(study: StudyFile, made: Made, style: str) -> str:
         f"{study.batch_size} x {study.seq_len} tokens, {study.tokens_per_param:.1f} tokens a parameter ({size:,})."
     )
     tuned = f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}."
+    for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
+        method = study.method(name)
+        tried, (best, _) = study.lrs if method is None else method.lrs, chosen(study, made, name)
+        if len(tried) > 1 and best in {min(tried), max(tried)}:
+            end = "lowest" if best == min(tried) else "highest"
+            tuned += f" The best rate of {name} ({best:g}) is the {end} tried: its optimum may lie beyond."
     if floor is not None:
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."
     return "\n\n".join(
@@ -71,12 +82,17 @@ def study_text(study: StudyFile, made: Made, style: str) -> str:
 
 def write_study(study: StudyFile, made: Made, results: Path) -> list[Path]:
     """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
-    from hybridvalidation.study_plots import write_study_plots  # noqa: PLC0415  matplotlib takes half a second
+    from hybridvalidation.study_plots import (  # noqa: PLC0415  matplotlib takes half a second
+        harm_plots,
+        write_study_plots,
+    )
 
-    plots = write_study_plots(study, made, results / "plots")
+    draw = write_study_plots if study.largest_harm_pct is None else harm_plots
+    plots = draw(study, made, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
     table = results / "tables" / f"study-{study.name}.md"
-    text = f"# Time to loss: {study.says}\n\n{study_text(study, made, 'github')}\n\n## Pictures\n\n{pictures}\n"
+    title = "Time to loss" if study.largest_harm_pct is None else "Harm"
+    text = f"# {title}: {study.says}\n\n{study_text(study, made, 'github')}\n\n## Pictures\n\n{pictures}\n"
     replace_file(table, text.encode())
     return [table, *plots]
 

@@ -2,25 +2,20 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
+from hashlib import sha256
 from statistics import fmean
 from typing import Literal
 
 import torch
 
-from hybridtrain.config.encode import digest
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
 from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.engine.slow_momentum import SlowMomentum
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations.predictor_state import PredictorState
-from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -29,8 +24,8 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.environment import read_environment
-from hybridvalidation.study import Control, StudyFile, StudyMethod, StudyRecord, StudyRun, ValidationPoint
-from hybridvalidation.study_controls import RandomDirection, WeightAverage
+from hybridvalidation.study import BASELINE, StudyFile, StudyMethod, StudyRecord, StudyRun, ValidationPoint
+from hybridvalidation.study_controls import RandomDirection, WeightAverage, poison_gradients, shifted
 
 _TRUE_STEP_COST = 3.0
 _TRAIN_TAIL = 50
@@ -38,35 +33,30 @@ _CARD = "rtx-4090"
 """Whose dry run tells the planned bytes; they do not depend on it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Key:
-    """All that decides how a run goes, apart from the program."""
-
-    model: ModelConfig
-    seq_len: int
-    batch_size: int
-    corpus_mib: int
-    validation_batches: int
-    validate_every: int
-    optimizer: AdamWConfig
-    schedule: LrSchedule
-    run: StudyRun
-    slow: SlowMomentum | None
-    hybrid: HybridConfig | None
-    control: Control | None
-
-
 def run_key(study: StudyFile, run: StudyRun) -> str:
-    """Return the digest of all that decides how a run goes, apart from the program."""
+    """Return the digest of all that decides how a run goes, apart from the program.
+
+    Settings at their default are left out: a new option with a default does not make old runs unknown.
+    """
     method = study.method(run.method)
-    return digest(
-        _Key(
-            model=study.model, seq_len=study.seq_len, batch_size=study.batch_size, corpus_mib=study.corpus_mib,
-            validation_batches=study.validation_batches, validate_every=study.validate_every,
-            optimizer=study.optimizer, schedule=study.schedule, run=run, slow=None if method is None else method.slow,
-            hybrid=None if method is None else method.hybrid, control=None if method is None else method.control,
-        )
-    )  # fmt: skip
+    parts: list[object] = [study.model, study.optimizer, study.schedule, run]
+    parts += [study.seq_len, study.batch_size, study.corpus_mib, study.validation_batches, study.validate_every]
+    if method is not None:
+        parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
+    return sha256("\n".join(map(_settings, parts)).encode()).hexdigest()[:16]
+
+
+def _settings(part: object) -> str:
+    """Return a dataclass as text without what is at its default; anything else as it is."""
+    if not is_dataclass(part):
+        return repr(part)
+    told = []
+    for item in fields(part):
+        value = getattr(part, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if value != default:
+            told.append(f"{item.name}={_settings(value)}")
+    return f"{type(part).__name__}({', '.join(told)})"
 
 
 def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyRecord:
@@ -107,8 +97,9 @@ class _Trial:
     def __init__(self, study: StudyFile, run: StudyRun, corpus: Corpus) -> None:
         self._study, self._run, self._corpus = study, run, corpus
         method = study.method(run.method)
+        lr = run.lr * (1.0 if method is None else method.lr_factor)
         optimizer = replace(
-            study.optimizer, lr=run.lr, beta1=run.beta1, beta2=run.beta2, slow=None if method is None else method.slow
+            study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2, slow=None if method is None else method.slow
         )
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=optimizer, schedule=schedule, seed=run.seed)
@@ -127,6 +118,9 @@ class _Trial:
         if hybrid is not None and control == "random":
             self.hybrid.predictor = RandomDirection(self._trainer, hybrid.slow, hybrid.max_move)
         self._average = WeightAverage(self._trainer) if control == "average" else None
+        self._disturbance = None if method is None else method.disturbance
+        if self._disturbance == "nan_gradients":
+            poison_gradients(self._trainer, run.num_steps // 2)
         self.losses: list[float] = []
         self.curve: list[ValidationPoint] = []
 
@@ -138,7 +132,7 @@ class _Trial:
         """Run all steps."""
         every = self._study.validate_every
         while self._trainer.steps_done < self._run.num_steps:
-            result = self.hybrid.advance(lambda step: [self._sampler.batch(step, 0)])
+            result = self.hybrid.advance(self._batches)
             if result.num_tokens and result.loss is not None:
                 self.losses.append(result.loss)
                 if self._average is not None:
@@ -147,11 +141,18 @@ class _Trial:
                     loss = self._mean_loss(_halves(self._study, self._corpus)[0])
                     self.curve.append(ValidationPoint(step=result.step, cost=self.hybrid.statistics.cost, loss=loss))
 
+    def _batches(self, step: int) -> list[TokenBatch]:
+        batch = self._sampler.batch(step, 0)
+        shifts = self._disturbance == "data_shift" and step >= self._run.num_steps // 2
+        return [shifted(batch) if shifts else batch]
+
     def final_losses(self) -> tuple[float, float]:
         """Return validation and test loss."""
         if self._average is not None:
             self._average.put_in()
         validation, test = _halves(self._study, self._corpus)
+        if self._disturbance == "data_shift":
+            validation, test = [shifted(batch) for batch in validation], [shifted(batch) for batch in test]
         return self._mean_loss(validation), self._mean_loss(test)
 
     def planned_bytes(self) -> tuple[int, int]:
