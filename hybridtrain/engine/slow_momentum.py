@@ -51,15 +51,29 @@ class MoveNorm:
     """Sums the squares of a move over all parameters, on the device or on the host, wherever a part is made."""
 
     on_device: Tensor
-    """Scalar float32."""
+    """Scalar float64."""
     on_host: float = 0.0
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "MoveNorm":
+        """Return the norm of no move."""
+        return cls(torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, moved_P: Tensor) -> None:
         """Count a part of the move."""
+        square = torch.linalg.vector_norm(moved_P, dtype=torch.float64).square_()
         if moved_P.device == self.on_device.device:
-            self.on_device.add_(torch.dot(moved_P, moved_P))
+            self.on_device.add_(square)
         else:
-            self.on_host += float(torch.dot(moved_P, moved_P))
+            self.on_host += float(square)
+
+    def rms(self, on_device: float, num_elements: int) -> float:
+        """Return the root mean square; ``on_device`` is what was read of that part.
+
+        Nine digits of a float64 sum do not depend on its order, which differs with the place of weights and state:
+        the next jump's length depends on the number.
+        """
+        return float(f"{math.sqrt((on_device + self.on_host) / num_elements):.9g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +93,11 @@ def _half_life(beta: float) -> float:
 
 
 def track(history: Sequence[Tensor], grad_P: Tensor, step: SlowStep) -> Tensor:
-    """Add a gradient to the stored slow average and return its new (P,) float32 values."""
+    """Add a gradient to the stored slow average and return its new (P,) float32 values: for a jump as they are kept."""
     slow_P = read_history(history, grad_P.numel())
     slow_P.lerp_(grad_P.float(), 1 - step.beta)
     write_history(slow_P, history)
-    return slow_P
+    return slow_P if step.norm is None else read_history(history, grad_P.numel())  # what takes a jump back reads these
 
 
 def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float) -> Tensor:

@@ -5,7 +5,6 @@ the strength's largest; the search stops at the first rise, and w = w + a d. At 
 Two tensors per parameter: the mean at work and the reference. During the search they hold w and d.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -78,10 +77,10 @@ class Drift:
             losses.append(loss_of())
         best = largest / _NUM_TRIES * losses.index(min(losses))
         tried = largest / _NUM_TRIES * (len(losses) - 1)
-        norm = MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
+        norm = MoveNorm.zero(self._trainer.transfer.device)
         self._sweep(_come_back(best, tried, norm))
-        total = self._trainer.transfer.read(norm.on_device) + norm.on_host
-        rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
+        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+        rms = moved / lr if lr else 0.0
         return Jump(self._trainer.steps_done, best * count, lr, rms, num_forwards=len(losses))
 
     def fused_jump(self, step: SlowStep, lr: float) -> Jump:

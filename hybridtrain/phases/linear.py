@@ -1,9 +1,5 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
-import math
-
-import torch
-
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
@@ -54,7 +50,7 @@ class Linear:
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
-        norm = MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
+        norm = MoveNorm.zero(self._trainer.transfer.device)
         strength = predicted_steps / self._full_steps
         is_first = self._has_anchor
         self._num_pieces = 1 if is_first else self._num_pieces + 1
@@ -69,8 +65,8 @@ class Linear:
             swept.value_P.add_(moved_P)
 
         self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=is_first), rollback)
-        total = self._trainer.transfer.read(norm.on_device) + norm.on_host
-        rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
+        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+        rms = moved / lr if lr else 0.0
         self._has_anchor = False
         return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
 

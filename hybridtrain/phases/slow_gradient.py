@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import MoveNorm, SlowMomentum, SlowStep, move
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
@@ -102,11 +100,11 @@ class SlowGradient:
         trainer.sweep.run(work, settings, rollback)
 
     def _new_norm(self) -> MoveNorm:
-        return MoveNorm(torch.zeros((), dtype=torch.float32, device=self._trainer.transfer.device))
+        return MoveNorm.zero(self._trainer.transfer.device)
 
     def _made(self, predicted_steps: float, lr: float, norm: MoveNorm) -> Jump:
-        total = self._trainer.transfer.read(norm.on_device) + norm.on_host
-        rms = math.sqrt(total / self._trainer.model.config.num_params) / lr if lr else 0.0
+        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+        rms = moved / lr if lr else 0.0
         if math.isfinite(rms):
             self._rms_of_one = rms / predicted_steps
         return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
