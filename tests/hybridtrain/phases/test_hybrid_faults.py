@@ -1,0 +1,106 @@
+"""Settings that cannot work are refused before anything runs, each with its name."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hybrid_runs import fresh_hybrid, hybrid_config, remembers
+from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.errors import ConfigError, PlanConflictError
+from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optimizations import PredictMemory, PredictorState
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.hybrid_trainer import HybridTrainer
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from tiny_models import GPT2_UNTIED
+
+BAD: dict[str, Callable[[], object]] = {
+    "full_steps": lambda: HybridConfig(full_steps=0),
+    "correct_steps": lambda: HybridConfig(correct_steps=0),
+    "correct_steps: 11": lambda: HybridConfig(correct_steps=11),
+    "probe_every": lambda: HybridConfig(probe_every=0),
+    "predictor_budget_mib": lambda: HybridConfig(predictor_budget_mib=0),
+    "warmup_steps": lambda: HybridConfig(warmup_steps=-1),
+    "rollback: 'undo' cannot": lambda: HybridConfig(predictor="drift"),
+    "monitor: 'every_step'": lambda: HybridConfig(predictor="drift", rollback="copy", monitor="every_step"),
+    "full_steps: 1 leaves linear": lambda: HybridConfig(predictor="linear", full_steps=1),
+    "confidence_threshold": lambda: HybridConfig(confidence_threshold=1.1),
+    "max_predict_steps": lambda: HybridConfig(max_predict_steps=-1.0),
+    "max_predict_steps: nan": lambda: HybridConfig(max_predict_steps=math.nan),
+    "strength: -1": lambda: HybridConfig(strength=-1.0),
+    "strength: inf": lambda: HybridConfig(strength=math.inf),
+    "strength: nan": lambda: HybridConfig(strength=math.nan),
+    "divergence_threshold": lambda: HybridConfig(divergence_threshold=0.5),
+    "max_move": lambda: HybridConfig(max_move=-0.1),
+    "beta: 0": lambda: SlowMomentum(beta=0.0),
+    "beta: 1": lambda: SlowMomentum(beta=1.0),
+    "beta: nan": lambda: SlowMomentum(beta=math.nan),
+    "alpha: -1": lambda: SlowMomentum(alpha=-1.0),
+    "alpha: inf": lambda: SlowMomentum(alpha=math.inf),
+    "alpha: nan": lambda: SlowMomentum(alpha=math.nan),
+    "codec: 'int8' would round": lambda: PredictorState(predictor="drift", codec="int8"),
+    "codec: 'bfloat16' would round": lambda: PredictorState(predictor="drift", codec="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_value_is_named(fault: str) -> None:
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        BAD[fault]()
+
+
+def test_every_fault_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"full_steps(.|\n)*strength(.|\n)*max_move"):
+        HybridConfig(full_steps=-3, correct_steps=1, strength=-1.0, max_move=-1.0)
+
+
+@pytest.mark.parametrize("predictor", ["slow_gradient", "linear", "drift"])
+@pytest.mark.parametrize("kept", [None, "slow_gradient", "drift"])
+def test_a_stack_without_the_predictors_state_is_refused(kept: str | None, predictor: str) -> None:
+    stack: list[Optimization] = [] if kept is None else [remembers(kept)]
+    if kept is not None and (kept == "drift") == (predictor == "drift"):
+        fresh_hybrid(GPT2_UNTIED, stack, hybrid_config(predictor=predictor))
+        return
+    with pytest.raises(ConfigError, match=f"predictor = '{predictor}'(.|\n)*predictor_state"):
+        fresh_hybrid(GPT2_UNTIED, stack, hybrid_config(predictor=predictor))
+
+
+def trainer_with(stack: list[Optimization], slow: SlowMomentum | None = None) -> Trainer:
+    settings = TrainerConfig(optimizer=AdamWConfig(slow=slow))
+    return Trainer(GPT2_UNTIED, compose(stack), settings, DirectTransfer(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hybrid_config(monitor="probe"),
+        hybrid_config(monitor="every_step"),
+        hybrid_config(predictor="drift"),
+        hybrid_config(correction="probe_gradients"),
+    ],
+)
+def test_a_missing_probe_split_is_refused(config: HybridConfig) -> None:
+    with pytest.raises(ConfigError, match="needs a probe split"):
+        HybridTrainer(trainer_with([remembers(config.predictor)]), config)
+
+
+@pytest.mark.parametrize("predictor", ["slow_gradient", "linear"])
+def test_ademamix_and_a_predictor_do_not_share_one_tensor(predictor: str) -> None:
+    trainer = trainer_with([remembers(predictor)], SlowMomentum())
+    with pytest.raises(ConfigError, match=r"optimizer\.slow: AdEMAMix"):
+        HybridTrainer(trainer, hybrid_config(predictor=predictor), lambda _: [])
+
+
+def test_ademamix_needs_its_state() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.slow(.|\n)*predictor_state"):
+        trainer_with([], SlowMomentum())
+
+
+def test_dropped_moments_cannot_be_jumped_with() -> None:
+    with pytest.raises(PlanConflictError, match="forgets the second moment"):
+        compose([PredictMemory(optimizer_state="drop"), remembers()])
