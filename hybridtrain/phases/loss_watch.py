@@ -119,7 +119,8 @@ class LossWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
         self.monitor.load_state_dict(state["monitor"])
-        self.forecaster.load_state_dict(state["forecaster"])
+        with _disable_current_modes():
+            self.forecaster.load_state_dict(state["forecaster"])
         self.forecast = None if state["forecast"] is None else LossForecast(**state["forecast"])
         self._block_losses = list(state["block_losses"])
         if self._residuals is not None:

@@ -103,7 +103,7 @@ def train(
         with ledger:
             config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
             trainer = Trainer(file.model.resolve(), compose(file.optimizations), config, transfer, ledger)
-        load_batches, load_probe = _data(file, corpus, trainer.plan.grad_accum_steps)
+        load_batches, load_probe = _data(file, corpus, trainer.plan.grad_accum_steps, say)
         hybrid = HybridTrainer(trainer, file.hybrid, load_probe)
         if resume:
             with ledger:
@@ -118,7 +118,9 @@ def train(
     return result
 
 
-def _data(file: TrainFile, corpus: Corpus, accum_steps: int) -> tuple[LoadBatches, LoadBatches | None]:
+def _data(
+    file: TrainFile, corpus: Corpus, accum_steps: int, say: Callable[[str], None]
+) -> tuple[LoadBatches, LoadBatches | None]:
     """Return how the batches of a step are loaded, and those of the probe split if there has to be one."""
 
     def loader(tokens: TokenArray, seed: int) -> LoadBatches:
@@ -135,6 +137,7 @@ def _data(file: TrainFile, corpus: Corpus, accum_steps: int) -> tuple[LoadBatche
         return loader(corpus.train, file.seed), None
     percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
     num_probe = max(corpus.train.size * percent // 100, file.workload.seq_len + 1)
+    say(f"{num_probe:,} of {corpus.train.size:,} training tokens are the probe split")
     seed = random_key(file.seed, _PROBE_STREAM)
     return loader(corpus.train[:-num_probe], file.seed), loader(corpus.train[-num_probe:], seed)
 
