@@ -3,6 +3,7 @@
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.sweep import Sweep
+from hybridtrain.engine.swept_slice import SweepSettings
 from hybridtrain.engine.update import Update
 from hybridtrain.engine.weight_move import WeightMove
 from hybridtrain.memory.copy_engine import CopyEngine
@@ -60,7 +61,8 @@ class PlanEngine:
         Args:
             phase: Another one than before.
             step: Steps done so far.
-            key: Of stochastic rounding, see ``store_as``.
+            key: Of stochastic rounding where storage is narrower than before; a sweep's key comes first, so that its
+                results are rounded as if it had worked on the narrower ones.
         """
         plan = self._plans.for_phase(phase)
         moves = self._must_move(phase)
@@ -82,7 +84,7 @@ class PlanEngine:
 
         Args:
             phase: The one whose plan says how.
-            key: Values that are narrowed to 16 bits are rounded as if a sweep with this key had changed them there.
+            key: As for ``enter``.
         """
         before, plan = self._stored_as, self._plans.for_phase(phase)
         if not self._must_move(phase):
@@ -93,7 +95,8 @@ class PlanEngine:
             move = WeightMove(
                 old, new, self.states, self._codecs[phase], plan.master.placement, self._copies, self._observer
             )
-            move.run(self.units, seed=key)
+            last = self.sweep.last or SweepSettings(seed=key)
+            move.run(self.units, seed=last.seed, nearest=last.rounds_to_nearest)
             self.weights = new
         self._stored_as = phase
         self._connect()

@@ -65,6 +65,8 @@ class Sweep:
         self._copies = copies
         self._observer = observer
         self._host = HostSweep(weights, states, copies) if on_host else None
+        self.last: SweepSettings | None = None
+        """Of the last pass that changed weights."""
 
     def new_rollback(self) -> RollbackCopy:
         """Return room for a copy of all weights; raises ``HostMemoryError``."""
@@ -84,6 +86,8 @@ class Sweep:
             settings: What the work needs and changes.
             rollback: Takes a copy of the weights before the work.
         """
+        if work is not None and settings.writes_weights:
+            self.last = settings
         reads = self._reads_weights(settings, rollback)
         self._weights.plan_visits([Visit(block, reads) for block in range(len(self._units) - 2)])
         with self._copies.transfer.keyed_random():

@@ -53,10 +53,18 @@ class WeightMove:
         self._master = master
         self._copies = copies
         self._observer = observer
+        self._nearest = False
 
     @torch.no_grad()
-    def run(self, units: Sequence[Unit], *, seed: int) -> None:
-        """Move everything; ``seed`` keys stochastic rounding, of values that the new storage does not hold exactly."""
+    def run(self, units: Sequence[Unit], *, seed: int, nearest: bool = False) -> None:
+        """Move everything.
+
+        Args:
+            units: All of the model.
+            seed: Keys stochastic rounding of values that the new storage does not hold exactly.
+            nearest: Round them to nearest instead.
+        """
+        self._nearest = nearest
         self._old.plan_visits([Visit(block) for block in range(len(units) - 2)])
         with self._copies.transfer.keyed_random():
             for number, unit in enumerate(units):
@@ -113,11 +121,18 @@ class WeightMove:
         for part in _parts(state.parameter.numel()):
             companion_P = None if companion is None else self._read(companion, part)
             value_P = old.load(weight_part(source, part), companion_P)
-            created_P = _store(new, value_P, weight_part(target, part))
+            created_P = self._store(new, value_P, weight_part(target, part))
             if kept is not None and created_P is not None and kept is not companion:
                 self._write(kept, part, created_P)
             del companion_P, value_P, created_P
         self._replace(state, kept)
+
+    def _store(self, codec: MasterCodec, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
+        """Write a value for the first time; return its companion."""
+        if codec.companion_dtype is not None or codec.in_place:
+            return codec.create(value_P, weight)
+        codec.store(value_P, weight, None, nearest=self._nearest)
+        return None
 
     def _replace(self, state: ParameterState, kept: Stored | None) -> None:
         if isinstance(state.companion, TierTensor) and kept is not state.companion:
@@ -156,14 +171,6 @@ def _are_alike(old: MasterCodec, new: MasterCodec, source: StoredWeight, target:
         and getattr(old, "is_static", None) == getattr(new, "is_static", None)
         and [part.dtype for part in source] == [part.dtype for part in target]
     )
-
-
-def _store(codec: MasterCodec, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
-    """Write a value for the first time; return its companion. What cannot hold it is rounded stochastically."""
-    if codec.companion_dtype is not None or codec.in_place:
-        return codec.create(value_P, weight)
-    codec.store(value_P, weight, None)
-    return None
 
 
 def _place(stored: Stored) -> Placement:
