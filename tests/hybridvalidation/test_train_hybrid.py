@@ -3,8 +3,10 @@
 import csv
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.config.decode import load_toml
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
+from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
 from hybridvalidation import train_run
 from hybridvalidation.cli import main
+from hybridvalidation.train_file import TrainFile
 
+ROOT = Path(__file__).parents[2]
 NUM_STEPS = 12
 HEAD = f"""\
 num_steps = {NUM_STEPS}
@@ -341,6 +350,25 @@ def test_state_that_leaves_for_a_jump_is_no_part_of_its_peak() -> None:
         peaks[kind] = {line["phase"]: line["peak_bytes"] for line in log_of(kind)}
     assert peaks["moved"]["predict"] < peaks["own"]["predict"]
     assert peaks["moved"]["full"] == peaks["own"]["full"]
+
+
+# --- the guide --------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_has_every_option_and_its_default() -> None:
+    guide = (ROOT / "docs" / "hybrid-training.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", guide, re.MULTILINE))
+    defaults = {f"slow.{field.name}": field.default for field in fields(SlowMomentum)}
+    defaults |= {field.name: field.default for field in fields(HybridConfig) if field.name != "slow"}
+    for name, default in defaults.items():
+        told = rows[name].strip("`") if default is None else json.dumps(default)
+        assert rows[name].strip("`") == told, name
+
+
+def test_the_example_of_the_guide_is_sound() -> None:
+    example = load_toml(TrainFile, ROOT / "examples" / "train-hybrid.toml", unions={Optimization: OPTIMIZATIONS})
+    assert example.hybrid is not None
+    assert example.hybrid.needs_probe
 
 
 # --- AdEMAMix, the smooth form ----------------------------------------------------------------------------------
