@@ -45,7 +45,7 @@ HYBRID_PLACES: dict[str, list[Optimization]] = PLACES | {
 
 
 def chosen_cases() -> list[tuple[str, str, str, str]]:
-    """Return storage, place, configuration, codec: a third of the pairs of the first two, the others in turn."""
+    """Return storage, place, configuration, codec: a quarter of the pairs of the first two, the others in turn."""
     cases = [
         ("bf16-master", "weights", "linear-probe", "float32"),  # an update that need not read the weights
         ("int8-weights-master", "weights-one-slot", "drift", "float32"),
@@ -58,9 +58,9 @@ def chosen_cases() -> list[tuple[str, str, str, str]]:
         for column, place in enumerate(HYBRID_PLACES):
             if "factored" in storage and "updated-on-host" in place:
                 continue  # refused: rows and columns need whole gradients
-            if (row + column) % 3 == 0:
+            if (row + column) % 4 == 0:
                 cases.append(
-                    (storage, place, names[(row * 7 + column * 4) % len(names)], CODECS[(row + column // 3) % 3])
+                    (storage, place, names[(row * 7 + column * 4) % len(names)], CODECS[(row + column // 4) % 3])
                 )
     return cases
 
@@ -111,7 +111,7 @@ def plain_cycles(config: str) -> HybridHistory:
     return hybrid_history(GPT2_TIED_DROPOUT, [GradAccumulation(steps=2), memory], CONFIGS[config])
 
 
-@pytest.mark.parametrize("config", ["slow-fused", "slow-copy", "linear-every-step", "drift"])
+@pytest.mark.parametrize("config", ["slow-copy", "linear-every-step"])
 @pytest.mark.parametrize("storage", ["bf16-split16", "int8-weights-master", "int8-optimizer", "factored"])
 def test_the_height_of_slices_changes_no_bit(storage: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Storage without chance: a slice draws its own numbers. 768 elements: three groups of 256, no whole rows of 50.

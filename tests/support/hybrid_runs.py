@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from hybridtrain.profiler.observer import MemoryObserver
 from hybridtrain.profiler.storage_ledger import StorageLedger
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from tiny_models import random_batch, random_steps
+from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 
 WARMUP_STEPS = 1
@@ -94,14 +93,15 @@ def fresh_hybrid(
     observer: MemoryObserver | None = None,
     settings: TrainerConfig = SETTINGS,
 ) -> HybridTrainer:
-    """Return a hybrid trainer on the CPU; its probe split has as many micro-batches as a step."""
+    """Return a hybrid trainer on the CPU; a probe is the batch of the step before: a jump on helps there."""
     plan = compose(stack)
     trainer = Trainer(model, plan, settings, transfer or DirectTransfer(torch.device("cpu")), observer)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
 
+    steps = random_steps(model, 40, accum_steps)
+
     def load_probe(number: int) -> list[TokenBatch]:
-        rng = np.random.default_rng(1000 + number)
-        return [random_batch(model, rng) for _ in range(accum_steps)]
+        return steps[WARMUP_STEPS + FULL_STEPS - 1 + FULL_STEPS * number]
 
     return HybridTrainer(trainer, config, load_probe)
 

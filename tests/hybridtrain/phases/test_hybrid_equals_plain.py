@@ -18,7 +18,7 @@ from streaming_stacks import STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import assert_all_bitwise, fresh_trainer
 
-NUM_STEPS = 25
+NUM_STEPS = 22
 """Forecasts and monitors begin after 20 steps."""
 STACKS: dict[str, list[Optimization]] = {
     "fp32": [],
@@ -44,8 +44,9 @@ def plain(stack: Sequence[Optimization]) -> tuple[list[object], dict[str, Tensor
     return [(r.step, r.loss, r.lr, r.grad_norm) for r in results], *everything(trainer), torch.random.get_rng_state()
 
 
-@pytest.mark.parametrize("config", OFF)
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    ("stack", "config"), [(s, c) for i, s in enumerate(STACKS) for j, c in enumerate(OFF) if (i + j) % 2 == 0]
+)
 def test_without_jumps_it_is_the_plain_trainer(stack: str, config: str) -> None:
     chosen = OFF[config]
     memory = [] if chosen is None else [remembers(chosen.predictor)]
