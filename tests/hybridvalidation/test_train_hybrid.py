@@ -19,11 +19,13 @@ from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
 from hybridtrain.engine.slow_momentum import SlowMomentum
 from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
 from hybridvalidation import train_run
 from hybridvalidation.cli import main
+from hybridvalidation.run_monitor import RunMonitor
 from hybridvalidation.train_file import TrainFile
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +174,19 @@ def test_errors_of_forecasts_are_logged() -> None:
     assert all(line["forecast_loss"] is None for line in log if line["phase"] != "predict")
 
 
+def test_loggers_get_no_name_twice_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, str]] = []
+
+    def record(_monitor: RunMonitor, step: int, phase: Phase, metrics: dict[str, float | None]) -> None:
+        drawn.extend((step, name) for name, value in metrics.items() if value is not None)
+        assert ("predict_peak_bytes" in metrics) == (phase is Phase.PREDICT)
+
+    monkeypatch.setattr(RunMonitor, "record_step", record)
+    assert train(file_of("copy")) == 0
+    assert len(drawn) == len(set(drawn))
+    assert {"loss", "predicted_steps", "move_rms", "scale", "confidence"} <= {name for _, name in drawn}
+
+
 # --- data -------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +242,29 @@ def test_a_run_stopped_at_every_border_goes_on_to_the_bit(kind: str, monkeypatch
         starts += 1
         assert starts <= NUM_STEPS
     assert starts == NUM_STEPS
+    assert without_times(log_of("parts")) == without_times(log_of("whole"))
+    assert same(state_of("parts"), state_of("whole"))
+
+
+@pytest.mark.parametrize("kind", ["fused", "own", "copy"])
+def test_jumps_that_are_taken_back_go_on_to_the_bit(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        file_of(kind)
+        .replace("beta = 0.9", "beta = 0.9, alpha = 3000.0")
+        .replace("full_steps", "max_move = 1e5\nfull_steps")
+    )
+    text = text.replace(f"num_steps = {NUM_STEPS}", "num_steps = 34").replace("warmup_steps = 2", "warmup_steps = 24")
+    text = text.replace("total_steps = 12", "total_steps = 40")
+    assert train(text, "whole") == 0
+    taken_back = [line for line in log_of("whole") if line["is_rolled_back"]]
+    assert len(taken_back) >= 2
+    assert f"{len(taken_back)} jumps taken back" in capsys.readouterr().out
+    stop_every(monkeypatch, 3)
+    arguments: list[str] = []
+    while train(text, "parts", *arguments) != 0:
+        arguments = ["--resume"] if Path("parts", "state.pt").exists() else []
     assert without_times(log_of("parts")) == without_times(log_of("whole"))
     assert same(state_of("parts"), state_of("whole"))
 
