@@ -106,14 +106,20 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
 def _read(stored: Stored) -> Tensor:
     """Return a tensor's content: itself on the device, a view of host memory, or a copy of what is on disk."""
     if isinstance(stored, Tensor):
-        return stored
+        is_part = stored.untyped_storage().nbytes() != stored.nbytes
+        return _alone(stored.cpu()) if is_part else stored
     content = stored.buffer.content
     assert content is not None, "a dry run has nothing to save"
     if isinstance(content, HostBytes):
-        return stored.on_host().view(stored.shape)
+        return _alone(stored.on_host().view(stored.shape))
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     content.read(stored.offset, tensor)
     return tensor
+
+
+def _alone(part: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own: in a file, codes and their scales cannot share one."""
+    return torch.frombuffer(part.view(-1).view(torch.uint8).numpy(), dtype=part.dtype).view(part.shape)
 
 
 def _write(stored: Stored, source: Tensor) -> None:

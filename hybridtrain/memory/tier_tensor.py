@@ -106,7 +106,9 @@ class SliceStream:
     def _fetch(self, item: Sequence[Piece], number: int) -> tuple[list[Tensor], list[Ticket]]:
         streamed = [piece for piece in item if not piece.is_resident]
         fields = iter(_layout(streamed).fields)
-        leaving, self._leaving[number] = self._leaving[number], None
+        leaving = self._leaving[number]
+        if streamed:  # others leave the slot as it is
+            self._leaving[number] = None
         after = [self._copies.mark(), *([] if leaving is None else [leaving])] if streamed else []
         tensors: list[Tensor] = []
         tickets: list[Ticket] = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
-from hybridtrain.optimizations import Int8Optimizer, MixedPrecision, PredictMemory, WeightStreaming
+from hybridtrain.optimizations import Int8Optimizer, MixedPrecision, PredictMemory
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.tensor_class import Placement
@@ -101,11 +101,3 @@ def test_host_buffers_are_given_back_when_the_state_is_back() -> None:
     run = executed([PredictMemory()])
     assert run.transfer.tiers.peak_bytes(Placement.HOST) > 0
     assert run.transfer.tiers.by_class(Placement.HOST) == {}
-
-
-def test_a_phase_that_changes_something_else_is_refused() -> None:
-    stack = [WeightStreaming(active_phases=(Phase.FULL,))]
-    trainer = Trainer(GPT2_UNTIED, compose(stack), TrainerConfig(), DirectTransfer(torch.device("cpu")))
-    with pytest.raises(ValueError, match=r"^weight: the plan of phase predict differs"):
-        trainer.enter_phase(Phase.PREDICT)
-    assert trainer.phase is Phase.FULL
