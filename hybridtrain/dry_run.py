@@ -58,6 +58,8 @@ class DryRun:
     """Offloaded tensors and the batch on its way; the process itself comes on top."""
     host_by_class: dict[TensorClass, int]
     disk_peak_bytes: int
+    phases: tuple[Phase, ...] = ()
+    """Of the steps, where they are those of a cycle; empty: ordinary ones."""
 
     @property
     def fits(self) -> bool:
@@ -83,6 +85,10 @@ class DryRun:
     def steps(self) -> tuple[StepMemory, ...]:
         """Peaks per step: under the cap where the run fits, without a cap where it does not."""
         return self.capped.steps if self.fits_card else self.uncapped.steps
+
+    def phase_of(self, step: int) -> Phase:
+        """Return the phase of a step, counted from 1."""
+        return self.phases[step - 1] if self.phases else Phase.FULL
 
     @property
     def peak(self) -> StepMemory:
@@ -177,13 +183,13 @@ def dry_run(
     *,
     host: Host | None = None,
     num_steps: int = 2,
-    hybrid: HybridConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
 ) -> DryRun:
     """Run optimizer steps of a model on the virtual card.
 
-    The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last.
+    The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last. A
+    plan that keeps a slow average is run through a whole cycle instead: WARMUP, FULL, PREDICT, CORRECT.
 
     Args:
         model: Its shape.
@@ -191,8 +197,7 @@ def dry_run(
         card: Its capacity and rates.
         workload: One micro-batch.
         host: The machine around the card; None: one with enough of everything.
-        num_steps: Optimizer steps, at least 1; phase steps with ``hybrid``.
-        hybrid: The cycle, if the run is a hybrid one.
+        num_steps: Optimizer steps, at least 1.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
 
@@ -204,6 +209,10 @@ def dry_run(
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()
+    has_cycle = plan.for_phase(Phase.FULL).history_tensors == 1
+    phases = phases_of_cycle() if has_cycle else ()
+    num_steps = len(phases) or num_steps
+    hybrid = cycle_config() if has_cycle else None
     trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, hybrid=hybrid)
     workspace = card.cublas_workspace_bytes
     uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
@@ -229,4 +238,5 @@ def dry_run(
         host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
         host_by_class=transfer.tiers.by_class(Placement.HOST),
         disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK),
+        phases=phases,
     )

@@ -182,6 +182,7 @@ class Trainer:
         lr = self.lr_at(number) * lr_factor
         device_batches = self._upload(batches)
         self._slow, self._limits = self._slow_step(number) if slow is None else slow, limits
+        self.sweep.last = None  # what a border rounds from now on is not a sweep's
         run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         self.steps_done = number

@@ -101,7 +101,11 @@ def follow_slow(
 def move_slice(slow_P: Tensor, second_P: Tensor, step: AdamWStep, predicted_steps: float) -> Tensor:
     """Return the (P,) float32 displacement of a slice by ``predicted_steps``."""
     lr_steps = step.lr * predicted_steps
-    return move(slow_P, second_P, correction=step.correction, eps=step.config.eps, lr_steps=lr_steps)
+    assert step.slow is not None, "the caller asked"
+    return move(
+        slow_P, second_P, correction=step.correction, eps=step.config.eps, lr_steps=lr_steps,
+        largest_ratio=step.slow.largest_ratio,
+    )  # fmt: skip
 
 
 def second_moment(moments: Sequence[Tensor], num_elements: int) -> Tensor:

@@ -63,7 +63,14 @@ class FactoredUpdate:
             if step.slow.predicted_steps:
                 second_P = factored_second_moment([_tensor(m) for m in state.moments], part)
                 lr_steps = step.lr * step.slow.predicted_steps
-                moved_P = move(slow_P, second_P, correction=1.0, eps=step.config.eps, lr_steps=lr_steps)
+                moved_P = move(
+                    slow_P,
+                    second_P,
+                    correction=1.0,
+                    eps=step.config.eps,
+                    lr_steps=lr_steps,
+                    largest_ratio=step.slow.largest_ratio,
+                )
                 if step.slow.norm is not None:
                     step.slow.norm.add(moved_P)
                 piece, rest_P = weight_part(weight, part), None if companion is None else companion.view(-1)[part]

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from hybridtrain.memory.history_codec import read_history, write_history
 
+LARGEST_RATIO = 1.0
+"""Of s / sqrt(vhat) in a jump: a predicted step moves no weight further than the learning rate. Where gradients stop,
+as of tokens that are seldom seen, v fades much sooner than s and the quotient would grow without bound."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowMomentum:
@@ -85,7 +89,12 @@ class SlowStep:
     predicted_steps: float = 0.0
     """P of the move after the update; 0: none."""
     norm: MoveNorm | None = None
-    """Where the size of the move is counted."""
+    """Where the size of a jump is counted; AdEMAMix counts none."""
+
+    @property
+    def largest_ratio(self) -> float:
+        """Bound of s / sqrt(vhat) in force: a jump has one, AdEMAMix as published has none."""
+        return math.inf if self.norm is None else LARGEST_RATIO
 
 
 def _half_life(beta: float) -> float:
@@ -100,7 +109,9 @@ def track(history: Sequence[Tensor], grad_P: Tensor, step: SlowStep) -> Tensor:
     return slow_P if step.norm is None else read_history(history, grad_P.numel())  # what takes a jump back reads these
 
 
-def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float) -> Tensor:
+def move(
+    slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float, largest_ratio: float
+) -> Tensor:
     """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps; 0 where nothing scales it.
 
     Args:
@@ -109,7 +120,9 @@ def move(slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_
         correction: 1 - b2^t, the bias correction of the second moment.
         eps: Of AdamW.
         lr_steps: Learning rate times predicted steps.
+        largest_ratio: Bound of s / sqrt(vhat) for each element.
     """
     denominator_P = (second_P / correction).sqrt_().add_(eps)
     denominator_P.masked_fill_(second_P == 0, math.inf)  # 8 bits rounded it to nothing: eps alone is no measure
-    return torch.div(slow_P, denominator_P, out=denominator_P).mul_(-lr_steps)
+    ratio_P = torch.div(slow_P, denominator_P, out=denominator_P)
+    return ratio_P.clamp_(-largest_ratio, largest_ratio).mul_(-lr_steps)

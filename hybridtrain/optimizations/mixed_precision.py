@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.tensor_class import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class MixedPrecision:
     """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
     16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases in 16 bits; others store and compute float32. Without FULL the master must not be absent."""
+    """Phases in 16 bits; others store and compute float32. PREDICT without FULL: the master, which must not be absent
+    then, waits on the host, and exact values come back to the bit."""
 
     def __post_init__(self) -> None:
         faults = no_phase_faults(self.active_phases)
@@ -32,3 +33,5 @@ class MixedPrecision:
         for phase in claimed_phases(self.active_phases):
             yield Claim("compute_dtype", Codec(self.compute_dtype), phase)
             yield Claim("master.codec", Codec(self.master), phase)
+        if Phase.PREDICT in self.active_phases and Phase.FULL not in self.active_phases:
+            yield Claim("master.placement", Placement.HOST, Phase.PREDICT)

@@ -152,7 +152,8 @@ class PhaseController:
         state = self.state
         return {
             "phase": state.phase.value, "block_steps": state.block_steps, "full_steps": state.full_steps,
-            "scale": state.scale, "lr_factor": state.lr_factor, "confidence": state.confidence, "calm_until": state.calm_until,
+            "scale": state.scale, "lr_factor": state.lr_factor, "confidence": state.confidence,
+            "calm_until": state.calm_until,
             "correct_left": state.correct_left, "num_jumps": state.num_jumps, "rises": list(self._rises),
             "forced": None if self._forced is None else self._forced.value,
         }  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.slow_momentum import MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
@@ -90,7 +90,14 @@ class SlowGradient:
         def work(swept: SweptSlice) -> None:
             assert swept.second_P is not None, "asked for"
             slow_P = read_history(swept.history[0], swept.value_P.numel())
-            moved_P = move(slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr_steps)
+            moved_P = move(
+                slow_P,
+                swept.second_P,
+                correction=correction,
+                eps=optimizer.eps,
+                lr_steps=lr_steps,
+                largest_ratio=LARGEST_RATIO,
+            )
             if norm is not None:
                 norm.add(moved_P)
             swept.value_P.add_(moved_P)

@@ -19,7 +19,7 @@ from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.exports import write_run_snapshot, write_run_trace
 from hybridvalidation.figures import memory_figures
-from hybridvalidation.record import MemoryFigures
+from hybridvalidation.record import MemoryFigures, StepPeaks
 from hybridvalidation.scenario_files import ScenarioFiles
 
 _HOLDERS_SHOWN = 5
@@ -61,7 +61,10 @@ class DryRunReport:
             "tokens_per_s": figures.tokens_per_s,
             "bound": figures.bound,
             "steps": [
-                {"step": step.step, "allocated_bytes": step.allocated_bytes, "reserved_bytes": step.reserved_bytes}
+                {
+                    "step": step.step, "phase": step.phase, "allocated_bytes": step.allocated_bytes,
+                    "reserved_bytes": step.reserved_bytes,
+                }
                 for step in figures.steps
             ],
             "oom": None
@@ -80,7 +83,8 @@ class DryRunReport:
         run, figures = self.run, self.figures
         rows = [[name.replace("_", " "), f"{to_gib(figures.by_class[name]):.3f}"] for name in TensorClass]
         steps = "; ".join(
-            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
+            f"step {step.step}{_phase(step, run)} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} "
+            f"{step.unit}".strip()
             for step in figures.steps
         )
         title = (
@@ -185,6 +189,10 @@ def with_accumulation(plan: MemoryPlan, accum_steps: int | None) -> MemoryPlan:
     if accum_steps is None:
         return plan
     return MemoryPlan(phases={phase: replace(plan.for_phase(phase), grad_accum_steps=accum_steps) for phase in Phase})
+
+
+def _phase(step: StepPeaks, run: DryRun) -> str:
+    return f" ({step.phase})" if run.phases else ""
 
 
 def _fitting_stacks(

@@ -23,6 +23,7 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
             StepPeaks(
                 step=step.step, allocated_bytes=step.allocated_bytes, active_bytes=step.active_bytes,
                 reserved_bytes=step.reserved_bytes, by_class=_plain(step.by_class), stage=step.stage, unit=step.unit,
+                phase=run.phase_of(step.step).value,
             )
             for step in run.steps
         ),

@@ -20,6 +20,7 @@ class StepPeaks:
     by_class: Mapping[str, int]
     stage: str
     unit: str
+    phase: str = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

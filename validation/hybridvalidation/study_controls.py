@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
-from hybridtrain.engine.slow_momentum import MoveNorm, move
+from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, move
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
@@ -37,8 +37,9 @@ class RandomDirection(SlowGradient):
             assert swept.second_P is not None, "asked for"
             slow_P = read_history(swept.history[0], swept.value_P.numel())
             moved_P = move(
-                slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps
-            )
+                slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps,
+                largest_ratio=LARGEST_RATIO,
+            )  # fmt: skip
             swept.value_P.add_(_random_like(moved_P, norm))
 
         seed = trainer.predict_key(trainer.steps_done)

@@ -229,9 +229,19 @@ def test_a_linear_jump_in_pieces_goes_as_far_as_one_in_one_piece_and_comes_back(
 def test_what_8_bits_rounded_to_nothing_is_not_divided_by_eps() -> None:
     # A second moment of 1e-8 of its group's largest is stored as zero; the average of its gradients is not.
     slow_P, second_P = torch.tensor([1e-6, 1e-3, 0.0]), torch.tensor([0.0, 1e-6, 0.0])
-    moved_P = move(slow_P, second_P, correction=0.5, eps=1e-8, lr_steps=1.0)
+    moved_P = move(slow_P, second_P, correction=0.5, eps=1e-8, lr_steps=1.0, largest_ratio=1.0)
     assert moved_P[0] == moved_P[2] == 0
     assert moved_P[1] == pytest.approx(-1e-3 / math.sqrt(2e-6), rel=1e-4)
+
+
+def test_a_predicted_step_moves_no_weight_further_than_the_learning_rate() -> None:
+    # A token that was not seen for long: its second moment faded, its slow average did not yet.
+    slow_P, second_P = torch.tensor([1e-3, -1e-3, 1e-4]), torch.tensor([1e-20, 1e-20, 1e-6])
+    moved_P = move(slow_P, second_P, correction=1.0, eps=1e-8, lr_steps=0.5, largest_ratio=1.0)
+    assert moved_P.tolist()[:2] == [-0.5, 0.5]
+    assert moved_P[2] == pytest.approx(-0.05, rel=1e-4)
+    free_P = move(slow_P, second_P, correction=1.0, eps=1e-8, lr_steps=0.5, largest_ratio=math.inf)
+    assert abs(free_P[0]) > 1000
 
 
 def test_settings_of_these_tests_clip() -> None:
