@@ -338,7 +338,19 @@ def test_a_missing_argument_is_named(command: Command) -> None:
 
 def test_an_unknown_verb_names_the_known_ones(command: Command) -> None:
     assert command("valdate", "mine") == 2
-    verbs = ("validate", "dry-run", "execute", "recommend", "evidence", "study", "train", "gate", "report", "list", "doctor")
+    verbs = (
+        "validate",
+        "dry-run",
+        "execute",
+        "recommend",
+        "evidence",
+        "study",
+        "train",
+        "gate",
+        "report",
+        "list",
+        "doctor",
+    )
     assert ", ".join(f"'{verb}'" for verb in verbs) in command.err
 
 

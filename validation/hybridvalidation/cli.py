@@ -203,6 +203,7 @@ def _add_study(verbs: "_Verbs[_Parser]") -> None:
     parser.add_argument("study", help="name of a study, or a .toml file")
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs side by side (default: 1)")
     parser.add_argument("--max-runs", type=_positive, metavar="N", help="stop after so many; the study can go on later")
+    parser.add_argument("--forecasts", action="store_true", help="score the loss forecasters on the recorded losses")
     _add_results(parser)
 
 

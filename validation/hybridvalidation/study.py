@@ -13,6 +13,8 @@ from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"
 """The method that every study has, without being named."""
+JUDGED = "slow_gradient"
+"""The method that claims and stated figures are about."""
 
 Disturbance = Literal["data_shift", "nan_gradients"]
 """Half-way through a run. data_shift: from there on every byte stands for another one, in validation too.
@@ -96,6 +98,8 @@ class StudyFile:
     tuning_horizons: tuple[int, ...] = ()
     """More of them, at the tuning seed only."""
     methods: tuple[StudyMethod, ...]
+    targets: tuple[str, ...] = ()
+    """Stated figures of ``targets.toml`` that are judged by this study."""
     validate_every: int = 0
     """Steps between validations within a run; 0: only at its end."""
     least_gain: float = 1.0

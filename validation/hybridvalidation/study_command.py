@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 from hybridtrain.config.decode import load_toml
-from hybridvalidation.scenario_files import default_folder
+from hybridtrain.config.encode import encode
+from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.study import StudyFile
+from hybridvalidation.study_forecast import forecast_text, score_study, write_forecasts
+from hybridvalidation.study_plan import Made
 from hybridvalidation.study_report import study_text, verdict_sentence, write_study
 from hybridvalidation.study_runner import read_study, run_study
 from hybridvalidation.tables import TERMINAL
@@ -18,25 +21,40 @@ def study_command(options: argparse.Namespace) -> int:
     folder: Path = options.scenarios or default_folder()
     path = Path(options.study) if options.study.endswith(".toml") else folder / "studies" / f"{options.study}.toml"
     study = load_toml(StudyFile, path)
+    targets = ScenarioFiles(folder).targets()
     made = run_study(study, options.results, jobs=options.jobs, max_runs=options.max_runs, say=_say)
-    paths = [path.as_posix() for path in write_study(study, made, options.results)] if made else []
+    if options.forecasts:
+        return _forecasts(study, made, options)
+    paths = [path.as_posix() for path in write_study(study, made, targets, options.results)] if made else []
     if options.json:
         content = {"study": study.name, "verdict": verdict_sentence(study, made), "runs": len(made), "files": paths}
         sys.stdout.write(json.dumps(content) + "\n")
     else:
-        sys.stdout.write(f"{study_text(study, made, TERMINAL)}\n\nWritten: {', '.join(paths)}\n")
+        sys.stdout.write(f"{study_text(study, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}\n")
+    return 0
+
+
+def _forecasts(study: StudyFile, made: Made, options: argparse.Namespace) -> int:
+    """Score the loss forecasters on what the study recorded."""
+    records = score_study(study, made, options.results, _say)
+    paths = [path.as_posix() for path in write_forecasts(options.results)]
+    if options.json:
+        sys.stdout.write(json.dumps({"runs": [encode(record) for record in records], "files": paths}) + "\n")
+    else:
+        sys.stdout.write(f"{forecast_text(records, TERMINAL)}\n\nWritten: {', '.join(paths)}\n")
     return 0
 
 
 def write_studies(folder: Path, results: Path) -> list[Path]:
     """Rebuild tables and pictures of every study that has records."""
     written: list[Path] = []
+    targets = ScenarioFiles(folder).targets()
     for path in sorted((folder / "studies").glob("*.toml")):
         study = load_toml(StudyFile, path)
         made = read_study(results, study.name)
         if made:
-            written += write_study(study, made, results)
-    return written
+            written += write_study(study, made, targets, results)
+    return written + write_forecasts(results)
 
 
 def _say(line: str) -> None:

@@ -49,12 +49,12 @@ class MethodFigures:
     @property
     def gain(self) -> Interval:
         """Mean gain with its 95 % interval."""
-        return _interval(self.gains)
+        return interval_of(self.gains)
 
     @property
     def factor(self) -> Interval:
         """Mean compute factor with its 95 % interval; bounds count as their value."""
-        return _interval([factor.value for factor in self.factors])
+        return interval_of([factor.value for factor in self.factors])
 
     @property
     def is_bounded(self) -> bool:
@@ -182,7 +182,8 @@ def _levelled(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [(steps, loss) for group, loss in pools for steps in group]
 
 
-def _interval(samples: Sequence[float]) -> Interval:
+def interval_of(samples: Sequence[float]) -> Interval:
+    """Return mean and 95 % interval; unbounded with one sample."""
     if len(samples) < 2:
         return Interval(samples[0], -math.inf, math.inf)
     return mean_interval(samples)

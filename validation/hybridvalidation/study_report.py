@@ -1,14 +1,16 @@
 """A study as one Markdown file: its registration, one sentence of verdict, tables, pictures."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import to_gib
+from hybridvalidation.scenario import Target
 from hybridvalidation.statistics import Interval
-from hybridvalidation.study import BASELINE, StudyFile
+from hybridvalidation.study import BASELINE, JUDGED, StudyFile
 from hybridvalidation.study_figures import (
     Factor,
     MethodFigures,
@@ -19,8 +21,9 @@ from hybridvalidation.study_figures import (
 )
 from hybridvalidation.study_harm import harm_sentence, harm_text
 from hybridvalidation.study_plan import Made, chosen, next_runs
+from hybridvalidation.study_targets import judge_study
+from hybridvalidation.tables import MARKDOWN, verdict_table
 
-_JUDGED = "slow_gradient"
 _HOW = (
     "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule; "
     "test: other held-out batches, looked at once. Factor: cost at which AdamW ends at the same loss, by interpolation "
@@ -38,11 +41,11 @@ def verdict_sentence(study: StudyFile, made: Made) -> str:
     """Return the sentence that the study was made for."""
     if study.largest_harm_pct is not None:
         return harm_sentence(study, made)
-    figures = method_figures(study, made, _JUDGED)
+    figures = method_figures(study, made, JUDGED)
     if figures is None or next_runs(study, made):
         return f"Not finished: the registered claim ({study.target}) is unproven."
     factor = figures.factor
-    shown = f"{_JUDGED} reaches AdamW's loss with a compute factor of {_range(factor)} over {len(figures.seeds)} seeds"
+    shown = f"{JUDGED} reaches AdamW's loss with a compute factor of {_range(factor)} over {len(figures.seeds)} seeds"
     if factor.high < 1.0:
         return f"{shown}: it is slower than AdamW; the registered claim is refuted."
     if factor.low <= 1.0:
@@ -52,7 +55,7 @@ def verdict_sentence(study: StudyFile, made: Made) -> str:
     return f"{shown}: a speed-up, below the registered {study.least_gain:g}; the claim is refuted."
 
 
-def study_text(study: StudyFile, made: Made, style: str) -> str:
+def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], style: str) -> str:
     """Return verdict, registration and tables."""
     if study.largest_harm_pct is not None:
         return harm_text(study, made, style)
@@ -76,11 +79,12 @@ def study_text(study: StudyFile, made: Made, style: str) -> str:
         [
             verdict_sentence(study, made), registration, tuned, _method_table(study, made, style), _HOW,
             _horizon_table(study, made, style), _lr_table(study, made, style),
+            *([verdict_table(judge_study(study, made, targets), style)] if study.targets else []),
         ]
     )  # fmt: skip
 
 
-def write_study(study: StudyFile, made: Made, results: Path) -> list[Path]:
+def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], results: Path) -> list[Path]:
     """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
     from hybridvalidation.study_plots import (  # noqa: PLC0415  matplotlib takes half a second
         harm_plots,
@@ -92,7 +96,7 @@ def write_study(study: StudyFile, made: Made, results: Path) -> list[Path]:
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
     table = results / "tables" / f"study-{study.name}.md"
     title = "Time to loss" if study.largest_harm_pct is None else "Harm"
-    text = f"# {title}: {study.says}\n\n{study_text(study, made, 'github')}\n\n## Pictures\n\n{pictures}\n"
+    text = f"# {title}: {study.says}\n\n{study_text(study, made, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n"
     replace_file(table, text.encode())
     return [table, *plots]
 

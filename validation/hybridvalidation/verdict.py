@@ -63,7 +63,11 @@ def judge_all(run: ScenarioRun, targets: dict[str, Target]) -> list[Verdict]:
 
 
 def _judge_stack(run: ScenarioRun, target: Target, stack: str, baseline: str) -> Verdict:
-    metric = compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline))
+    return judge_metric(target, stack, compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline)))
+
+
+def judge_metric(target: Target, stack: str, metric: Metric | None) -> Verdict:
+    """Return the verdict on a figure, whoever computed it; ``stack`` names what it is about."""
     if metric is None:
         status, reason = Status.UNPROVEN, f"no record of {target.metric} for stack {stack}"
     else:
