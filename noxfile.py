@@ -72,6 +72,13 @@ def validate(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def study(session: nox.Session) -> None:
+    """Compare ways to train, time to loss, resumable: nox -s study -- NAME [--jobs N]."""
+    install(session)
+    session.run("hybridtrain", "study", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def evidence(session: nox.Session) -> None:
     """Measure on this machine's CUDA card: nox -s evidence -- [--minutes 25] [--only PART,PART]."""
     session.install("--constraint", "constraints.txt", "--editable", ".[cuda]")

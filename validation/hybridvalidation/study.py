@@ -72,6 +72,8 @@ class StudyFile:
     """The claim that is judged, registered before the first run."""
     stop_rule: str
     """When no more runs are made."""
+    remarks: str = ""
+    """What a reader must know of what came after the registration."""
     model: ModelConfig
     seq_len: int
     batch_size: int

@@ -66,6 +66,8 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
         f"Registered before the first run: {study.target}. {study.stop_rule} {study.num_steps} steps of "
         f"{study.batch_size} x {study.seq_len} tokens, {study.tokens_per_param:.1f} tokens a parameter ({size:,})."
     )
+    if study.remarks:
+        registration += f"\n\nAfter the registration: {study.remarks}"
     tuned = f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}."
     for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
         method = study.method(name)
