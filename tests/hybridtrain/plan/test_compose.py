@@ -191,6 +191,8 @@ def test_nothing_claimed_is_plain_fp32_training() -> None:
         resident_layers=0,
         static_scales=False,
         update_on=UpdateDevice.DEVICE,
+        history_codec=Codec.ABSENT,
+        history_tensors=0,
     )
 
 
@@ -233,6 +235,8 @@ SETTING_VALUES = {
     "resident_layers": 4,
     "static_scales": True,
     "update_on": UpdateDevice.HOST,
+    "history_codec": Codec.BFLOAT16,
+    "history_tensors": 2,
 }
 
 
