@@ -175,6 +175,17 @@ def phases_of_cycle() -> tuple[Phase, ...]:
     return (Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.CORRECT)
 
 
+def _replays(
+    trace: LedgerTrace, card: Card, allocator: AllocatorConfig | None, *, record_history: bool
+) -> tuple[Replay, Replay]:
+    """Return what the allocator does without a cap and under the card's."""
+    workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
+    uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
+    if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
+        return uncapped, uncapped
+    return uncapped, replay_trace(trace, workspace_bytes=workspace, config=allocator, capacity_bytes=capacity)
+
+
 def dry_run(
     model: ModelConfig,
     plan: MemoryPlan,
@@ -209,17 +220,11 @@ def dry_run(
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()
-    has_cycle = plan.for_phase(Phase.FULL).history_tensors == 1
-    phases = phases_of_cycle() if has_cycle else ()
+    phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
     num_steps = len(phases) or num_steps
-    hybrid = cycle_config() if has_cycle else None
+    hybrid = cycle_config() if phases else None
     trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, hybrid=hybrid)
-    workspace = card.cublas_workspace_bytes
-    uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
-    capacity = card.allocator_capacity_bytes
-    capped = uncapped
-    if max(step.reserved_bytes for step in uncapped.steps) > capacity:
-        capped = replay_trace(trace, workspace_bytes=workspace, config=allocator, capacity_bytes=capacity)
+    uncapped, capped = _replays(trace, card, allocator, record_history=record_history)
     return DryRun(
         num_params=model.num_params,
         card=card,

@@ -133,5 +133,5 @@ def _write(stored: Stored, source: Tensor) -> None:
 def _run_digest(trainer: Trainer, hybrid: HybridTrainer | None) -> str:
     parts: list[object] = [trainer.model.config, trainer.plan, trainer.config]
     if hybrid is not None and hybrid.config is not None:
-        parts.append(hybrid.config)
+        parts += [hybrid.config, *(trainer.memory_plan.for_phase(phase) for phase in Phase)]
     return "-".join(digest(part) for part in parts)

@@ -40,6 +40,8 @@ class ControllerState:
     """Of the scheduled learning rate."""
     confidence: float = 1.0
     """Share of recent blocks, the latest counting most, that ended below their forecast's upper bound."""
+    bad_blocks: int = 0
+    """In a row, that ended above their forecast."""
     calm_until: int = 0
     """Step until which the strength stays low."""
     correct_left: int = 0
@@ -110,10 +112,16 @@ class PhaseController:
         self.state.num_jumps += 1
 
     def judge_block(self, loss: float, high: float) -> None:
-        """Take in how a block of true steps after a jump ended, beside its forecast's upper bound."""
+        """Take in how a block of true steps ended, beside its forecast's upper bound.
+
+        One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
+        """
         as_forecast = loss <= high
         state = self.state
+        state.bad_blocks = 0 if as_forecast else state.bad_blocks + 1
         state.confidence = _CONFIDENCE_MEMORY * state.confidence + (1 - _CONFIDENCE_MEMORY) * as_forecast
+        if state.bad_blocks == 1:
+            return
         if self.config.adapt_lr:
             state.lr_factor = min(1.0, max(0.5, state.lr_factor * (1.05 if as_forecast else 0.8)))
         if self.config.adapt:
@@ -153,7 +161,7 @@ class PhaseController:
         return {
             "phase": state.phase.value, "block_steps": state.block_steps, "full_steps": state.full_steps,
             "scale": state.scale, "lr_factor": state.lr_factor, "confidence": state.confidence,
-            "calm_until": state.calm_until,
+            "bad_blocks": state.bad_blocks, "calm_until": state.calm_until,
             "correct_left": state.correct_left, "num_jumps": state.num_jumps, "rises": list(self._rises),
             "forced": None if self._forced is None else self._forced.value,
         }  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hybridtrain.config.encode import encode
 from hybridtrain.dry_run import DryRun
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridvalidation.record import MemoryFigures, RefusedRequest, StepPeaks, Timeline
@@ -57,15 +57,27 @@ def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]
 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:
-    """Return the plan in force during ordinary steps, as ``path: value``."""
+    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
+    flat = _flat(plan.for_phase(Phase.FULL))
+    if not plan.for_phase(Phase.FULL).history_tensors:
+        del flat["history_codec"], flat["history_tensors"]
+        return flat
+    others = {
+        f"{phase}.{path}": value
+        for phase in Phase
+        for path, value in _flat(plan.for_phase(phase)).items()
+        if value != flat[path]
+    }
+    return flat | others
+
+
+def _flat(plan: PhasePlan) -> dict[str, str]:
     flat: dict[str, str] = {}
-    for name, value in encode(plan.for_phase(Phase.FULL)).items():
+    for name, value in encode(plan).items():
         if isinstance(value, dict):
             flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
         else:
             flat[name] = str(value)
-    if not plan.for_phase(Phase.FULL).history_tensors:
-        del flat["history_codec"], flat["history_tensors"]
     return flat
 
 
