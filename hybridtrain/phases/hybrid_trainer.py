@@ -22,6 +22,7 @@ from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.hybrid_result import HybridResult, HybridStatistics
 from hybridtrain.phases.loss_watch import LossWatch
 from hybridtrain.phases.make_predictor import make_predictor
+from hybridtrain.phases.moment_watch import read_moments
 from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer
@@ -101,6 +102,7 @@ class HybridTrainer:
         signal = TrainingSignal(
             step=done.step, loss=done.loss, grad_norm=done.grad_norm, lr=done.lr, phase=phase,
             predicted_steps=0.0 if slow is None else slow.predicted_steps,
+            moments=read_moments(self.trainer, done) if self._encodes and not controller.state.block_steps else None,
         )  # fmt: skip
         error = self.watch.observe(signal, controller)
         controller.count_step(number)
@@ -255,6 +257,10 @@ class HybridTrainer:
         """Return the loss on one probe batch, to be asked again and again."""
         probe = self._next_probe()
         return lambda: self.trainer.loss(probe)
+
+    @property
+    def _encodes(self) -> bool:
+        return self.watch.forecaster.kind in {"mlp", "rssm"}
 
     @property
     def _config(self) -> HybridConfig:

@@ -1,0 +1,32 @@
+"""Statistics of the optimizer's moments, for forecasters that encode the whole state of a training."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridkernels.state_encoding import moment_statistics
+from hybridtrain.engine.step_result import StepResult
+from hybridtrain.predictor.signal import MomentStatistics
+from hybridtrain.predictor.state_encoder import moments_from_sums
+from hybridtrain.trainer import Trainer
+
+
+def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
+    """Return means over all moments that are floating-point tensors on the device; None where there are none.
+
+    Every moment is read once. Moments in 8 bits, factored ones and those below the device are left out.
+    """
+    if not math.isfinite(done.loss):  # a dry run
+        return None
+    sums: Tensor | None = None
+    with _disable_current_modes(), torch.no_grad():  # no part of the card's memory, no gradient
+        for state in [state for _, states in trainer.states.items() for state in states]:
+            kept = [*state.moments, *state.history[: state.num_history]]
+            tensors = [stored for stored in kept if isinstance(stored, Tensor) and stored.is_floating_point()]
+            if len(state.specs) != 2 or len(tensors) != len(kept) or tensors[0].shape != tensors[1].shape:
+                continue
+            found = moment_statistics(*tensors[:3])
+            sums = found if sums is None else sums + found
+    return None if sums is None else moments_from_sums(sums)
