@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridtrain.dry_run import dry_run
+from hybridtrain.dry_run import dry_run, phases_of_cycle
 from hybridtrain.errors import ConfigError, HybridTrainError, RecordError
 from hybridtrain.units import format_bytes
 from hybridvalidation.figures import memory_figures
@@ -24,7 +24,11 @@ RESERVED_TOLERANCE = 0.02
 TIME_TOLERANCE = 0.05
 """Relative; an estimate."""
 _SHOWN_CHANGES = 6
-_NUM_STEPS = 2
+_STEP_NAMES = {
+    2: ("first step", "later step"),
+    4: tuple(phase.value for phase in phases_of_cycle()),
+}
+"""By the number of steps of a dry run: ordinary ones, or those of a cycle."""
 """The first step, which allocates optimizer state, and a later one."""
 
 
@@ -46,7 +50,7 @@ class StackBaseline:
 
     fits: bool
     allocated_bytes: tuple[int, ...]
-    """Peak per step: the first, which allocates optimizer state, and a later one."""
+    """Peak per step: the first, which allocates optimizer state, and a later one; or that of each phase of a cycle."""
     reserved_bytes: tuple[int, ...]
     step_time_s: float
     by_unit: Mapping[str, int]
@@ -54,8 +58,8 @@ class StackBaseline:
 
     def __post_init__(self) -> None:
         per_step = (self.allocated_bytes, self.reserved_bytes)
-        if any(len(figures) != _NUM_STEPS or min(figures) < 1 for figures in per_step) or self.step_time_s <= 0:
-            raise ValueError(f"allocated_bytes, reserved_bytes: {_NUM_STEPS} figures above 0 each; step_time_s above 0")
+        if any(len(figures) not in _STEP_NAMES or min(figures) < 1 for figures in per_step) or self.step_time_s <= 0:
+            raise ValueError("allocated_bytes, reserved_bytes: 2 or 4 figures above 0 each; step_time_s above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,10 @@ def compare(scenario: str, stack: str, old: StackBaseline, new: StackBaseline) -
         ("allocated", old.allocated_bytes, new.allocated_bytes, ALLOCATED_TOLERANCE),
         ("reserved", old.reserved_bytes, new.reserved_bytes, RESERVED_TOLERANCE),
     ):
-        steps = ("first step", "later step")
+        if len(olds) != len(news):  # a cycle came or went: only the largest peaks compare
+            figures.append((f"{kind}, largest step", max(olds), max(news), tolerance, True))
+            continue
+        steps = _STEP_NAMES[len(olds)]
         figures += [(f"{kind}, {step}", a, b, tolerance, True) for step, a, b in zip(steps, olds, news, strict=True)]
     figures.append(("estimated step time", old.step_time_s, new.step_time_s, TIME_TOLERANCE, False))
     for what, before, after, tolerance, is_bytes in figures:
