@@ -35,8 +35,12 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
 
 
 def _speedup(study: StudyFile, figures: MethodFigures) -> Metric:
-    """Return by how much sooner the method is where AdamW ends as well: compute factor over the ratio of step times."""
-    samples = [100 * (factor.value / figures.cpu_ratio - 1) for factor in figures.factors]
+    """Return by how much sooner the method is where AdamW ends as well: compute factor over the ratio of step times.
+
+    The runs were made one after the other on a machine with other work: a ratio below one is noise and counts as one.
+    """
+    ratio = max(1.0, figures.cpu_ratio)
+    samples = [100 * (factor.value / ratio - 1) for factor in figures.factors]
     remark = (
         f"{study.model.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds, against AdamW with tuned "
         f"learning rate and betas; {figures.predicted_steps:,.0f} predicted beside {study.num_steps:,} true steps"
