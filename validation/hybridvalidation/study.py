@@ -46,6 +46,8 @@ class StudyMethod:
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        if len(set(self.seeds)) < len(self.seeds):
+            faults.append(f"seeds: {list(self.seeds)} names a seed twice: a run would count twice")
         if self.name == BASELINE:
             faults.append(f"name: '{BASELINE}' is the baseline; choose another")
         if self.control == "random" and (self.hybrid is None or not self.hybrid.follows_slow):
@@ -113,25 +115,57 @@ class StudyFile:
         faults = name_faults(self.name) + below_least(
             self, ("seq_len", "batch_size", "corpus_mib", "validation_batches", "num_steps")
         )
-        if len(set(self.seeds)) < 3:
-            faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
+        if len(set(self.seeds)) < max(3, len(self.seeds)):
+            faults.append(f"seeds: {list(self.seeds)} must name at least 3 seeds, none of them twice")
         if self.tuning_seed not in self.seeds:
             faults.append(f"tuning_seed: {self.tuning_seed} must be one of seeds ({list(self.seeds)})")
         if not self.lrs:
             faults.append("lrs: empty; name at least one learning rate")
-        if self.num_steps not in self.horizons and not self.is_constant:
-            faults.append(f"horizons: {list(self.horizons)} must contain num_steps ({self.num_steps})")
+        faults += self._horizon_faults()
         names = [method.name for method in self.methods]
         faults += [f"methods: '{name}' stands twice" for name in sorted({n for n in names if names.count(n) > 1})]
-        faults += [
-            f"methods: '{method.name}' is compared with '{method.against}', which is none of them"
-            for method in self.methods
-            if method.against not in {BASELINE, *names}
-        ]
+        for method in self.methods:
+            faults += self._method_faults(method)
+        if self.largest_harm_pct is None and JUDGED not in names:
+            faults.append(f"methods: without '{JUDGED}' nothing is judged; add it, or set largest_harm_pct")
         if self.seq_len > self.model.max_seq_len:
             faults.append(f"seq_len: {self.seq_len} is above model.max_seq_len ({self.model.max_seq_len})")
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _horizon_faults(self) -> list[str]:
+        if not self.horizons:
+            return ["horizons: empty; name at least one number of steps"]
+        if not self.is_constant:
+            faults = []
+            if self.num_steps not in self.horizons:
+                faults.append(f"horizons: {list(self.horizons)} must contain num_steps ({self.num_steps})")
+            if len(set(self.horizons)) < 2 and self.largest_harm_pct is None:
+                faults.append(f"horizons: {list(self.horizons)} is no curve; name at least 2")
+            return faults
+        if self.validate_every < 1 or self.num_steps % self.validate_every:
+            return [
+                f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps}): under a constant "
+                "learning rate a run is judged on its way"
+            ]
+        if max(self.horizons) < self.num_steps:
+            return [f"horizons: {list(self.horizons)} must reach num_steps ({self.num_steps})"]
+        return []
+
+    def _method_faults(self, method: StudyMethod) -> list[str]:
+        """Return why a method cannot be compared, seed by seed and under the same circumstances."""
+        where = f"methods: '{method.name}'"
+        other = self.method(method.against)
+        if other is None and method.against != BASELINE:
+            return [f"{where} is compared with '{method.against}', which is none of them"]
+        faults = []
+        missing = sorted(set(self.seeds_of(method.name)) - set(self.seeds_of(method.against)))
+        if missing:
+            faults.append(f"{where} has seeds {missing}, '{method.against}' has not: they would be left out")
+        disturbance = None if other is None else other.disturbance
+        if method.role != "control" and method.disturbance != disturbance:
+            faults.append(f"{where} has another disturbance than '{method.against}'; compare it with one that has it")
+        return faults
 
     def method(self, name: str) -> StudyMethod | None:
         """Return a method by name; None for the baseline."""

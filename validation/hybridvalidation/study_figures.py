@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from hybridvalidation.statistics import Interval, mean_interval
-from hybridvalidation.study import BASELINE, StudyFile, StudyRecord, StudyRun
+from hybridvalidation.study import BASELINE, Betas, StudyFile, StudyRecord, StudyRun
 from hybridvalidation.study_plan import Made, chosen
 from hybridvalidation.study_run import run_key
 
@@ -53,13 +53,24 @@ class MethodFigures:
 
     @property
     def factor(self) -> Interval:
-        """Mean compute factor with its 95 % interval; bounds count as their value."""
-        return interval_of([factor.value for factor in self.factors])
+        """Mean compute factor with its 95 % interval, open towards where a factor was beyond the horizons."""
+        return self.opened(interval_of([factor.value for factor in self.factors]), least=0.0)
+
+    def opened(self, interval: Interval, *, least: float) -> Interval:
+        """Return an interval without the ends that nobody measured.
+
+        Counting a ``>`` as its value makes mean and lower end too low at most: both still bound the truth from below,
+        the upper end says nothing. The other way round for a ``<``.
+        """
+        low, high = interval.low, interval.high
+        if "<" in self.bounds:
+            low = min(low, least)
+        return Interval(interval.mean, low, math.inf if ">" in self.bounds else high)
 
     @property
-    def is_bounded(self) -> bool:
-        """Whether a factor lies beyond the horizons, so that the mean is a bound."""
-        return any(factor.bound for factor in self.factors)
+    def bounds(self) -> frozenset[str]:
+        """On which sides factors lie beyond the horizons, so that the mean is a bound."""
+        return frozenset(factor.bound for factor in self.factors if factor.bound)
 
 
 def record_of(study: StudyFile, made: Made, method: str, seed: int, num_steps: int) -> StudyRecord | None:
@@ -77,7 +88,8 @@ def horizon_curve(study: StudyFile, made: Made, seed: int) -> list[tuple[float, 
     if study.is_constant:
         record = record_of(study, made, BASELINE, seed, max(study.horizons))
         return [] if record is None else [(float(point.step), point.loss) for point in record.curve]
-    found = [(steps, record_of(study, made, BASELINE, seed, steps)) for steps in sorted(study.horizons)]
+    horizons = {*study.horizons, *(study.tuning_horizons if seed == study.tuning_seed else ())}
+    found = [(steps, record_of(study, made, BASELINE, seed, steps)) for steps in sorted(horizons)]
     return [(float(steps), _loss(record)) for steps, record in found if record is not None]
 
 
@@ -99,7 +111,7 @@ def compute_factor(curve: Sequence[tuple[float, float]], loss: float, steps: flo
 
 
 def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | None:
-    """Return a method's figures over the seeds that are finished; None when there are fewer than two."""
+    """Return a method's figures over the seeds that ended with a loss; None without one. See ``lost_seeds``."""
     rows: list[tuple[int, StudyRecord, StudyRecord]] = []
     for seed in study.seeds_of(name):
         record = record_of(study, made, name, seed, study.num_steps)
@@ -112,7 +124,7 @@ def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | N
     return MethodFigures(
         name=name, lr=lr, seeds=tuple(seed for seed, _, _ in rows),
         losses=tuple(_loss(record) for _, record, _ in rows),
-        test_losses=tuple(record.test_loss or math.nan for _, record, _ in rows),
+        test_losses=tuple(math.nan if record.test_loss is None else record.test_loss for _, record, _ in rows),
         gains=tuple(_loss_at(study, made, seed) - _loss(record) for seed, record, _ in rows),
         factors=tuple(
             compute_factor(horizon_curve(study, made, seed), _loss(record), record.cost / _TRUE_STEP_COST)
@@ -128,6 +140,13 @@ def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | N
     )  # fmt: skip
 
 
+def lost_seeds(study: StudyFile, made: Made, name: str) -> tuple[int, ...]:
+    """Return the seeds that figures leave out because a run diverged, the method's or AdamW's; none may be hidden."""
+    figures = method_figures(study, made, name)
+    kept = () if figures is None else figures.seeds
+    return tuple(seed for seed in study.seeds_of(name) if seed not in kept)
+
+
 def noise_floor(study: StudyFile, made: Made) -> float | None:
     """Return the standard deviation of AdamW's final loss over seeds; None without two of them."""
     records = [_baseline(study, made, seed) for seed in study.seeds]
@@ -139,7 +158,9 @@ def lr_curve(study: StudyFile, made: Made, name: str) -> list[tuple[float, float
     """Return (learning rate, validation loss at the tuning seed) of every rate tried; None where it diverged."""
     method = study.method(name)
     lrs = study.lrs if method is None else method.lrs
-    _, pair = chosen(study, made, BASELINE)
+    pair = Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2)  # AdamW's rates are tried before its betas
+    if method is not None:
+        _, pair = chosen(study, made, BASELINE)
     curve: list[tuple[float, float | None]] = []
     for lr in sorted(lrs):
         run = StudyRun(

@@ -5,7 +5,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from hybridvalidation.study import BASELINE, StudyFile
 from hybridvalidation.study_figures import horizon_curve, lr_curve, method_figures, record_of
@@ -77,7 +79,7 @@ def _plot_horizons(study: StudyFile, made: Made, figure: Figure) -> None:
                 [figures.cost], [fmean(figures.losses)], yerr=[spread], color=color, marker="s", capsize=4,
                 label=method.name,
             )  # fmt: skip
-    axes.set_xscale("log")
+    _log_axis(axes, study.horizons)
     axes.set_xlabel("cost in true steps (log scale)")
     axes.set_ylabel("final validation loss, nats per token")
     axes.set_title(
@@ -138,11 +140,18 @@ def _plot_lrs(study: StudyFile, made: Made, figure: Figure) -> None:
     for color, name in zip((_COLORS[0], *_cycle()), names, strict=False):
         curve = [(lr, loss) for lr, loss in lr_curve(study, made, name) if loss is not None]
         axes.plot([lr for lr, _ in curve], [loss for _, loss in curve], color=color, marker="o", label=name)
-    axes.set_xscale("log")
+    _log_axis(axes, study.lrs)
     axes.set_xlabel("peak learning rate (log scale)")
     axes.set_ylabel("final validation loss, nats per token")
     axes.set_title(f"{study.name}: learning rates at seed {study.tuning_seed} (executed)", fontsize=9)
     axes.legend(frameon=False)
+
+
+def _log_axis(axes: Axes, ticks: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
 
 
 def _cycle() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from hybridvalidation.study_figures import (
     Factor,
     MethodFigures,
     horizon_curve,
+    lost_seeds,
     lr_curve,
     method_figures,
     noise_floor,
@@ -24,11 +25,14 @@ from hybridvalidation.study_plan import Made, chosen, next_runs
 from hybridvalidation.study_targets import judge_study
 from hybridvalidation.tables import MARKDOWN, verdict_table
 
+_NEEDS_FIVE = 1.1
+"""Compute factor below which the protocol wants five seeds."""
 _HOW = (
     "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule; "
     "test: other held-out batches, looked at once. Factor: cost at which AdamW ends at the same loss, by interpolation "
     "on its horizon curve of the same seed, over the method's own cost; cost counts a forward pass 1 and a backward "
-    "pass 2, probes included. Intervals are 95 % over paired seeds (same initial weights, same batches). Predicted "
+    "pass 2, probes included. Intervals are 95 % over paired seeds (same initial weights, same batches; methods that probe keep a part of the training text for "
+    "it, so their batches are others), open towards where a factor (> or <) was beyond AdamW's horizons. Predicted "
     "steps are a diagnostic, no speed. Step time: processor time of a true step over AdamW's."
 )
 _HEADERS = (
@@ -41,18 +45,31 @@ def verdict_sentence(study: StudyFile, made: Made) -> str:
     """Return the sentence that the study was made for."""
     if study.largest_harm_pct is not None:
         return harm_sentence(study, made)
-    figures = method_figures(study, made, JUDGED)
-    if figures is None or next_runs(study, made):
+    if next_runs(study, made):
         return f"Not finished: the registered claim ({study.target}) is unproven."
+    lost = lost_seeds(study, made, JUDGED)
+    figures = method_figures(study, made, JUDGED)
+    if figures is None or lost:
+        seeds = ", ".join(map(str, lost))
+        return f"{JUDGED} or AdamW diverged with seed {seeds}: the registered claim ({study.target}) is not met."
     factor = figures.factor
     shown = f"{JUDGED} reaches AdamW's loss with a compute factor of {_range(factor)} over {len(figures.seeds)} seeds"
+    if figures.bounds:
+        told = " ".join(map(_factor, figures.factors))
+        shown += f" (beyond AdamW's horizons where marked: {told}; the interval is open there)"
     if factor.high < 1.0:
         return f"{shown}: it is slower than AdamW; the registered claim is refuted."
     if factor.low <= 1.0:
         return f"{shown}: no speed-up, the interval includes 1.0; the registered claim is not met."
+    if factor.mean < _NEEDS_FIVE and len(figures.seeds) < 5:
+        return (
+            f"{shown}: a speed-up, but fewer than 5 seeds are too few for a claim below {_NEEDS_FIVE:g}; the registered "
+            "claim is unproven."
+        )
     if factor.mean >= study.least_gain:
         return f"{shown}: a speed-up; the registered claim (at least {study.least_gain:g}, interval above 1.0) is met."
-    return f"{shown}: a speed-up, below the registered {study.least_gain:g}; the claim is refuted."
+    word = "refuted" if factor.high < study.least_gain else "not met"
+    return f"{shown}: a speed-up, below the registered {study.least_gain:g}; the claim is {word}."
 
 
 def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], style: str) -> str:
@@ -109,6 +126,8 @@ def _method_table(study: StudyFile, made: Made, style: str) -> str:
         figures = method_figures(study, made, name) if name != BASELINE or not study.is_constant else None
         if figures is not None:
             rows.append(_method_row(study, figures))
+        elif next_runs(study, made) == [] and name != BASELINE:
+            rows.append([name, *["diverged"] * (len(_HEADERS) - 1)])
     return tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
 
 
@@ -120,7 +139,7 @@ def _method_row(study: StudyFile, figures: MethodFigures) -> list[str]:
     return [
         figures.name, "baseline" if method is None else method.role, f"{figures.lr:g}", str(len(figures.seeds)),
         f"{mean:.4f}", f"{test:.4f}", "-" if is_baseline else _range(figures.gain, digits=4),
-        "1" if is_baseline else ("about " if figures.is_bounded else "") + _range(figures.factor),
+        "1" if is_baseline else ("about " if figures.bounds else "") + _range(figures.factor),
         "-" if is_baseline else " ".join(_factor(factor) for factor in figures.factors), f"{figures.cost:,.0f}",
         f"{figures.cpu_ratio:.2f}", f"{figures.predicted_steps:,.0f}", str(figures.rollbacks),
         f"{to_gib(figures.planned_device_bytes):.3f}",
@@ -132,7 +151,7 @@ def _horizon_table(study: StudyFile, made: Made, style: str) -> str:
         return ""
     curves = {seed: dict(horizon_curve(study, made, seed)) for seed in study.seeds}
     rows = []
-    for steps in sorted(study.horizons):
+    for steps in sorted({*study.horizons, *study.tuning_horizons}):
         cells = [curves[seed].get(float(steps)) for seed in study.seeds]
         rows.append([f"{steps:,}", *("-" if loss is None else f"{loss:.4f}" for loss in cells)])
     headers = ["AdamW's steps", *(f"seed {seed}" for seed in study.seeds)]

@@ -1,5 +1,6 @@
 """One run of a study: train, validate, test, write down what it cost. Everything is executed on the CPU."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -74,6 +75,12 @@ def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyReco
     validation = test = None
     if not message:
         validation, test = trial.final_losses()
+        if not math.isfinite(validation + test):
+            message, validation, test = (
+                f"validation loss {validation}, test loss {test} after the last step",
+                None,
+                None,
+            )
     environment = read_environment()
     statistics = trial.hybrid.statistics
     planned = trial.planned_bytes()
