@@ -28,8 +28,8 @@ _STEP_NAMES = {
     2: ("first step", "later step"),
     4: tuple(phase.value for phase in phases_of_cycle()),
 }
-"""By the number of steps of a dry run: ordinary ones, or those of a cycle."""
-"""The first step, which allocates optimizer state, and a later one."""
+"""By the number of steps of a dry run: the first ordinary step, which allocates optimizer state, and a later one; or
+those of a cycle."""
 
 
 class GateExit(IntEnum):

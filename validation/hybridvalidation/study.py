@@ -144,10 +144,8 @@ class StudyFile:
                 faults.append(f"horizons: {list(self.horizons)} is no curve; name at least 2")
             return faults
         if self.validate_every < 1 or self.num_steps % self.validate_every:
-            return [
-                f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps}): under a constant "
-                "learning rate a run is judged on its way"
-            ]
+            found = f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps})"
+            return [f"{found}: under a constant learning rate a run is judged on its way"]
         if max(self.horizons) < self.num_steps:
             return [f"horizons: {list(self.horizons)} must reach num_steps ({self.num_steps})"]
         return []

@@ -7,21 +7,23 @@ from pathlib import Path
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
+from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.study import StudyFile
 from hybridvalidation.study_forecast import forecast_text, score_study, write_forecasts
 from hybridvalidation.study_plan import Made
 from hybridvalidation.study_report import study_text, verdict_sentence, write_study
 from hybridvalidation.study_runner import read_study, run_study
+from hybridvalidation.study_targets import check_targets
 from hybridvalidation.tables import TERMINAL
 
 
 def study_command(options: argparse.Namespace) -> int:
     """Run what is missing of a study and show it."""
     folder: Path = options.scenarios or default_folder()
-    path = Path(options.study) if options.study.endswith(".toml") else folder / "studies" / f"{options.study}.toml"
-    study = load_toml(StudyFile, path)
+    study = read_study_file(folder, options.study)
     targets = ScenarioFiles(folder).targets()
+    check_targets(study, targets)  # now, not after the runs
     made = run_study(study, options.results, jobs=options.jobs, max_runs=options.max_runs, say=_say)
     if options.forecasts:
         return _forecasts(study, made, options)
@@ -32,6 +34,20 @@ def study_command(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(f"{study_text(study, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}\n")
     return 0
+
+
+def read_study_file(folder: Path, name: str) -> StudyFile:
+    """Read a study by name, or by path when ``name`` ends in ``.toml``.
+
+    Raises:
+        ConfigError: the name is unknown, or the file has faults.
+    """
+    if name.endswith(".toml"):
+        return load_toml(StudyFile, Path(name))
+    known = [path.stem for path in (folder / "studies").glob("*.toml")]
+    if name not in known:
+        raise ConfigError(str(folder / "studies"), [unknown_name("study", name, known)])
+    return load_toml(StudyFile, folder / "studies" / f"{name}.toml")
 
 
 def _forecasts(study: StudyFile, made: Made, options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.predictor.evaluate import ForecastScore, evaluate_forecasters
+from hybridtrain.predictor.evaluate import FIRST_STEP, ForecastScore, evaluate_forecasters
 from hybridtrain.predictor.registry import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer
@@ -30,6 +30,8 @@ from hybridvalidation.tables import MARKDOWN
 
 _HORIZONS = (50, 100, 200, 400)
 _WINDOW = 25
+_SHORTEST = FIRST_STEP + max(_HORIZONS)
+"""Steps of a run that has a forecast at every horizon."""
 _SEEDS = 3
 _METHODS = (BASELINE, "slow_gradient")
 _STEP_MODEL, _STEP_SEQ_LEN = "gpt2-small", 512
@@ -63,7 +65,8 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
     torch.set_num_threads(1)
     known = read_forecasts(results)
     runs = [record_of(study, made, name, seed, study.num_steps) for name in _METHODS for seed in study.seeds[:_SEEDS]]
-    missing = [run for run in runs if run is not None and run.key not in {record.run_key for record in known}]
+    scored = {record.run_key for record in known}
+    missing = [run for run in runs if run is not None and run.key not in scored and len(run.step_losses) >= _SHORTEST]
     step_cpu_s = _step_cpu_s() if missing else 0.0
     for run in missing:
         scores = evaluate_forecasters(signals_of(study, run), list(FORECASTERS), _HORIZONS, _WINDOW, run.run.seed)
@@ -101,6 +104,11 @@ def forecast_text(records: Sequence[ForecastRecord], style: str) -> str:
             if scores:
                 rows.append(_row(kind, horizon, scores, fmean(record.step_cpu_s for record in records)))
     headers = ["forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share of a step %"]
+    if not rows:
+        return (
+            f"No run to score: forecasts need the losses of at least {_SHORTEST} true steps, which a study keeps for "
+            "runs of its own length without validations on their way."
+        )
     table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
     return f"{_sentence(records)}\n\n{table}\n\n{_HOW}"
 
@@ -116,10 +124,10 @@ def write_forecasts(results: Path) -> list[Path]:
 
 
 def _sentence(records: Sequence[ForecastRecord]) -> str:
-    errors = {
-        kind: fmean(score.mean_absolute_error for record in records for score in record.scores if score.kind == kind)
-        for kind in FORECASTERS
-    }
+    found: dict[str, list[float]] = {}
+    for score in (score for record in records for score in record.scores):
+        found.setdefault(score.kind, []).append(score.mean_absolute_error)
+    errors = {kind: fmean(values) for kind, values in found.items()}
     order = sorted(errors, key=lambda kind: errors[kind])
     told = ", ".join(f"{kind} {errors[kind]:.4f}" for kind in order)
     default = "it is the default" if order[0] == DEFAULT_FORECASTER else f"the default is {DEFAULT_FORECASTER}"

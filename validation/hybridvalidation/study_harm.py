@@ -6,7 +6,7 @@ from statistics import fmean
 
 from tabulate import tabulate
 
-from hybridvalidation.study import BASELINE, StudyFile, StudyMethod, StudyRecord, StudyRun
+from hybridvalidation.study import StudyFile, StudyMethod, StudyRecord, StudyRun
 from hybridvalidation.study_plan import Made, chosen, next_runs
 from hybridvalidation.study_run import run_key
 
@@ -72,8 +72,15 @@ def harm_sentence(study: StudyFile, made: Made) -> str:
         return f"Not finished: the registered claim ({study.target}) is unproven."
     assert study.largest_harm_pct is not None, "a study of harm"
     broken = [harm.method.name for harm in found if not harm.keeps(study.largest_harm_pct)]
-    worst = max((fmean(harm.percents), harm.method.name) for harm in found if harm.percents)
-    shown = f"worst mean harm {worst[0]:.2f} % ({worst[1]}) over {len(found)} settings and {len(study.seeds)} seeds"
+    shown = f"{len(found)} settings, {len(study.seeds)} seeds"
+    ended = [harm for harm in found if harm.percents]
+    if ended:
+        mean = max(ended, key=lambda harm: fmean(harm.percents))
+        seed = max(ended, key=lambda harm: max(harm.percents))
+        shown = (
+            f"worst mean harm {fmean(mean.percents):.2f} % ({mean.method.name}), worst single seed "
+            f"{max(seed.percents):.2f} % ({seed.method.name}), over {shown}"
+        )
     if broken:
         return f"The registered bound of {study.largest_harm_pct:g} % is broken by {', '.join(broken)}; {shown}."
     return f"The registered bound of {study.largest_harm_pct:g} % is kept by every setting: {shown}."
@@ -104,6 +111,6 @@ def _row(harm: Harm, largest_pct: float) -> list[str]:
 
 
 def _record(study: StudyFile, made: Made, name: str, seed: int) -> StudyRecord | None:
-    lr, pair = chosen(study, made, BASELINE)
+    lr, pair = chosen(study, made, name)
     run = StudyRun(method=name, lr=lr, beta1=pair.beta1, beta2=pair.beta2, seed=seed, num_steps=study.num_steps)
     return made.get(run_key(study, run))

@@ -64,12 +64,13 @@ def harm_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
 def _plot_horizons(study: StudyFile, made: Made, figure: Figure) -> None:
     axes = figure.subplots()
     curves = [horizon_curve(study, made, seed) for seed in study.seeds]
-    curves = [curve for curve in curves if len(curve) == len(study.horizons)]
+    by_steps = [dict(curve) for curve in curves]
+    complete = [losses for losses in by_steps if all(steps in losses for steps in study.horizons)]
     for curve in curves:
         axes.plot([steps for steps, _ in curve], [loss for _, loss in curve], color="#bbbbbb", linewidth=0.8)
-    if curves:
-        steps = [steps for steps, _ in curves[0]]
-        means = [fmean(curve[index][1] for curve in curves) for index in range(len(steps))]
+    if complete:
+        steps = sorted(study.horizons)
+        means = [fmean(losses[horizon] for losses in complete) for horizon in steps]
         axes.plot(steps, means, color=_COLORS[0], marker="o", label="AdamW, each horizon with its own schedule")
     for color, method in zip(_cycle(), study.methods, strict=False):
         figures = method_figures(study, made, method.name)

@@ -146,6 +146,8 @@ class _Trial:
                     self._average.update()
                 if every and result.step % every == 0:
                     loss = self._mean_loss(_halves(self._study, self._corpus)[0])
+                    if not math.isfinite(loss):
+                        raise DivergenceError(f"validation loss {loss} after step {result.step}")
                     self.curve.append(ValidationPoint(step=result.step, cost=self.hybrid.statistics.cost, loss=loss))
 
     def _batches(self, step: int) -> list[TokenBatch]:

@@ -44,12 +44,16 @@ def run_study(
                 break
             say(f"{study.name}: {len(runs)} runs of this stage are missing")
             futures = [pool.submit(make_run, study, run) for run in runs]
-            for future in as_completed(futures):
-                record = future.result()
-                append_line(record_path(results, study.name), record)
-                made[record.key] = record
-                count += 1
-                say(_told(record))
+            try:
+                for future in as_completed(futures):
+                    record = future.result()
+                    append_line(record_path(results, study.name), record)
+                    made[record.key] = record
+                    count += 1
+                    say(_told(record))
+            except BaseException:  # begin no more runs that nobody would write down
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return made
 
 

@@ -1,7 +1,8 @@
 """Stated figures that a study judges: what predicted steps gain in time, and what they cost in quality."""
 
 from collections.abc import Callable, Mapping
-from math import exp
+from dataclasses import replace
+from math import exp, inf
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.case import Metric
@@ -9,20 +10,31 @@ from hybridvalidation.evidence import Evidence
 from hybridvalidation.scenario import Target
 from hybridvalidation.statistics import Interval
 from hybridvalidation.study import JUDGED, StudyFile
-from hybridvalidation.study_figures import MethodFigures, interval_of, method_figures
+from hybridvalidation.study_figures import MethodFigures, interval_of, lost_seeds, method_figures
 from hybridvalidation.study_plan import Made, next_runs
 from hybridvalidation.verdict import Verdict, judge_metric
 
 
-def judge_study(study: StudyFile, made: Made, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return one verdict per target of the study; unproven until every run was made.
+def check_targets(study: StudyFile, targets: Mapping[str, Target]) -> None:
+    """Refuse a study with a target that is unknown, or that no study can judge.
 
     Raises:
-        ConfigError: a target is unknown.
+        ConfigError: every fault at once.
     """
-    faults = [f"targets: {unknown_name('target', name, targets)}" for name in study.targets if name not in targets]
+    faults = []
+    for name in study.targets:
+        if name not in targets:
+            faults.append(f"$.targets: {unknown_name('target', name, targets)}")
+        elif targets[name].metric not in METRICS:
+            known = ", ".join(sorted(METRICS))
+            faults.append(f"$.targets: '{name}' is about {targets[name].metric}; a study judges {known}")
     if faults:
         raise ConfigError(study.name, faults)
+
+
+def judge_study(study: StudyFile, made: Made, targets: Mapping[str, Target]) -> list[Verdict]:
+    """Return one verdict per target of the study; unproven until every run was made."""
+    check_targets(study, targets)
     return [judge_metric(targets[name], JUDGED, _metric(study, made, targets[name])) for name in study.targets]
 
 
@@ -31,21 +43,32 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
     compute = METRICS.get(target.metric)
     if figures is None or compute is None:
         return None
-    return compute(study, figures)
+    metric = compute(study, figures)
+    lost = lost_seeds(study, made, JUDGED)
+    if not lost:
+        return metric
+    remark = f"a run diverged with seed {', '.join(map(str, lost))}, which no mean holds; {metric.remark}"
+    return replace(metric, interval=Interval(metric.value, -inf, inf), remark=remark)
 
 
 def _speedup(study: StudyFile, figures: MethodFigures) -> Metric:
-    """Return by how much sooner the method is where AdamW ends as well: compute factor over the ratio of step times.
+    """Return by how much sooner the method is where AdamW ends as well: AdamW's steps to there, in its time of a step.
 
-    The runs were made one after the other on a machine with other work: a ratio below one is noise and counts as one.
+    Probes are in the time of a step, so they must not count in the cost as well. The runs were made one after the
+    other on a machine with other work: a ratio below one is noise and counts as one.
     """
     ratio = max(1.0, figures.cpu_ratio)
-    samples = [100 * (factor.value / ratio - 1) for factor in figures.factors]
+    steps_to_time = figures.cost / study.num_steps / ratio
+    samples = [100 * (factor.value * steps_to_time - 1) for factor in figures.factors]
     remark = (
         f"{study.model.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds, against AdamW with tuned "
         f"learning rate and betas; {figures.predicted_steps:,.0f} predicted beside {study.num_steps:,} true steps"
     )
-    return _of(samples, "%", remark)
+    metric = _of(samples, "%", remark)
+    if not figures.bounds:
+        return metric
+    remark += f"; with {sum(bool(factor.bound) for factor in figures.factors)} seeds beyond AdamW's horizons"
+    return replace(metric, interval=figures.opened(interval_of(samples), least=-100.0), remark=remark)
 
 
 def _quality_loss(study: StudyFile, figures: MethodFigures) -> Metric:
