@@ -72,8 +72,10 @@ def harm_sentence(study: StudyFile, made: Made) -> str:
         return f"Not finished: the registered claim ({study.target}) is unproven."
     assert study.largest_harm_pct is not None, "a study of harm"
     broken = [harm.method.name for harm in found if not harm.keeps(study.largest_harm_pct)]
-    shown = f"{len(found)} settings, {len(study.seeds)} seeds"
     ended = [harm for harm in found if harm.percents]
+    if not ended and not broken:
+        return f"No setting ended beside AdamW: the registered claim ({study.target}) is unproven."
+    shown = f"{len(found)} settings, {len(study.seeds)} seeds"
     if ended:
         mean = max(ended, key=lambda harm: fmean(harm.percents))
         seed = max(ended, key=lambda harm: max(harm.percents))
