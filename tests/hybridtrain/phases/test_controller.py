@@ -62,6 +62,8 @@ def test_a_forced_phase_lasts_and_the_cycle_goes_on_after_it() -> None:
 def test_bad_blocks_halve_and_stretch_and_good_ones_bring_both_back(full_steps: int) -> None:
     controller = PhaseController(HybridConfig(full_steps=full_steps), 0)
     controller.judge_block(2.0, 1.0)
+    assert (controller.state.scale, controller.state.full_steps) == (1.0, full_steps)  # it may be chance
+    controller.judge_block(2.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (0.5, 2 * full_steps)
     for _ in range(9):
         controller.judge_block(2.0, 1.0)
@@ -69,6 +71,27 @@ def test_bad_blocks_halve_and_stretch_and_good_ones_bring_both_back(full_steps: 
     for _ in range(20):
         controller.judge_block(1.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (1.0, full_steps)
+
+
+def test_bad_blocks_that_are_not_in_a_row_change_nothing() -> None:
+    controller = PhaseController(HybridConfig(adapt_lr=True), 0)
+    for _ in range(6):
+        controller.judge_block(2.0, 1.0)
+        controller.judge_block(1.0, 1.0)
+    assert (controller.state.scale, controller.state.full_steps, controller.state.lr_factor) == (1.0, 10, 1.0)
+
+
+def test_surprises_lower_the_learning_rate_where_that_is_wanted() -> None:
+    controller = PhaseController(HybridConfig(adapt_lr=True), 0)
+    for _ in range(2):
+        controller.judge_block(2.0, 1.0)
+    assert controller.state.lr_factor == 0.8
+    for _ in range(10):
+        controller.judge_block(2.0, 1.0)
+    assert controller.state.lr_factor == 0.5
+    for _ in range(30):
+        controller.judge_block(1.0, 1.0)
+    assert controller.state.lr_factor == 1.0
 
 
 def test_too_many_bad_blocks_stop_jumps_until_enough_are_good() -> None:
