@@ -55,7 +55,7 @@ def harm_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
         axes.axvline(study.largest_harm_pct or 0, color="#d55e00", linestyle="--", label="registered bound")
         axes.set_xlabel("loss over AdamW's under the same circumstances, % (executed, one point a seed)")
         axes.invert_yaxis()
-        axes.legend(frameon=False)
+        _legend(axes)
         path = folder / f"study-{study.name}-harm.png"
         figure.savefig(path, dpi=110, metadata={"Software": None})
     return [path]
@@ -86,7 +86,7 @@ def _plot_horizons(study: StudyFile, made: Made, figure: Figure) -> None:
     axes.set_title(
         f"{study.name}: what the same loss costs AdamW (executed; bars: one deviation over seeds)", fontsize=9
     )
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _plot_training(study: StudyFile, made: Made, figure: Figure) -> None:
@@ -99,7 +99,7 @@ def _plot_training(study: StudyFile, made: Made, figure: Figure) -> None:
     axes.set_xlabel("cost in true steps")
     axes.set_ylabel(f"training loss, mean of {_BLOCK} steps")
     axes.set_title(f"{study.name}: loss against cost (executed; bands: one deviation over seeds)", fontsize=9)
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _band(
@@ -132,7 +132,7 @@ def _plot_validation(study: StudyFile, made: Made, figure: Figure) -> None:
     axes.set_title(
         f"{study.name}: loss against cost at a constant learning rate (executed; one line a seed)", fontsize=9
     )
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _plot_lrs(study: StudyFile, made: Made, figure: Figure) -> None:
@@ -145,7 +145,7 @@ def _plot_lrs(study: StudyFile, made: Made, figure: Figure) -> None:
     axes.set_xlabel("peak learning rate (log scale)")
     axes.set_ylabel("final validation loss, nats per token")
     axes.set_title(f"{study.name}: learning rates at seed {study.tuning_seed} (executed)", fontsize=9)
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _log_axis(axes: Axes, ticks: Sequence[float]) -> None:
@@ -153,6 +153,12 @@ def _log_axis(axes: Axes, ticks: Sequence[float]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+def _legend(axes: Axes) -> None:
+    """Name the curves, if a study that was just begun has any."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
 
 
 def _cycle() -> tuple[str, ...]:
