@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hybridtrain.config.encode import to_toml
+from hybridtrain.errors import RecordError
 from hybridvalidation import study_run, study_runner
 from hybridvalidation.cli import main
-from hybridvalidation.record_store import read_lines
+from hybridvalidation.record_store import append_line, read_lines
 from hybridvalidation.study import BASELINE, StudyFile, StudyRecord, StudyRun
 from hybridvalidation.study_harm import harm_sentence
 from hybridvalidation.study_plan import next_runs
@@ -174,6 +175,15 @@ def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monk
     with pytest.raises(RuntimeError, match="out of paper"):
         run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(read_study(tmp_path, "tiny")) == 4
+
+
+def test_runs_on_another_text_are_not_joined(tmp_path: Path, here: list[StudyRun]) -> None:
+    study = study_of()
+    (record,) = run_study(study, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
+    append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
+    with pytest.raises(RecordError, match="its runs had the corpus 01234567, this machine has"):
+        run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
+    assert len(here) == 1
 
 
 def test_without_jumps_the_hybrid_trainer_is_adamw_to_the_bit() -> None:

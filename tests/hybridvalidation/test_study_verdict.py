@@ -200,6 +200,13 @@ def test_the_best_rate_at_an_end_is_told() -> None:
     assert "The best rate of adamw" not in text
 
 
+def test_versions_of_the_program_are_told() -> None:
+    study = study_of()
+    made = finished(study, reaching(14, 14, 14), commit="0123456789")
+    assert "made by 2 versions of the program: 01234567, c." in study_text(study, made, TARGETS, MARKDOWN)
+    assert "versions of" not in study_text(study, finished(study, reaching(14, 14, 14)), TARGETS, MARKDOWN)
+
+
 def harm_losses(percents: dict[str, tuple[float | None, ...]]) -> Callable[[StudyRun], float | None]:
     def loss_of(run: StudyRun) -> float | None:
         percent = percents.get(run.method, (0.0, 0.0, 0.0))[run.seed]

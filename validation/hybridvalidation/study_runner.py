@@ -1,10 +1,13 @@
 """Runs a study: processes side by side, every run written down as it ends, so that a stopped study goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
+from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.errors import RecordError
+from hybridtrain.units import MIB
 from hybridvalidation.record_store import append_line, read_lines
 from hybridvalidation.study import StudyFile, StudyRecord
 from hybridvalidation.study_plan import next_runs
@@ -32,6 +35,9 @@ def run_study(
         jobs: Processes side by side, one thread each.
         max_runs: Stop after so many; None: when the study is complete.
         say: Told of every run.
+
+    Raises:
+        RecordError: the runs made so far had another corpus.
     """
     made = read_study(results, study.name)
     count = 0
@@ -42,6 +48,8 @@ def run_study(
                 runs = runs[:left]
             if not runs:
                 break
+            if not count:
+                _check_corpus(study, made, record_path(results, study.name))
             say(f"{study.name}: {len(runs)} runs of this stage are missing")
             futures = [pool.submit(make_run, study, run) for run in runs]
             try:
@@ -55,6 +63,17 @@ def run_study(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return made
+
+
+def _check_corpus(study: StudyFile, made: Mapping[str, StudyRecord], path: Path) -> None:
+    """Refuse to compare runs on different texts: the corpus is that of this machine's Python."""
+    digest = embedded_corpus(study.corpus_mib * MIB).digest
+    others = sorted({record.corpus_digest[:8] for record in made.values()} - {digest[:8]})
+    if others:
+        raise RecordError(
+            f"{path}: its runs had the corpus {', '.join(others)}, this machine has {digest[:8]}; go on with the same "
+            "version of Python, or begin anew with other --results"
+        )
 
 
 def _told(record: StudyRecord) -> str:
