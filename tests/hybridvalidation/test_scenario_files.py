@@ -2,11 +2,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.config.decode import load_toml
 from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
 from hybridvalidation import metrics
 from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.study import StudyFile
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\
@@ -40,11 +42,10 @@ id = "small"
 stacks = ["lean"]
 """
 NOT_OF_SCENARIOS = {
-    "predict-aware-vram-saving", "predict-phase-model-memory", "predict-phase-free-memory", "delta-accumulator-saving",
     "profiler-overhead", "flash-attention-saving", "flash-attention-cost", "rssm-kernel-speedup",
     "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",
 }  # fmt: skip
-"""Of phases, of kernels and of predictive training; no dry run of a full step can tell."""
+"""Of kernels and profiler, and of predictive training, which studies judge; no dry run can tell."""
 PLAIN = 'name = "plain"\nsays = "nothing on"\n'
 LEAN = """\
 name = "lean"
@@ -113,6 +114,10 @@ def test_every_target_of_a_shipped_scenario_can_be_judged(name: str) -> None:
 def test_every_figure_on_memory_is_judged_somewhere() -> None:
     judged = {item.id for name in SHIPPED.scenario_names() for item in SHIPPED.scenario(name).targets}
     assert set(SHIPPED.targets()) - judged == NOT_OF_SCENARIOS
+    studied = {
+        name for path in (SHIPPED.folder / "studies").glob("*.toml") for name in load_toml(StudyFile, path).targets
+    }
+    assert studied == {"hybrid-speedup", "hybrid-quality"}
 
 
 @pytest.mark.parametrize("name", SHIPPED.stack_names())
