@@ -227,6 +227,14 @@ def test_validations_on_the_way_do_not_change_a_run() -> None:
     assert watched.step_losses == ()
 
 
+def test_data_shift_half_way() -> None:
+    plain = record_of({}, BASELINE)
+    record = record_of({"hybrid": None, "disturbance": "data_shift", "role": "control"})
+    assert record.step_losses[:6] == plain.step_losses[:6]
+    assert all(one != other for one, other in zip(record.step_losses[6:], plain.step_losses[6:], strict=True))
+    assert record.validation_loss != plain.validation_loss
+
+
 def test_a_gradient_that_is_no_number_stops_adamw() -> None:
     record = record_of({"hybrid": None, "disturbance": "nan_gradients", "role": "control"})
     assert record.outcome == "diverged"
