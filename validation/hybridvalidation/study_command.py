@@ -64,8 +64,9 @@ def _forecasts(study: StudyFile, made: Made, options: argparse.Namespace) -> int
 def write_studies(folder: Path, results: Path) -> list[Path]:
     """Rebuild tables and pictures of every study that has records."""
     written: list[Path] = []
-    targets = ScenarioFiles(folder).targets()
-    for path in sorted((folder / "studies").glob("*.toml")):
+    paths = sorted((folder / "studies").glob("*.toml"))
+    targets = ScenarioFiles(folder).targets() if paths else {}
+    for path in paths:
         study = load_toml(StudyFile, path)
         made = read_study(results, study.name)
         if made:
