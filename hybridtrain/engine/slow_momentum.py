@@ -7,7 +7,7 @@ P elements of a slice.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,18 +19,22 @@ LARGEST_RATIO = 1.0
 as of tokens that are seldom seen, v fades much sooner than s and the quotient would grow without bound."""
 
 
+_USUAL_SHARE, _BOUNDS, _SHORTEST_RUN = 0.1, (0.05, 0.2), 200
+"""Steps that the average spans, as a share of the run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowMomentum:
     """The slow average and the weight of a move along it."""
 
-    beta: float = 0.999
-    """Final decay b3: 1 / (1 - beta) should be 5 to 10 % of the run's steps."""
+    beta: float | None = None
+    """Final decay b3; None: the one that averages over a tenth of the run, 1 / (1 - b3) = total_steps / 10."""
     alpha: float = 2.0
     """Predicted steps per true step, reached at the end of the ramp."""
 
     def __post_init__(self) -> None:
         faults = []
-        if not 0 < self.beta < 1:
+        if self.beta is not None and not 0 < self.beta < 1:
             faults.append(f"beta: {self.beta} must be in (0, 1)")
         if not 0 <= self.alpha < math.inf:
             faults.append(f"alpha: {self.alpha} must be a finite number of at least 0")
@@ -40,10 +44,21 @@ class SlowMomentum:
     def beta_at(self, step: int, total_steps: int, beta1: float) -> float:
         """Return the decay at ``step``: its half-life grows linearly from that of ``beta1``."""
         ramp = min(1.0, step / total_steps)
-        if self.beta <= beta1 or beta1 <= 0:
-            return self.beta
-        lives = (1 - ramp) * _half_life(beta1) + ramp * _half_life(self.beta)
-        return min(self.beta, math.pow(0.5, 1 / (lives + 1)))
+        final = _decay(_USUAL_SHARE * total_steps) if self.beta is None else self.beta
+        if final <= beta1 or beta1 <= 0:
+            return final
+        lives = (1 - ramp) * _half_life(beta1) + ramp * _half_life(final)
+        return min(final, math.pow(0.5, 1 / (lives + 1)))
+
+    def within_bounds(self, total_steps: int) -> "SlowMomentum":
+        """Return the same with an average over 5 to 20 % of a run: shorter and longer ones were measured to do harm.
+
+        Runs of fewer than 200 steps are left alone: nothing was measured there.
+        """
+        if self.beta is None or total_steps < _SHORTEST_RUN:
+            return self
+        lowest, highest = (_decay(share * total_steps) for share in _BOUNDS)
+        return replace(self, beta=min(max(self.beta, lowest), highest))
 
     def alpha_at(self, step: int, total_steps: int) -> float:
         """Return predicted steps per true step at ``step``."""
@@ -95,6 +110,11 @@ class SlowStep:
     def largest_ratio(self) -> float:
         """Bound of s / sqrt(vhat) in force: a jump has one, AdEMAMix as published has none."""
         return math.inf if self.norm is None else LARGEST_RATIO
+
+
+def _decay(steps: float) -> float:
+    """Return the decay that averages over so many steps, at least two."""
+    return 1 - 1 / max(2.0, steps)
 
 
 def _half_life(beta: float) -> float:

@@ -51,7 +51,8 @@ class HybridConfig:
     fuse: bool = True
     """Jump within the last FULL step's update, where nothing has to happen between the two."""
     guard: bool = True
-    """Refuse a step that diverges right after a jump, take the jump back, and go on more carefully."""
+    """Refuse a step that diverges right after a jump, take the jump back, and go on more carefully; and keep the slow
+    average's span within 5 to 20 % of the run."""
     adapt: bool = True
     """Lower the strength, and lengthen K, where losses end above their forecast."""
     adapt_lr: bool = False

@@ -18,4 +18,5 @@ def make_predictor(
         return Linear(trainer, config.strength)
     if config.predictor == "drift":
         return Drift(trainer, config.strength, probe_loss)
-    return SlowGradient(trainer, config.slow, config.max_move)
+    slow = config.slow.within_bounds(trainer.config.schedule.total_steps) if config.guard else config.slow
+    return SlowGradient(trainer, slow, config.max_move)

@@ -246,3 +246,11 @@ def test_a_predicted_step_moves_no_weight_further_than_the_learning_rate() -> No
 
 def test_settings_of_these_tests_clip() -> None:
     assert SETTINGS.optimizer.max_grad_norm == CONFIG.optimizer.max_grad_norm == 0.25
+
+
+def test_the_span_of_the_average_suits_the_run() -> None:
+    assert SlowMomentum().beta_at(1000, 1000, 0.9) == pytest.approx(0.99)
+    assert SlowMomentum(beta=0.9).within_bounds(1000).beta == pytest.approx(0.98)  # 5 % of the run
+    assert SlowMomentum(beta=0.9999).within_bounds(1000).beta == pytest.approx(0.995)  # 20 % of it
+    assert SlowMomentum(beta=0.99).within_bounds(1000).beta == 0.99
+    assert SlowMomentum(beta=0.9).within_bounds(100).beta == 0.9  # too short a run to tell
