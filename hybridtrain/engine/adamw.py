@@ -93,8 +93,7 @@ def follow_slow(
     slow_P = track(history, grad_P, step.slow)
     if step.slow.predicted_steps:
         moved_P = move_slice(slow_P, second_moment(moments, value_P.numel()), step, step.slow.predicted_steps)
-        if step.slow.norm is not None:
-            step.slow.norm.add(moved_P)
+        step.slow.count(value_P, moved_P)
         value_P.add_(moved_P)
 
 

@@ -71,11 +71,11 @@ class FactoredUpdate:
                     lr_steps=lr_steps,
                     largest_ratio=step.slow.largest_ratio,
                 )
-                if step.slow.norm is not None:
-                    step.slow.norm.add(moved_P)
                 piece, rest_P = weight_part(weight, part), None if companion is None else companion.view(-1)[part]
                 codec = self._codecs.of(weight)
-                codec.store(codec.load(piece, rest_P).add_(moved_P), piece, rest_P)
+                value_P = codec.load(piece, rest_P)
+                step.slow.count(value_P, moved_P)
+                codec.store(value_P.add_(moved_P), piece, rest_P)
         state.history_is_fresh = False
 
     def _bring(self, stored: Stored) -> Tensor:

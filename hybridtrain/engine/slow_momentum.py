@@ -105,6 +105,14 @@ class SlowStep:
     """P of the move after the update; 0: none."""
     norm: MoveNorm | None = None
     """Where the size of a jump is counted; AdEMAMix counts none."""
+    weight_norm: MoveNorm | None = None
+    """Where the size of the weights is counted before the jump."""
+
+    def count(self, value_P: Tensor, moved_P: Tensor) -> None:
+        """Count a part of the weights, not yet moved, and of the move."""
+        if self.norm is not None and self.weight_norm is not None:
+            self.norm.add(moved_P)
+            self.weight_norm.add(value_P)
 
     @property
     def largest_ratio(self) -> float:

@@ -43,6 +43,8 @@ class HybridConfig:
     max_move: float = 2.0
     """Trust region: largest root mean square of a jump's move of a weight, in learning rates, for K of at least 10 and
     at the end of the ramp; proportionally less before. Longer jumps are shortened; good ones measured 1.1 to 1.9."""
+    max_relative_move: float = 0.02
+    """Likewise over the root mean square of the weights; 0.006 to 0.028 measured at tuned learning rates."""
     monitor: Literal["off", "probe", "every_step"] = "off"
     """Forwards on the probe split: around every ``probe_every``-th jump, or around each and per predicted step."""
     probe_every: int = 10
@@ -80,6 +82,7 @@ class HybridConfig:
             ("strength", 0.0, math.inf),
             ("divergence_threshold", 1.0, math.inf),
             ("max_move", 0.0, math.inf),
+            ("max_relative_move", 0.0, math.inf),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

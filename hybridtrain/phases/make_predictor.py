@@ -19,4 +19,4 @@ def make_predictor(
     if config.predictor == "drift":
         return Drift(trainer, config.strength, probe_loss)
     slow = config.slow.within_bounds(trainer.config.schedule.total_steps) if config.guard else config.slow
-    return SlowGradient(trainer, slow, config.max_move)
+    return SlowGradient(trainer, slow, config.max_move, config.max_relative_move)

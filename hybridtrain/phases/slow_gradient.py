@@ -25,12 +25,17 @@ class SlowGradient:
         slow: Decay and alpha.
         max_move: Largest root mean square of a jump after at least 10 true steps, at the end of the ramp, in learning
             rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good ones.
+        max_relative_move: The same over the root mean square of the weights: a learning rate that is too high makes
+            jumps larger than good ones too.
     """
 
-    def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float) -> None:
+    def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float, max_relative_move: float) -> None:
         self._trainer = trainer
         self._slow = slow
         self._max_move = max_move
+        self._max_relative_move = max_relative_move
+        self._weight_rms = 0.0
+        """Before the last jump; 0 before the first."""
         self._rms_of_one = _FIRST_RMS
         """Of one predicted step of the last jump, in learning rates."""
         self._jumped_at = -1
@@ -41,13 +46,18 @@ class SlowGradient:
         """Return the decay of the step, and the fused jump."""
         total = self._trainer.config.schedule.total_steps
         beta = self._slow.beta_at(number, total, self._trainer.config.optimizer.beta1)
-        return SlowStep(beta, predicted_steps, self._new_norm() if predicted_steps else None)
+        if not predicted_steps:
+            return SlowStep(beta)
+        return SlowStep(beta, predicted_steps, self._new_norm(), self._new_norm())
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return alpha K, shortened where the last jump says that the weights would move too far."""
         total = self._trainer.config.schedule.total_steps
         steps = full_steps * self._slow.alpha_at(number, total)
         limit = self._max_move * min(1.0, number / total) * min(full_steps, _FULL_MOVE_STEPS) / _FULL_MOVE_STEPS
+        lr = self._trainer.lr_at(number)
+        if self._weight_rms and lr:
+            limit = min(limit, self._max_relative_move * self._weight_rms / lr)
         return scale * min(steps, limit / max(self._rms_of_one, _SMALLEST_RMS))
 
     def begin_block(self) -> None:
@@ -58,16 +68,15 @@ class SlowGradient:
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights in one pass over weights, second moment and slow average."""
-        norm = self._new_norm()
+        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
         self._piece = self._piece + 1 if self._jumped_at == self._trainer.steps_done else 0
         self._jumped_at = self._trainer.steps_done
-        self._pass(predicted_steps * lr, norm, rollback)
-        return self._made(predicted_steps, lr, norm)
+        self._pass(predicted_steps * lr, step, rollback)
+        return self._made(step, lr)
 
     def fused_jump(self, step: SlowStep, lr: float) -> Jump:
         """Return the jump that the update did."""
-        assert step.norm is not None, "a fused jump counts its size"
-        return self._made(step.predicted_steps, lr, step.norm)
+        return self._made(step, lr)
 
     def undo(self, jump: Jump) -> None:
         """Add what was subtracted."""
@@ -75,13 +84,13 @@ class SlowGradient:
 
     def state_dict(self) -> dict[str, float]:
         """Return the size of a predicted step."""
-        return {"rms_of_one": self._rms_of_one}
+        return {"rms_of_one": self._rms_of_one, "weight_rms": self._weight_rms}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take it over."""
-        self._rms_of_one = state["rms_of_one"]
+        self._rms_of_one, self._weight_rms = state["rms_of_one"], state["weight_rms"]
 
-    def _pass(self, lr_steps: float, norm: MoveNorm | None, rollback: RollbackCopy | None) -> None:
+    def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
         trainer = self._trainer
         optimizer, updates = trainer.config.optimizer, trainer.steps_done - trainer.states.born_after
         is_factored = trainer.states.codec is Codec.FACTORED
@@ -98,20 +107,24 @@ class SlowGradient:
                 lr_steps=lr_steps,
                 largest_ratio=LARGEST_RATIO,
             )
-            if norm is not None:
-                norm.add(moved_P)
+            if step is not None:
+                step.count(swept.value_P, moved_P)
             swept.value_P.add_(moved_P)
 
         seed = random_key(trainer.predict_key(trainer.steps_done), self._piece)
-        settings = SweepSettings(reads_moments=True, rounds_to_nearest=norm is None, seed=seed)
+        settings = SweepSettings(reads_moments=True, rounds_to_nearest=step is None, seed=seed)
         trainer.sweep.run(work, settings, rollback)
 
     def _new_norm(self) -> MoveNorm:
         return MoveNorm.zero(self._trainer.transfer.device)
 
-    def _made(self, predicted_steps: float, lr: float, norm: MoveNorm) -> Jump:
-        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+    def _made(self, step: SlowStep, lr: float) -> Jump:
+        moved, weights = self._rms(step.norm), self._rms(step.weight_norm)
         rms = moved / lr if lr else 0.0
         if math.isfinite(rms):
-            self._rms_of_one = rms / predicted_steps
-        return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
+            self._rms_of_one, self._weight_rms = rms / step.predicted_steps, weights
+        return Jump(self._trainer.steps_done, step.predicted_steps, lr, rms)
+
+    def _rms(self, norm: MoveNorm | None) -> float:
+        assert norm is not None, "a jump counts its size"
+        return norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
-from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, move
+from hybridtrain.engine.slow_momentum import LARGEST_RATIO, SlowStep, move
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
@@ -31,7 +31,7 @@ class RandomDirection(SlowGradient):
         trainer = self._trainer
         optimizer = trainer.config.optimizer
         correction = 1 - optimizer.beta2 ** (trainer.steps_done - trainer.states.born_after)
-        norm = self._new_norm()
+        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
 
         def work(swept: SweptSlice) -> None:
             assert swept.second_P is not None, "asked for"
@@ -40,17 +40,18 @@ class RandomDirection(SlowGradient):
                 slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps,
                 largest_ratio=LARGEST_RATIO,
             )  # fmt: skip
-            swept.value_P.add_(_random_like(moved_P, norm))
+            noise_P = _random_like(moved_P)
+            step.count(swept.value_P, noise_P)
+            swept.value_P.add_(noise_P)
 
         seed = trainer.predict_key(trainer.steps_done)
         trainer.sweep.run(work, SweepSettings(reads_moments=True, seed=seed), rollback)
-        return self._made(predicted_steps, lr, norm)
+        return self._made(step, lr)
 
 
-def _random_like(moved_P: Tensor, norm: MoveNorm) -> Tensor:
+def _random_like(moved_P: Tensor) -> Tensor:
     noise_P = torch.randn_like(moved_P)
     noise_P.mul_(torch.linalg.vector_norm(moved_P) / torch.linalg.vector_norm(noise_P).clamp_min(1e-30))
-    norm.add(noise_P)
     return noise_P
 
 
