@@ -253,7 +253,7 @@ def test_jumps_that_are_taken_back_go_on_to_the_bit(
     text = (
         file_of(kind)
         .replace("beta = 0.9", "beta = 0.9, alpha = 3000.0")
-        .replace("full_steps", "max_move = 1e5\nfull_steps")
+        .replace("full_steps", "max_move = 1e5\nmax_relative_move = 1e5\nfull_steps")
     )
     text = text.replace(f"num_steps = {NUM_STEPS}", "num_steps = 34").replace("warmup_steps = 2", "warmup_steps = 24")
     text = text.replace("total_steps = 12", "total_steps = 40")

@@ -91,7 +91,7 @@ def test_ademamix_is_the_papers_formula(stack: Sequence[Optimization]) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_jump_moves_every_weight_as_plain_torch_does(*, fuse: bool) -> None:
-    config = hybrid_config(full_steps=3, slow=SLOW, max_move=math.inf, fuse=fuse)
+    config = hybrid_config(full_steps=3, slow=SLOW, max_move=math.inf, max_relative_move=math.inf, fuse=fuse)
     hybrid = fresh_hybrid(GPT2_UNTIED, [remembers()], config, settings=settings_of())
     results = run_steps(hybrid, 8)
     jumps = {step: 3 * SLOW.alpha * step / 20 for step in (4, 7)}
@@ -254,3 +254,15 @@ def test_the_span_of_the_average_suits_the_run() -> None:
     assert SlowMomentum(beta=0.9999).within_bounds(1000).beta == pytest.approx(0.995)  # 20 % of it
     assert SlowMomentum(beta=0.99).within_bounds(1000).beta == 0.99
     assert SlowMomentum(beta=0.9).within_bounds(100).beta == 0.9  # too short a run to tell
+
+
+def test_a_jump_moves_no_more_than_a_share_of_the_weights() -> None:
+    config = hybrid_config(full_steps=3, slow=SLOW, max_move=math.inf, max_relative_move=1e-4)
+    hybrid = fresh_hybrid(GPT2_UNTIED, [remembers()], config, settings=settings_of())
+    results = run_steps(hybrid, 14)
+    weights = torch.cat([value.flatten() for value in stored_weights(hybrid.trainer).values()])
+    moves = [result.move_rms * result.lr for result in results if result.is_predicted]
+    limit = 1e-4 * float(weights.square().mean().sqrt())
+    assert len(moves) >= 3
+    assert moves[0] > 2 * limit  # the first jump has nothing to go by
+    assert all(0 < move < 1.5 * limit for move in moves[2:])
