@@ -3,17 +3,17 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.engine.adamw import second_moment
+from hybridtrain.engine.host_update import on_host
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.history_codec import split_history
 from hybridtrain.memory.master_codec import StoredWeight
 from hybridtrain.memory.rollback_copy import RollbackCopy
 from hybridtrain.memory.state_store import ParameterState, StateStore
-from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.tier_tensor import TierTensor
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 
@@ -64,13 +64,13 @@ class HostSweep:
         rollback: RollbackCopy | None,
     ) -> None:
         flat = tuple(part.view(-1) for part in weight)
-        companion_P = None if state.companion is None else _host(state.companion)
+        companion_P = None if state.companion is None else on_host(state.companion)
         if rollback is not None:
             kept = [*flat, *([] if companion_P is None else [companion_P])]
             (rollback.give_on_host if work is None else rollback.take_on_host)(unit.name, index, kept)
         if work is None:
             return
-        history = [_host(tensor) for tensor in state.history] if settings.uses_history else []
+        history = [on_host(tensor) for tensor in state.history] if settings.uses_history else []
         if history and state.history_is_fresh:
             for spec, tensor in zip(state.history_specs, history, strict=True):
                 tensor.fill_(spec.zero)
@@ -78,7 +78,7 @@ class HostSweep:
         value_P = codec.load(flat, companion_P)
         second_P = None
         if settings.reads_moments:
-            second_P = second_moment([_host(moment) for moment in state.moments], value_P.numel())
+            second_P = second_moment([on_host(moment) for moment in state.moments], value_P.numel())
         work(SweptSlice(value_P, second_P, split_history(history, state.num_history if history else 0)))
         if settings.writes_weights:
             codec.store(value_P, flat, companion_P, nearest=settings.rounds_to_nearest)
@@ -87,8 +87,3 @@ class HostSweep:
 def _state_tensors(state: ParameterState) -> list[TierTensor]:
     stored = [*state.moments, *state.history, state.companion]
     return [tensor for tensor in stored if isinstance(tensor, TierTensor)]
-
-
-def _host(stored: Stored) -> Tensor:
-    assert isinstance(stored, TierTensor), "work on the host finds everything there"
-    return stored.on_host()

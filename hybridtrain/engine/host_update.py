@@ -54,26 +54,27 @@ class HostUpdate:
     def _update(
         self, state: ParameterState, grad: Stored, weight: StoredWeight, step: AdamWStep, factor: Tensor | None
     ) -> None:
-        grad_P = _on_host(grad)
-        moments = [_on_host(moment) for moment in state.moments]
+        grad_P = on_host(grad)
+        moments = [on_host(moment) for moment in state.moments]
         if state.is_fresh:
             for spec, moment in zip(state.specs, moments, strict=True):
                 moment.fill_(spec.zero)
-        history = [] if step.slow is None else [_on_host(tensor) for tensor in state.history]
+        history = [] if step.slow is None else [on_host(tensor) for tensor in state.history]
         if history and state.history_is_fresh:
             for spec, tensor in zip(state.history_specs, history, strict=True):
                 tensor.fill_(spec.zero)
         if factor is not None:
             grad_P.mul_(factor)
         codec = self._states.codecs.of(weight)
-        companion_P = None if state.companion is None else _on_host(state.companion)
+        companion_P = None if state.companion is None else on_host(state.companion)
         flat = tuple(part.view(-1) for part in weight)
         value_P = codec.load(flat, companion_P)
         update_slice(value_P, grad_P, moments, history, step)
         codec.store(value_P, flat, companion_P)
 
 
-def _on_host(stored: Stored) -> Tensor:
+def on_host(stored: Stored) -> Tensor:
+    """Return the flat tensor of state that waits in host memory."""
     assert isinstance(stored, TierTensor), "an update on the host finds everything there"
     return stored.on_host()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.trainer import Trainer
 
 _NUM_TRIES = 2
@@ -79,7 +79,7 @@ class Drift:
         tried = largest / _NUM_TRIES * (len(losses) - 1)
         norm = MoveNorm.zero(self._trainer.transfer.device)
         self._sweep(_come_back(best, tried, norm))
-        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+        moved = read_rms(self._trainer, norm)
         rms = moved / lr if lr else 0.0
         return Jump(self._trainer.steps_done, best * count, lr, rms, num_forwards=len(losses))
 

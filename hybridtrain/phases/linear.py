@@ -5,7 +5,7 @@ from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history, write_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.trainer import Trainer
 
 
@@ -65,7 +65,7 @@ class Linear:
             swept.value_P.add_(moved_P)
 
         self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=is_first), rollback)
-        moved = norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)
+        moved = read_rms(self._trainer, norm)
         rms = moved / lr if lr else 0.0
         self._has_anchor = False
         return Jump(self._trainer.steps_done, predicted_steps, lr, rms)

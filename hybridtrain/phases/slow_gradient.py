@@ -7,7 +7,7 @@ from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, SlowMoment
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump
+from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.plan.tensor_class import Codec
 from hybridtrain.trainer import Trainer
 
@@ -119,12 +119,10 @@ class SlowGradient:
         return MoveNorm.zero(self._trainer.transfer.device)
 
     def _made(self, step: SlowStep, lr: float) -> Jump:
-        moved, weights = self._rms(step.norm), self._rms(step.weight_norm)
+        assert step.norm is not None, "a jump counts its size"
+        assert step.weight_norm is not None, "and that of the weights"
+        moved, weights = read_rms(self._trainer, step.norm), read_rms(self._trainer, step.weight_norm)
         rms = moved / lr if lr else 0.0
         if math.isfinite(rms):
             self._rms_of_one, self._weight_rms = rms / step.predicted_steps, weights
         return Jump(self._trainer.steps_done, step.predicted_steps, lr, rms)
-
-    def _rms(self, norm: MoveNorm | None) -> float:
-        assert norm is not None, "a jump counts its size"
-        return norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridtrain.engine.slow_momentum import SlowStep
+from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class Jump:
     """Root mean square of the weights' move, in learning rates; NaN in a dry run."""
     num_forwards: int = 0
     """Forward passes on probe batches that the predictor itself needed."""
+
+
+def read_rms(trainer: Trainer, norm: MoveNorm) -> float:
+    """Return the root mean square over all weights of what was counted; waits for the device, NaN in a dry run."""
+    return norm.rms(trainer.transfer.read(norm.on_device), trainer.model.config.num_params)
 
 
 class WeightPredictor(Protocol):
