@@ -1,5 +1,6 @@
 """Sessions: tests, lint, types, gate, report, validate, and one named session per scenario."""
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -9,6 +10,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests", "lint", "types", "gate"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+KERNEL_ENV = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 SCENARIOS = sorted(path.stem for path in Path("scenarios").glob("*.toml") if path.stem != "targets")
 
 
@@ -24,6 +26,16 @@ def tests(session: nox.Session) -> None:
     install(session, "test")
     # One thread: tiny ops gain nothing from a second, and lose much where another process has its core.
     session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    if not session.posargs:
+        session.notify("tests-kernels")
+
+
+@nox.session(name="tests-kernels", default=False)
+def tests_kernels(session: nox.Session) -> None:
+    """Run Triton's kernels in its interpreter, against torch; the session tests includes it."""
+    install(session, "test")
+    # Set before triton is imported: a kernel is interpreted or compiled from its definition on.
+    session.run("pytest", *(session.posargs or ["tests/hybridkernels"]), env=KERNEL_ENV)
 
 
 @nox.session
@@ -44,9 +56,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Compare dry runs of every scenario and stack with results/baselines."""
-    install(session)
+    """Compare dry runs of every stack, and kernels compiled for every card, with results/baselines."""
+    install(session, "kernels")
     session.run("hybridtrain", "gate", *session.posargs)
+    if not session.posargs:
+        session.run("hybridtrain", "gate", "kernels")
 
 
 @nox.session(default=False)
@@ -62,6 +76,16 @@ def bench(session: nox.Session) -> None:
     install(session, "test")
     session.run("python", "benchmarks/dry_run_speed.py", *session.posargs)
     session.run("python", "benchmarks/cpu_throughput.py", *session.posargs)
+
+
+@nox.session(name="bench-kernels", default=False)
+def bench_kernels(session: nox.Session) -> None:
+    """Time the kernels on this machine's card, or small shapes on the CPU: nox -s bench-kernels -- [--only OP,OP]."""
+    if shutil.which("nvidia-smi"):
+        session.install("--constraint", "constraints.txt", "--editable", ".[cuda]")
+    else:
+        install(session, "kernels")
+    session.run("hybridtrain", "bench", "kernels", *session.posargs)
 
 
 @nox.session(default=False)

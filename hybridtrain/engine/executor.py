@@ -18,6 +18,7 @@ from hybridtrain.memory.boundary_store import BoundaryStore
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.weight_store import Visit, WeightStore
+from hybridtrain.models.attention import ATTENTION
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.plan.claim import Schedule
 from hybridtrain.plan.memory_plan import PhasePlan
@@ -47,6 +48,7 @@ class Executor:
         observer: MemoryObserver,
     ) -> None:
         self.plan = plan
+        self._model = model
         self.transfer = copies.transfer
         self.observer = observer
         self.units = model.units()
@@ -77,7 +79,8 @@ class Executor:
             self.grads = self._new_grads()
 
     def _arrange(self, plan: PhasePlan) -> None:
-        """Lay out the segments of blocks that are recomputed together."""
+        """Set how attention is computed, and lay out the segments of blocks that are recomputed together."""
+        self._model.compute_attention(ATTENTION[plan.attention])
         self.num_recomputed = max(self.num_blocks - plan.kept_blocks, 0) if plan.recompute_every else 0
         interval = plan.recompute_every or 1
         self.segments = [

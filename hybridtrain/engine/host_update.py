@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.engine.adamw import AdamWStep, update_slice
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.rounded_update import takes_rounded_update, update_rounded
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
@@ -68,6 +69,9 @@ class HostUpdate:
         codec = self._states.codecs.of(weight)
         companion_P = None if state.companion is None else on_host(state.companion)
         flat = tuple(part.view(-1) for part in weight)
+        if takes_rounded_update(codec, moments, step):
+            update_rounded(flat, grad_P, moments, step)
+            return
         value_P = codec.load(flat, companion_P)
         update_slice(value_P, grad_P, moments, history, step)
         codec.store(value_P, flat, companion_P)

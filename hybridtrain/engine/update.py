@@ -11,6 +11,7 @@ from hybridtrain.engine.adamw import AdamWConfig, AdamWStep, follow_slow, update
 from hybridtrain.engine.factored_update import FactoredUpdate
 from hybridtrain.engine.host_update import HostUpdate
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.rounded_update import takes_rounded_update, update_rounded
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
@@ -224,8 +225,11 @@ class Update:
         codec = self._states.codecs.of(weight)
         if settings.factor is not None:
             grad_P.mul_(settings.factor)
-        value_P = codec.load(weight, companion_P)
         num_moments = len(entry.state.specs)
+        if takes_rounded_update(codec, rest[:num_moments], entry.step):
+            update_rounded(weight, grad_P, rest, entry.step)
+            return
+        value_P = codec.load(weight, companion_P)
         update_slice(value_P, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
         codec.store(value_P, weight, companion_P)
 

@@ -11,6 +11,7 @@ from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quanti
 from hybridtrain.plan.tensor_class import Codec
 
 _STATIC_ROOM = 2.0
+_QUIET_NAN = 0x7FC00000
 
 StoredWeight = tuple[Tensor, ...]
 """What is stored of a weight: its values, or int8 codes and one float32 scale per 256 of them."""
@@ -33,6 +34,8 @@ class MasterCodec(Protocol):
     """``load`` looks at the stored weight; without that it need not be fetched for an update."""
     companion_dtype: torch.dtype | None
     """Of what is kept beside the weight; None: nothing is."""
+    rounds_stochastically: bool
+    """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Write fp32 ``initial`` into ``weight``; return the companion to keep, or None."""
@@ -55,6 +58,7 @@ class ExactWeight:
     in_place = True
     reads_weight = True
     companion_dtype: torch.dtype | None = None
+    rounds_stochastically = False
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Copy; nothing is kept beside the weight."""
@@ -77,6 +81,7 @@ class Float32Master:
     in_place = True
     reads_weight = False
     companion_dtype: torch.dtype | None = torch.float32
+    rounds_stochastically = False
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
@@ -104,6 +109,7 @@ class Split16Master:
     in_place = False
     reads_weight = True
     companion_dtype: torch.dtype | None = torch.int16
+    rounds_stochastically = False
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Split ``initial``; keep the lower half."""
@@ -137,6 +143,7 @@ class StochasticWeight:
     in_place = False
     reads_weight = True
     companion_dtype: torch.dtype | None = None
+    rounds_stochastically = True
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
@@ -158,7 +165,9 @@ class StochasticWeight:
 
 
 def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
-    """Write fp32 values to bfloat16: add 16 random bits below the kept ones, then cut."""
+    """Write fp32 values to bfloat16: add 16 random bits below the kept ones, then cut. A NaN's bits may change."""
+    # CUDA's NaN has every lower bit set: a carry out of them would make it -0.0, and a fault would vanish.
+    value_P.view(torch.int32).clamp_(max=_QUIET_NAN)
     noise_P = torch.randint(0, 1 << 16, value_P.shape, dtype=torch.int32, device=value_P.device)
     upper_P = noise_P.add_(value_P.view(torch.int32)).bitwise_right_shift_(16)
     target_P.view(torch.int16).copy_(upper_P)
@@ -173,6 +182,7 @@ class Int8Weight:
 
     def __init__(self, *, static_scales: bool) -> None:
         self.is_static = static_scales
+        self.rounds_stochastically = not static_scales  # the op takes new scales
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once; static scales get twice the room that the first values need."""
@@ -203,6 +213,7 @@ class Int8OfMaster:
     in_place = False
     reads_weight = False
     companion_dtype: torch.dtype | None = torch.float32
+    rounds_stochastically = False
 
     def __init__(self, *, static_scales: bool) -> None:
         self.is_static = static_scales

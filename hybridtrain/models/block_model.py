@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hybridtrain.models.attention import AttentionFunction
 from hybridtrain.models.head import Head
 from hybridtrain.models.model_config import ModelConfig
 
@@ -37,6 +38,11 @@ class BlockModel(nn.Module):
         self.embedding = embedding
         self.blocks = nn.ModuleList(blocks)
         self.head = head
+
+    def compute_attention(self, attention: AttentionFunction) -> None:
+        """Let every block compute attention by this function from now on."""
+        for block in self.blocks:
+            setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
 
     def forward(self, token_ids_BT: Tensor) -> Tensor:
         """Return the final hidden_BTD, in one plain autograd graph."""

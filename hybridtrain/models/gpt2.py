@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridkernels.flash_attention import causal_attention
+from hybridtrain.models.attention import ATTENTION, AttentionFunction
 from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import LayerNorm, Linear, dropout
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.plan.claim import Attention
 
 
 class Gpt2Embedding(nn.Module):
@@ -35,6 +36,7 @@ class Gpt2Block(nn.Module):
         width = config.width
         self.num_heads = config.num_heads
         self.dropout = config.dropout
+        self.attention: AttentionFunction = ATTENTION[Attention.FLASH]
         self.attention_norm = LayerNorm(width, config.norm_eps, dtype)
         self.qkv = Linear(width, 3 * width, bias=True, dtype=dtype)
         self.attention_out = Linear(width, width, bias=True, dtype=dtype)
@@ -52,7 +54,7 @@ class Gpt2Block(nn.Module):
         batch, seq_len, width = normed_BTD.shape
         q, k, v = self.qkv(normed_BTD).split(width, dim=-1)
         shape_BTNH = (batch, seq_len, self.num_heads, width // self.num_heads)
-        out_BTNH = causal_attention(q.view(shape_BTNH), k.view(shape_BTNH), v.view(shape_BTNH))
+        out_BTNH = self.attention(q.view(shape_BTNH), k.view(shape_BTNH), v.view(shape_BTNH))
         return self.attention_out(out_BTNH.flatten(-2))  # type: ignore[no-any-return]
 
     def _feed_forward(self, normed_BTD: Tensor, *, computes_output: bool) -> Tensor:

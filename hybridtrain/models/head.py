@@ -1,13 +1,12 @@
 """The output head: final norm, projection to the vocabulary, cross entropy, whole or in slices of tokens.
 
-B batch, T sequence, D width, V vocabulary, C tokens of a slice.
+B batch, T sequence, D width, V vocabulary.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from hybridkernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Head(nn.Module):
@@ -49,53 +48,6 @@ class Head(nn.Module):
         """Return the mean cross entropy of already normalised hidden states."""
         targets = target_ids_BT.reshape(-1)
         if chunk_tokens:
-            loss: Tensor = _ChunkedCrossEntropy.apply(normed_BTD.flatten(0, 1), weight_VD, targets, chunk_tokens)  # type: ignore[no-untyped-call]
-            return loss
+            return linear_cross_entropy(normed_BTD.flatten(0, 1), weight_VD, targets, chunk_tokens=chunk_tokens)
         logits_BTV = functional.linear(normed_BTD, weight_VD)
         return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets)
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and both gradients slice by slice in the forward pass: no slice's logits outlive it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk_tokens: int) -> Tensor:
-        num_tokens = len(targets_M)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_MD = torch.empty_like(hidden_MD) if needs_hidden else None
-        grad_VD: Tensor | None = None
-        loss = hidden_MD.new_zeros((), dtype=torch.float32)
-        for start in range(0, num_tokens, chunk_tokens):
-            rows = slice(start, min(start + chunk_tokens, num_tokens))
-            hidden_CD = hidden_MD[rows]
-            loss_sum, dlogits_CV = _slice_loss(hidden_CD, weight_VD, targets_M[rows], num_tokens)
-            loss += loss_sum
-            if grad_MD is not None:
-                torch.mm(dlogits_CV, weight_VD, out=grad_MD[rows])
-            if needs_weight:
-                transposed_VC = dlogits_CV.t()
-                grad_VD = transposed_VC @ hidden_CD if grad_VD is None else grad_VD.addmm_(transposed_VC, hidden_CD)
-            del dlogits_CV, loss_sum
-        ctx.grads = (grad_MD, grad_VD)
-        return loss / num_tokens
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_MD, grad_VD = ctx.grads
-        ctx.grads = (None, None)
-        for grad in (grad_MD, grad_VD):
-            if grad is not None:
-                grad.mul_(grad_loss)
-        return grad_MD, grad_VD, None, None
-
-
-def _slice_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the slice's summed loss and the gradient of the mean loss by its logits, dtype of ``hidden_CD``."""
-    logits_CV = functional.linear(hidden_CD, weight_VD).float()
-    log_norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
-    picked_C1 = logits_CV.gather(-1, targets_C[:, None])
-    loss_sum = (log_norm_C1 - picked_C1).sum()
-    dlogits_CV = logits_CV.sub_(log_norm_C1).exp_()
-    dlogits_CV.scatter_add_(-1, targets_C[:, None], torch.full_like(picked_C1, -1.0))
-    dlogits_CV.div_(num_tokens)
-    return loss_sum, dlogits_CV.to(hidden_CD.dtype)

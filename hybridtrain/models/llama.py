@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridkernels.flash_attention import causal_attention
 from hybridkernels.rotary import rotary
 from hybridkernels.swiglu import swiglu
+from hybridtrain.models.attention import ATTENTION, AttentionFunction
 from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable, add_linear
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.plan.claim import Attention
 
 
 class LlamaEmbedding(nn.Module):
@@ -36,6 +37,7 @@ class LlamaBlock(nn.Module):
         width, kv_width = config.width, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary_table = rotary_table
+        self.attention: AttentionFunction = ATTENTION[Attention.FLASH]
         self.attention_norm = RmsNorm(width, config.norm_eps, dtype)
         self.query = Linear(width, width, bias=False, dtype=dtype)
         self.key = Linear(width, kv_width, bias=False, dtype=dtype)
@@ -61,7 +63,7 @@ class LlamaBlock(nn.Module):
         cos_TR, sin_TR = self.rotary_table.cos_TR[:seq_len], self.rotary_table.sin_TR[:seq_len]
         q_BTNH = rotary(self.query(normed_BTD).view(heads), cos_TR, sin_TR)
         k_BTKH = rotary(self.key(normed_BTD).view(heads), cos_TR, sin_TR)
-        out_BTNH = causal_attention(q_BTNH, k_BTKH, self.value(normed_BTD).view(heads))
+        out_BTNH = self.attention(q_BTNH, k_BTKH, self.value(normed_BTD).view(heads))
         return out_BTNH.flatten(-2)
 
     def _feed_forward(self, normed_BTD: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from hybridtrain.optimizations.activation_offload import ActivationOffload
 from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
 from hybridtrain.optimizations.chunked_loss import ChunkedLoss
 from hybridtrain.optimizations.factored_optimizer import FactoredOptimizer
+from hybridtrain.optimizations.flash_attention import FlashAttention
 from hybridtrain.optimizations.fused_update import FusedUpdate
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
@@ -21,6 +22,7 @@ OPTIMIZATIONS: dict[str, type[Optimization]] = {
     Bf16Optimizer.kind: Bf16Optimizer,
     ChunkedLoss.kind: ChunkedLoss,
     FactoredOptimizer.kind: FactoredOptimizer,
+    FlashAttention.kind: FlashAttention,
     FusedUpdate.kind: FusedUpdate,
     GradAccumulation.kind: GradAccumulation,
     GradientCheckpointing.kind: GradientCheckpointing,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridkernels.state_encoding import moment_statistics
+from hybridkernels.state_encoding import Moments, moment_statistics
 from hybridtrain.engine.step_result import StepResult
 from hybridtrain.predictor.signal import MomentStatistics
 from hybridtrain.predictor.state_encoder import moments_from_sums
@@ -20,13 +20,11 @@ def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
     """
     if not math.isfinite(done.loss):  # a dry run
         return None
-    sums: Tensor | None = None
+    found: list[Moments] = []
     with _disable_current_modes(), torch.no_grad():  # no part of the card's memory, no gradient
         for state in [state for _, states in trainer.states.items() for state in states]:
             kept = [*state.moments, *state.history[: state.num_history]]
             tensors = [stored for stored in kept if isinstance(stored, Tensor) and stored.is_floating_point()]
-            if len(state.specs) != 2 or len(tensors) != len(kept) or tensors[0].shape != tensors[1].shape:
-                continue
-            found = moment_statistics(*tensors[:3])
-            sums = found if sums is None else sums + found
-    return None if sums is None else moments_from_sums(sums)
+            if len(state.specs) == 2 and len(tensors) == len(kept) and tensors[0].shape == tensors[1].shape:
+                found.append(Moments(*tensors[:3]))
+        return moments_from_sums(moment_statistics(found)) if found else None

@@ -24,7 +24,16 @@ class UpdateDevice(StrEnum):
     HOST = "host"
 
 
-PlanValue = int | Placement | Codec | Schedule | UpdateDevice
+class Attention(StrEnum):
+    """How attention is computed."""
+
+    FLASH = "flash"
+    """By a kernel that never holds the scores of all pairs of tokens."""
+    UNFUSED = "unfused"
+    """By plain ops, one of which makes them."""
+
+
+PlanValue = int | Placement | Codec | Schedule | UpdateDevice | Attention
 
 CELL_PATHS = tuple(
     f"{tensor_class}.{column}"
@@ -44,6 +53,7 @@ SETTING_PATHS = (
     "resident_layers",
     "static_scales",
     "update_on",
+    "attention",
     "history_codec",
     "history_tensors",
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import PlanValue, Schedule, UpdateDevice
+from hybridtrain.plan.claim import Attention, PlanValue, Schedule, UpdateDevice
 from hybridtrain.plan.tensor_class import Codec, Placement
 
 
@@ -48,6 +48,7 @@ class PhasePlan:
     static_scales: bool
     """int8 weights keep the scales of their first values."""
     update_on: UpdateDevice
+    attention: Attention
     history_codec: Codec
     """How tensors that remember the trajectory of a weight are stored; they live where the optimizer state does."""
     history_tensors: int
@@ -105,6 +106,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
         resident_layers=int(claims.get("resident_layers", 0)),
         static_scales=bool(claims.get("static_scales", 0)),
         update_on=UpdateDevice(str(claims.get("update_on", UpdateDevice.DEVICE))),
+        attention=Attention(str(claims.get("attention", Attention.FLASH))),
         history_codec=Codec(str(claims.get("history_codec", Codec.ABSENT))),
         history_tensors=int(claims.get("history_tensors", 0)),
     )

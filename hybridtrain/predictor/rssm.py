@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hybridkernels.rssm_gru import rssm_rollout
 from hybridtrain.predictor import rssm_cell as cell
 from hybridtrain.predictor.calibrated import CalibratedForecaster, RawForecast
 from hybridtrain.predictor.ensemble import Ensemble, require_budget
@@ -93,7 +94,7 @@ class RssmForecaster(CalibratedForecaster):
         targets, over = self._replay.targets(origins, _UNSEEN_TICKS)
 
         def loss_of(weights: dict[str, Tensor]) -> Tensor:
-            latent, surprise, _ = self._see(features, actions, weights, generator)
+            latent, surprise = self._see(features, actions, weights, generator)
             losses = []
             for tick in range(_UNSEEN_TICKS):
                 hidden = cell.advance(latent, actions[:, :, _SEEN_TICKS + tick], None, weights)
@@ -109,16 +110,15 @@ class RssmForecaster(CalibratedForecaster):
     @staticmethod
     def _see(
         features_EBTF: Tensor, actions_EBTA: Tensor, weights: dict[str, Tensor], generator: torch.Generator
-    ) -> tuple[cell.Latent, Tensor, Tensor]:
-        """Follow seen ticks; return the state, the mean divergence in nats, and the last posterior."""
-        latent = cell.initial(*features_EBTF.shape[:2])
-        surprise, probabilities = torch.zeros(()), torch.zeros(())
+    ) -> tuple[cell.Latent, Tensor]:
+        """Follow seen ticks; return the state and the mean divergence in nats."""
+        latent, surprise = cell.initial(*features_EBTF.shape[:2]), torch.zeros(())
         for tick in range(features_EBTF.shape[2]):
             hidden = cell.advance(latent, actions_EBTA[:, :, tick], features_EBTF[:, :, tick], weights)
             probabilities = cell.posterior(hidden, features_EBTF[:, :, tick], weights)
             surprise = surprise + cell.divergence(probabilities, cell.prior(hidden, weights)).mean()
             latent = cell.Latent(hidden, cell.sample(probabilities, generator))
-        return latent, surprise / features_EBTF.shape[2], probabilities
+        return latent, surprise / features_EBTF.shape[2]
 
     @torch.no_grad()
     def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
@@ -133,20 +133,24 @@ class RssmForecaster(CalibratedForecaster):
         features = self._replay.features_TF[seen].expand(*rows, -1, -1)
         ticks = torch.arange(last - _SEEN_TICKS, last + 1)
         actions = self._replay.past_actions(ticks, torch.zeros(_SEEN_TICKS)).expand(*rows, -1, -1)
-        latent, _, probabilities = self._see(features, actions, weights, generator)
+        latent, _ = self._see(features, actions, weights, generator)
         num_ticks = max(1, round((len(future_lrs) - window / 2) / TICK_STEPS + 0.5))
-        for action_A in self._replay.future_actions(future_lrs, num_ticks):
-            hidden = cell.advance(latent, action_A.expand(*rows, -1), None, weights)
-            probabilities = cell.prior(hidden, weights)
-            latent = cell.Latent(hidden, cell.sample(probabilities, generator))
-        mean_EB, log_variance_EB = cell.head(latent, weights)
+        planned_SA = self._replay.future_actions(future_lrs, num_ticks)
+        rollout = rssm_rollout(
+            weights,
+            latent.hidden_EBH,
+            cell.classes_of(latent.sample_EBZ),
+            planned_SA[:, None, None].expand(-1, *rows, -1),
+            torch.rand(num_ticks, *rows, cell.NUM_CATEGORICALS, generator=generator),
+        )
+        mean_EB, log_variance_EB = rollout.means_SEB[-1], rollout.log_variances_SEB[-1]
         unit = self._replay.base.level_and_trend()[0] / GAIN
         variance = bounded(log_variance_EB).exp().mean() + mean_EB.var(1).mean()
         return RawForecast(
             mean=base.mean + unit * float(mean_EB.mean()),
             aleatoric=unit * math.sqrt(float(variance)),
             epistemic=unit * float(mean_EB.mean(1).std()),
-            entropy=float(cell.entropy(probabilities)),
+            entropy=float(cell.entropy(cell.probabilities_of(rollout.logits_EBZ))),
         )
 
     def _model_state(self) -> State:

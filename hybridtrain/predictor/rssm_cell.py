@@ -6,7 +6,7 @@
 After DreamerV3 (2301.04104): 1 % of every categorical is uniform, samples pass gradients straight through, the KL
 divergence is balanced between prior and posterior with free nats. Unlike there the GRU sees features too (a run is too
 short to learn them through the categoricals alone), and they are not reconstructed: the loss is all that is asked.
-Everything is baddbmm and elementwise, so that one fused kernel can take a tick.
+What is imagined without gradients, many ticks of advance, prior, sample and head, is one op of hybridkernels, rssm_gru.
 
 E members, B rows, H = 256, Z = 32 * 32, F features, A actions, D widths of hidden layers.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hybridkernels.rssm_gru import draw_classes, gru_cell, unimix
 from hybridkernels.state_encoding import NUM_FEATURES
 from hybridtrain.predictor.ensemble import linear
 from hybridtrain.predictor.tick_replay import NUM_ACTIONS
@@ -26,7 +27,6 @@ HIDDEN = 256
 NUM_CATEGORICALS, NUM_CLASSES = 32, 32
 STOCHASTIC = NUM_CATEGORICALS * NUM_CLASSES
 _WIDTH = 64
-_UNIFORM = 0.01
 FREE_NATS = 1.0
 _PRIOR_SHARE, _POSTERIOR_SHARE = 0.5, 0.1
 """How strongly the prior is drawn to the posterior, and the posterior to the prior."""
@@ -66,37 +66,35 @@ def advance(latent: Latent, action_EBA: Tensor, features_EBF: Tensor | None, wei
     mixed = linear(latent.sample_EBZ, weights, "mix") + linear(action_EBA, weights, "action")
     if features_EBF is not None:
         mixed = mixed + linear(features_EBF, weights, "seen")
-    mixed = silu(mixed)
-    reset_i, update_i, new_i = linear(mixed, weights, "gru_input").chunk(3, -1)
-    reset_h, update_h, new_h = linear(latent.hidden_EBH, weights, "gru_hidden").chunk(3, -1)
-    update = torch.sigmoid(update_i + update_h)
-    new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
-    return torch.lerp(new, latent.hidden_EBH, update)
+    return gru_cell(silu(mixed), latent.hidden_EBH, weights)
 
 
-def _probabilities(logits_EBZ: Tensor) -> Tensor:
+def probabilities_of(logits_EBZ: Tensor) -> Tensor:
     """Return (E, B, categoricals, classes)."""
-    logits = logits_EBZ.view(*logits_EBZ.shape[:-1], NUM_CATEGORICALS, NUM_CLASSES)
-    return (1 - _UNIFORM) * logits.softmax(-1) + _UNIFORM / NUM_CLASSES
+    return unimix(logits_EBZ.view(*logits_EBZ.shape[:-1], NUM_CATEGORICALS, NUM_CLASSES))
 
 
 def prior(hidden_EBH: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return what the next state may be, unseen."""
-    return _probabilities(linear(hidden_EBH, weights, "prior"))
+    return probabilities_of(linear(hidden_EBH, weights, "prior"))
 
 
 def posterior(hidden_EBH: Tensor, features_EBF: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return what the state may be, its features seen."""
     seen = silu(linear(features_EBF, weights, "encoder"))
-    return _probabilities(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
+    return probabilities_of(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
 
 
 def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw one class of each categorical, one-hot, gradients straight through: (E, B, Z)."""
-    thresholds = torch.rand(probabilities.shape[:-1], generator=generator)[..., None]
-    classes = (probabilities.detach().cumsum(-1) < thresholds).sum(-1).clamp_max(NUM_CLASSES - 1)
+    classes = draw_classes(probabilities.detach(), torch.rand(probabilities.shape[:-1], generator=generator))
     one_hot = torch.nn.functional.one_hot(classes, NUM_CLASSES).float()
     return (one_hot + probabilities - probabilities.detach()).flatten(-2)
+
+
+def classes_of(sample_EBZ: Tensor) -> Tensor:
+    """Return the class of each categorical of a sample: (E, B, categoricals), int64."""
+    return sample_EBZ.view(*sample_EBZ.shape[:-1], NUM_CATEGORICALS, NUM_CLASSES).argmax(-1)
 
 
 def divergence(posterior_probabilities: Tensor, prior_probabilities: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Ring buffers of a run's recent scalars, encoded on demand. N = 1 here; the op takes more."""
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,27 +11,20 @@ from hybridkernels.state_encoding import (
     NUM_PHASES,
     NUM_SCALARS,
     encode_state,
+    moments_of_sums,
 )
 from hybridtrain.phase import Phase
 from hybridtrain.predictor.forecast import State
 from hybridtrain.predictor.signal import MomentStatistics, TrainingSignal
 
 _PHASES = tuple(Phase)
-_SMALLEST_VARIANCE = 1e-30
 
 
 def moments_from_sums(sums: Tensor) -> MomentStatistics:
-    """Return the means that the added sums of ``moment_statistics`` stand for; (8,), float64."""
-    count, m_sum, m_square, v_sum, v_square, slow_square, product, has_slow = sums.tolist()
-    count = max(1.0, count)
-    size = math.sqrt(m_square * slow_square)
+    """Return the means that the sums of ``moment_statistics`` stand for; (8,), float64, on any device."""
+    m_mean, m_rms, v_mean, v_rms, slow_rms, slow_cosine = moments_of_sums(sums).tolist()
     return MomentStatistics(
-        m_mean=m_sum / count,
-        m_rms=math.sqrt(m_square / count),
-        v_mean=v_sum / count,
-        v_rms=math.sqrt(v_square / count),
-        slow_rms=math.sqrt(slow_square / count) if has_slow else 0.0,
-        slow_cosine=product / size if size > _SMALLEST_VARIANCE else 0.0,
+        m_mean=m_mean, m_rms=m_rms, v_mean=v_mean, v_rms=v_rms, slow_rms=slow_rms, slow_cosine=slow_cosine
     )
 
 

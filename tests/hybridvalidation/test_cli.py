@@ -344,6 +344,7 @@ def test_an_unknown_verb_names_the_known_ones(command: Command) -> None:
         "execute",
         "recommend",
         "evidence",
+        "bench",
         "study",
         "train",
         "gate",

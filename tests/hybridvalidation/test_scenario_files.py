@@ -45,7 +45,7 @@ NOT_OF_SCENARIOS = {
     "profiler-overhead", "flash-attention-saving", "flash-attention-cost", "rssm-kernel-speedup",
     "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",
 }  # fmt: skip
-"""Of kernels and profiler, and of predictive training, which studies judge; no dry run can tell."""
+"""Of the profiler; of kernels, judged by `bench`; of predictive training, judged by studies."""
 PLAIN = 'name = "plain"\nsays = "nothing on"\n'
 LEAN = """\
 name = "lean"

@@ -16,6 +16,7 @@ from hybridtrain.optimizations import (
     Bf16Optimizer,
     ChunkedLoss,
     FactoredOptimizer,
+    FlashAttention,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -50,6 +51,8 @@ STACKS: dict[str, list[Optimization]] = {
         GradAccumulation(steps=4, accumulator="bfloat16"),
         ChunkedLoss(chunk_tokens=16),
     ],
+    "unfused-attention": [FlashAttention(enabled=False), GradientCheckpointing(interval=2)],
+    "unfused-attention-mixed": [FlashAttention(enabled=False), MixedPrecision()],
     "split-vertical": [
         GradientCheckpointing(interval=2),
         MixedPrecision(master="split16"),

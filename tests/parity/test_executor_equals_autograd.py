@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridkernels.flash_attention.unfused import unfused_attention
 from hybridtrain.engine.update import Update
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientCheckpointing
+from hybridtrain.optimizations import ChunkedLoss, FlashAttention, GradAccumulation, GradientCheckpointing
 from hybridtrain.plan.compose import Optimization
 from numerics import assert_bitwise
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
@@ -73,6 +74,20 @@ def test_training_equals_plain_autograd(
     stack = [GradAccumulation(steps=accum_steps, schedule=schedule), *recompute(interval)]
     actual = executor_history(MODELS[name], stack, accum_steps, monkeypatch)
     assert_same_history(actual, plain_history(MODELS[name], accum_steps))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("interval", [0, 2])
+def test_unfused_attention_equals_plain_autograd_of_it(
+    name: str, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = [FlashAttention(enabled=False), GradAccumulation(steps=3, schedule="vertical"), *recompute(interval)]
+    actual = executor_history(MODELS[name], stack, 3, monkeypatch)
+    flash = plain_history(MODELS[name], 3)
+    plain = plain_history(MODELS[name], 3, attention=unfused_attention)
+    assert_same_history(actual, plain)
+    assert actual.losses == pytest.approx(flash.losses, rel=1e-5)
+    assert any((actual.weights[key] != weight).any() for key, weight in flash.weights.items())  # another order of sums
 
 
 @pytest.mark.parametrize("interval", [0, 1])

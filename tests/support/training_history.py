@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hybridkernels.flash_attention import causal_attention
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
+from hybridtrain.models.attention import AttentionFunction
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.plan.compose import Optimization, compose
@@ -54,9 +56,12 @@ def fresh_trainer(
 
 
 @cache
-def plain_history(config: ModelConfig, accum_steps: int, num_steps: int = NUM_STEPS) -> History:
+def plain_history(
+    config: ModelConfig, accum_steps: int, num_steps: int = NUM_STEPS, attention: AttentionFunction = causal_attention
+) -> History:
     """Train as anyone would: one graph and ``backward()`` a micro-batch, torch's clipping and optimizer."""
     model = fresh_trainer(config, []).model
+    model.compute_attention(attention)
     named = dict(model.named_unit_parameters())
     optimizer = plain_optimizer(list(named.values()))
     history = History()

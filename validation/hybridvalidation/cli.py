@@ -5,7 +5,6 @@
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,10 @@ from hybridtrain.errors import ConfigError, DataError, HybridTrainError, OutOfMe
 from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES
 from hybridtrain.units import GB
 from hybridvalidation import commands
+from hybridvalidation.cli_types import positive, positive_number
 from hybridvalidation.cuda_command import evidence_command
+from hybridvalidation.gate_command import gate_command
+from hybridvalidation.kernel_bench.command import BENCH, bench_arguments, bench_command
 from hybridvalidation.recommend_command import recommend_command
 from hybridvalidation.study_command import study_command
 
@@ -37,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_execute(verbs)
     _add_recommend(verbs)
     _add_evidence(verbs)
+    _add_results(bench_arguments(_add_verb(verbs, "bench", bench_command, BENCH), minutes=positive_number))
     _add_study(verbs)
     _add_train(verbs)
     _add_gate(verbs)
@@ -127,11 +130,11 @@ def _add_dry_run(verbs: "_Verbs[_Parser]") -> None:
     parser.add_argument("--model", required=True, help="name of a model, or a .toml file with its shape")
     parser.add_argument("--stack", required=True, help="name of a stack, or a .toml file")
     parser.add_argument("--card", required=True, help="name of a card, or a .toml file with its figures")
-    parser.add_argument("--micro-batch", type=_positive, required=True, metavar="B", help="sequences per micro-batch")
-    parser.add_argument("--seq", type=_positive, required=True, metavar="T", help="tokens per sequence")
+    parser.add_argument("--micro-batch", type=positive, required=True, metavar="B", help="sequences per micro-batch")
+    parser.add_argument("--seq", type=positive, required=True, metavar="T", help="tokens per sequence")
     parser.add_argument(
         "--accum",
-        type=_positive,
+        type=positive,
         default=None,
         metavar="A",
         help="micro-batches per step; default: the stack's",
@@ -150,19 +153,19 @@ def _add_execute(verbs: "_Verbs[_Parser]") -> None:
     )  # fmt: skip
     parser.add_argument("--model", required=True, help="name of a model, or a .toml file with its shape")
     parser.add_argument("--stack", required=True, help="name of a stack, or a .toml file")
-    parser.add_argument("--micro-batch", type=_positive, required=True, metavar="B", help="sequences per micro-batch")
-    parser.add_argument("--seq", type=_positive, required=True, metavar="T", help="tokens per sequence")
+    parser.add_argument("--micro-batch", type=positive, required=True, metavar="B", help="sequences per micro-batch")
+    parser.add_argument("--seq", type=positive, required=True, metavar="T", help="tokens per sequence")
     parser.add_argument(
-        "--accum", type=_positive, default=None, metavar="A", help="micro-batches per step; default: the stack's"
+        "--accum", type=positive, default=None, metavar="A", help="micro-batches per step; default: the stack's"
     )
-    parser.add_argument("--steps", type=_positive, required=True, metavar="N", help="optimizer steps")
-    parser.add_argument("--lr", type=_positive_number, default=3e-4, help="learning rate (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, required=True, metavar="N", help="optimizer steps")
+    parser.add_argument("--lr", type=positive_number, default=3e-4, help="learning rate (default: %(default)s)")
     parser.add_argument(
         "--cycle", action="store_true", help="run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step"
     )
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where a stack with disk tiers may make files")
     parser.add_argument(
-        "--host-limit-gib", type=_positive_number, metavar="X",
+        "--host-limit-gib", type=positive_number, metavar="X",
         help="host memory for offloaded tensors; default: what is available",
     )  # fmt: skip
     _add_results(parser)
@@ -175,9 +178,9 @@ def _add_recommend(verbs: "_Verbs[_Parser]") -> None:
     parser.add_argument("--model", help="name of a model, or a .toml file with its shape")
     parser.add_argument("--card", help="name of a card, or a .toml file with its figures")
     parser.add_argument("--host-memory", default="64GiB", metavar="SIZE", help="as 64GiB or 128GB (default: 64GiB)")
-    parser.add_argument("--seq", type=_positive, default=2048, metavar="T", help="tokens per sequence (default: 2048)")
+    parser.add_argument("--seq", type=positive, default=2048, metavar="T", help="tokens per sequence (default: 2048)")
     parser.add_argument(
-        "--tokens-per-step", type=_positive, default=131072, metavar="N", help="per optimizer step (default: 131072)"
+        "--tokens-per-step", type=positive, default=131072, metavar="N", help="per optimizer step (default: 131072)"
     )
     parser.add_argument("--scenario", help="take model, card, host and workload of a scenario instead")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the stack to a .toml file")
@@ -188,7 +191,7 @@ def _add_evidence(verbs: "_Verbs[_Parser]") -> None:
         verbs, "evidence", evidence_command, "measure on this machine's CUDA card what is planned elsewhere, in minutes"
     )
     parser.add_argument(
-        "--minutes", type=_positive_number, default=25.0, metavar="N",
+        "--minutes", type=positive_number, default=25.0, metavar="N",
         help="stop after so many; parts that do not fit any more are recorded as skipped (default: 25)",
     )  # fmt: skip
     parser.add_argument(
@@ -201,8 +204,8 @@ def _add_evidence(verbs: "_Verbs[_Parser]") -> None:
 def _add_study(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(verbs, "study", study_command, "compare ways to train, time to loss, by a registered protocol")
     parser.add_argument("study", help="name of a study, or a .toml file")
-    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs side by side (default: 1)")
-    parser.add_argument("--max-runs", type=_positive, metavar="N", help="stop after so many; the study can go on later")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs side by side (default: 1)")
+    parser.add_argument("--max-runs", type=positive, metavar="N", help="stop after so many; the study can go on later")
     parser.add_argument("--forecasts", action="store_true", help="score the loss forecasters on the recorded losses")
     _add_results(parser)
 
@@ -219,7 +222,7 @@ def _add_train(verbs: "_Verbs[_Parser]") -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run saved in --out")
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where tensors placed on disk get their files")
     parser.add_argument(
-        "--host-limit-gib", type=_positive_number, default=None, metavar="X",
+        "--host-limit-gib", type=positive_number, default=None, metavar="X",
         help="host memory for offloaded tensors (default: what is available)",
     )  # fmt: skip
     monitoring = parser.add_argument_group("monitoring", "the first three also print a memory report at the end")
@@ -233,20 +236,24 @@ def _add_train(verbs: "_Verbs[_Parser]") -> None:
         "--wandb", metavar="PROJECT", help="log both to Weights & Biases; WANDB_MODE=offline keeps them on this machine"
     )
     monitoring.add_argument(
-        "--profile-every", type=_positive, default=1, metavar="N", help="steps between memory snapshots (default: 1)"
+        "--profile-every", type=positive, default=1, metavar="N", help="steps between memory snapshots (default: 1)"
     )
     monitoring.add_argument(
-        "--alert-gb", type=_positive, default=DEFAULT_ALERT_BYTES // GB, metavar="GB",
+        "--alert-gb", type=positive, default=DEFAULT_ALERT_BYTES // GB, metavar="GB",
         help="say at once when more memory than this is used (default: %(default)s, for cards of 48 GB)",
     )  # fmt: skip
 
 
 def _add_gate(verbs: "_Verbs[_Parser]") -> None:
     parser = _add_verb(
-        verbs, "gate", commands.gate_command,
-        "compare dry runs with baselines; exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured",
+        verbs, "gate", gate_command,
+        "compare dry runs, or compiled kernels, with baselines; exit codes: 0 equal, 3 over budget, 4 regressed, "
+        "5 improved, 6 not measured",
     )  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario")
+    parser.add_argument(
+        "names", nargs="*", metavar="SCENARIO",
+        help="default: every scenario; 'kernels' compiles all Triton kernels for every card instead",
+    )  # fmt: skip
     parser.add_argument("--accept", action="store_true", help="record today's figures as the new baselines")
     _add_results(parser)
 
@@ -269,26 +276,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         default=_RESULTS,
         help="folder of records, baselines, tables and plots (default: results)",
     )
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a number above 0") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.data.open_corpus import open_corpus
 from hybridtrain.dry_run import Workload
-from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import GB, GIB, to_gib
 from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridvalidation.attention_plan import read_attention
+from hybridvalidation.attention_table import write_attention
 from hybridvalidation.cuda_record import read_evidence
 from hybridvalidation.cuda_table import write_evidence
 from hybridvalidation.dry_run_report import plan_run, read_model, with_accumulation
@@ -29,14 +30,14 @@ from hybridvalidation.evidence import Outcome
 from hybridvalidation.execute_run import ExecuteSpec, execute
 from hybridvalidation.executed_record import append_executed, read_executed
 from hybridvalidation.executed_table import equality_line, executed_table, write_executed
-from hybridvalidation.gate import GateExit, drop_replacements, run_gate, write_baselines
-from hybridvalidation.progress import progress_bar
+from hybridvalidation.kernel_bench.record import read_kernels
+from hybridvalidation.kernel_bench.table import write_kernels
 from hybridvalidation.recommend_command import parse_host
 from hybridvalidation.record_store import RecordStore
 from hybridvalidation.report import TERMINAL, report_text, write_report
 from hybridvalidation.run_monitor import Monitoring
 from hybridvalidation.runner import ScenarioRun, run_from_records, run_scenario
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.scenario_files import ScenarioFiles, scenario_folder
 from hybridvalidation.study_command import write_studies
 from hybridvalidation.train_file import TrainFile
 from hybridvalidation.train_run import train
@@ -45,7 +46,7 @@ from hybridvalidation.verdict import judge_all
 
 def validate(options: argparse.Namespace) -> int:
     """Run a scenario, print its report, write tables and plots."""
-    files = _files(options)
+    files = scenario_folder(options.scenarios)
     scenario = files.scenario(options.scenario)
     stacks = [files.stack(name) for name in scenario.stacks]
     store = RecordStore(options.results / "records")
@@ -64,7 +65,7 @@ def validate(options: argparse.Namespace) -> int:
 def dry_run_command(options: argparse.Namespace) -> int:
     """Plan one configuration and print where its memory goes."""
     report = plan_run(
-        _files(options), model=options.model, stack=options.stack, card=options.card,
+        scenario_folder(options.scenarios), model=options.model, stack=options.stack, card=options.card,
         micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum,
         host=None if options.host_memory is None else parse_host(options.host_memory),
         expandable_segments=options.expandable_segments,
@@ -80,7 +81,7 @@ def dry_run_command(options: argparse.Namespace) -> int:
 def execute_command(options: argparse.Namespace) -> int:
     """Train on the CPU, compare with the dry run, record both."""
     shape = read_model(options.model)
-    stack = _files(options).stack(options.stack)
+    stack = scenario_folder(options.scenarios).stack(options.stack)
     limit = options.host_limit_gib
     spec = ExecuteSpec(
         model=Path(options.model).stem if options.model.endswith(".toml") else options.model,
@@ -127,51 +128,9 @@ def train_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def gate_command(options: argparse.Namespace) -> int:
-    """Compare dry runs with baselines."""
-    files = _files(options)
-    names = options.names or files.scenario_names()
-    folder = options.results / "baselines"
-    runs = [stack for name in names for stack in files.scenario(name).stacks]
-    with progress_bar(runs, desc="gate", unit="run", shown=not options.json) as bar:
-
-        def on_run(name: str) -> None:
-            bar.set_postfix_str(name)
-            bar.update()
-
-        result = run_gate(files, names, folder, on_run)
-    exit_code = result.exit_code
-    unmeasured = [finding for finding in result.findings if not finding.settled_by_accept]
-    written: list[Path] = []
-    if options.accept and not unmeasured:
-        written = write_baselines(result.replacements, folder, accept=True)
-        exit_code = GateExit.OK
-    elif exit_code is not GateExit.OK:
-        written = write_baselines(result.replacements, folder, accept=False)
-    else:
-        drop_replacements(names, folder)
-    if options.json:
-        findings = [encode(finding) for finding in result.findings]
-        _print_json(
-            {
-                "exit": exit_code.name.lower(),
-                "findings": findings,
-                "written": [path.as_posix() for path in written],
-            }
-        )
-    else:
-        for finding in result.findings:
-            _print(f"{finding.exit.name.lower()}: {finding.scenario} {finding.stack}: {finding.message}")
-        _print(f"gate: {exit_code.name.lower()}, {result.num_runs} dry runs of {len(names)} scenarios compared")
-        if written:
-            hint = "" if options.accept else "; if the change is meant, run: hybridtrain gate --accept"
-            _print(f"written: {', '.join(path.as_posix() for path in written)}{hint}")
-    return int(exit_code)
-
-
 def report_command(options: argparse.Namespace) -> int:
     """Rebuild tables and plots from records."""
-    files = _files(options)
+    files = scenario_folder(options.scenarios)
     store = RecordStore(options.results / "records")
     names = options.names or [name for name in store.scenarios() if name in files.scenario_names()]
     written = []
@@ -180,9 +139,12 @@ def report_command(options: argparse.Namespace) -> int:
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         written += write_report(run, files.targets(), options.results)
     if not options.names:
-        written += write_executed(read_executed(options.results / "records"), options.results)
-        written += write_evidence(read_evidence(options.results / "records"), options.results)
+        records = options.results / "records"
+        written += write_executed(read_executed(records), options.results)
+        written += write_evidence(read_evidence(records), options.results)
         written += write_studies(files.folder, options.results)
+        written += write_kernels(read_kernels(records), options.results, read_evidence(records), files.targets())
+        written += write_attention(read_attention(records), files.targets(), options.results)
     if options.json:
         _print_json({"files": [path.as_posix() for path in written]})
     else:
@@ -192,7 +154,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 def list_names(options: argparse.Namespace) -> int:
     """Print every name that files and arguments may use."""
-    files = _files(options)
+    files = scenario_folder(options.scenarios)
     names: dict[str, list[str]] = {
         "scenarios": files.scenario_names(),
         "stacks": files.stack_names(),
@@ -222,7 +184,7 @@ def doctor(options: argparse.Namespace) -> int:
         }[environment.int8_update],
         "Memory": f"{to_gib(memory):.1f} GiB, {environment.num_cpus} processors",
         "Free disk here": f"{to_gib(shutil.disk_usage('.').free):.1f} GiB",
-        "Scenario files": str(_files(options).folder),
+        "Scenario files": str(scenario_folder(options.scenarios).folder),
     }
     if torch.cuda.is_available() and not _version("bitsandbytes"):
         checks["int8_optimizer"] = "cannot run on this card before bitsandbytes is installed"
@@ -241,15 +203,6 @@ def _run_summary(run: ScenarioRun, files: ScenarioFiles) -> dict[str, object]:
         "verdicts": [encode(verdict) for verdict in judge_all(run, files.targets())],
         "num_cached": run.num_cached,
     }
-
-
-def _files(options: argparse.Namespace) -> ScenarioFiles:
-    folder: Path = options.scenarios or default_folder()
-    if not folder.is_dir():
-        raise ConfigError(
-            str(folder), ["no such folder; --scenarios names one with scenario files, stacks/ and targets.toml"]
-        )
-    return ScenarioFiles(folder)
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from hybridtrain.config.encode import encode
 from hybridtrain.dry_run import DryRun
 from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import Attention
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
 from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.replay import OutOfMemory
@@ -74,6 +75,8 @@ def plan_figures(plan: MemoryPlan) -> dict[str, str]:
 def _flat(plan: PhasePlan) -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in encode(plan).items():
+        if value == Attention.FLASH:
+            continue  # what every plan had before there was a choice
         if isinstance(value, dict):
             flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
         else:

@@ -88,3 +88,17 @@ class ScenarioFiles:
                 if size % steps
             ]
         return faults
+
+
+def scenario_folder(folder: Path | None) -> ScenarioFiles:
+    """Return the files of a folder that was named, or of the default one.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = folder or default_folder()
+    if not folder.is_dir():
+        raise ConfigError(
+            str(folder), ["no such folder; --scenarios names one with scenario files, stacks/ and targets.toml"]
+        )
+    return ScenarioFiles(folder)

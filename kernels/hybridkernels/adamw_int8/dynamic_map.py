@@ -44,6 +44,11 @@ def _first_index(decade: int, *, signed: bool) -> int:
 
 
 BORDERS = {signed: _borders(signed=signed) for signed in (True, False)}
+SLOPES = {
+    signed: tuple((1 if signed else 2) / 0.9 * 10.0 ** (_DECADES - 1) * 0.2**decade for decade in range(_DECADES))
+    for signed in (True, False)
+}
+"""Cells per unit of magnitude, by decade."""
 
 
 def quantize(values_GS: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -61,7 +66,7 @@ def quantize(values_GS: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     for decade, border in enumerate(BORDERS[signed][:-1]):
         above = magnitude >= border
         power = torch.where(above, 2.0**decade, power)
-        slope = torch.where(above, cells / 0.9 * 10.0 ** (_DECADES - 1) * 0.2**decade, slope)
+        slope = torch.where(above, SLOPES[signed][decade], slope)
     first = (1 - cells) + cells * power
     index = torch.floor((1 - cells) + power * (cells - cells / 9) + magnitude * slope)
     index = torch.minimum(torch.maximum(index, first), first + (cells * power - 1))

@@ -1,7 +1,12 @@
-"""AdamW with 8-bit moments as an in-place op: bitsandbytes on CUDA, a compiled loop on the CPU, nothing on meta."""
+"""AdamW with 8-bit moments as an in-place op: a library or Triton on CUDA, a compiled loop on the CPU, nothing on meta.
+
+On CUDA bitsandbytes runs where it can be imported, else Triton, else the reference.
+"""
 
 import ctypes
 import math
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -9,6 +14,11 @@ from torch import Tensor
 from hybridkernels.adamw_int8.cpu_build import find_compiler, load_cpu_kernel
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, QUANT_GROUP_SIZE, map_values
 from hybridkernels.adamw_int8.reference import adamw_int8_reference
+from hybridkernels.provider import chosen_provider
+from hybridkernels.triton_launch import cuda_backend
+
+_SLICE_GROUPS = 2**12
+"""The reference makes a dozen float32 temporaries: 4 MiB each."""
 
 
 def cpu_backend() -> str:
@@ -50,24 +60,44 @@ def _adamw_int8(
     weight_decay: float,
     step: int,
 ) -> None:
-    corrections = (1 - beta1**step, math.sqrt(1 - beta2**step))
-    hyper = torch.tensor([lr, beta1, beta2, eps, weight_decay, *corrections, 0.0])
-    moments = [m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale]
+    _update(param, grad, (m_codes, m_scale, v_codes, v_scale), (lr, beta1, beta2, eps, weight_decay), step)
+
+
+def _update(
+    param: Tensor,
+    grad: Tensor,
+    moments: tuple[Tensor, Tensor, Tensor, Tensor],
+    settings: tuple[float, float, float, float, float],
+    step: int,
+) -> None:
+    """Update whole groups by the compiled loop where there is one, else and a short group by the reference."""
+    _, beta1, beta2, _, _ = settings
+    hyper = torch.tensor([*settings, 1 - beta1**step, math.sqrt(1 - beta2**step), 0.0], device=param.device)
+    m_codes, m_scale, v_codes, v_scale = moments
+    groups = [m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale]
     whole = param.numel() // QUANT_GROUP_SIZE
     end = whole * QUANT_GROUP_SIZE
     if whole:
         body = [
             param[:end].view(whole, -1),
             grad[:end].contiguous().view(whole, -1),
-            *(part[:whole] for part in moments),
+            *(part[:whole] for part in groups),
         ]
-        if not _compiled_update(body, hyper):
-            adamw_int8_reference(*[*body, hyper])
+        if param.is_cuda or not _compiled_update(body, hyper):
+            for parts in zip(*(torch.split(tensor, _SLICE_GROUPS) for tensor in body), strict=True):
+                adamw_int8_reference(*[*parts, hyper])
     if end < param.numel():
         padding = (0, QUANT_GROUP_SIZE - (param.numel() - end))
         tail = [torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad)]
-        adamw_int8_reference(*[*tail, *(part[whole:] for part in moments), hyper])
+        adamw_int8_reference(*[*tail, *(part[whole:] for part in groups), hyper])
         param[end:].copy_(tail[0][0, : param.numel() - end])
+
+
+@cache
+def _cuda_providers() -> tuple[str, ...]:
+    """Return what can run on this machine's card, in the order to take."""
+    library = ("bitsandbytes",) if find_spec("bitsandbytes") else ()
+    return (*library, *(("triton",) if cuda_backend() == "triton" else ()), "torch")
 
 
 @_adamw_int8.register_kernel("cuda")
@@ -85,6 +115,18 @@ def _adamw_int8_cuda(
     weight_decay: float,
     step: int,
 ) -> None:
+    provider = chosen_provider("adamw_int8", _cuda_providers(), param.device)
+    moments = (m_codes, m_scale, v_codes, v_scale)
+    if provider == "torch":
+        _update(param, grad, moments, (lr, beta1, beta2, eps, weight_decay), step)
+        return
+    if provider == "triton":
+        from hybridkernels.adamw_int8.triton_kernel import adamw_int8_triton  # noqa: PLC0415  Triton is optional
+
+        adamw_int8_triton(
+            (param,), grad, moments, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, step=step
+        )
+        return
     from bitsandbytes.functional import optimizer_update_8bit_blockwise  # noqa: PLC0415  an extra: CUDA only
 
     optimizer_update_8bit_blockwise(

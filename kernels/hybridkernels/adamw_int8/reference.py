@@ -1,8 +1,14 @@
-"""One AdamW update with 8-bit moments in plain torch: the definition, and what runs where there is no compiler."""
+"""One AdamW update with 8-bit moments in plain torch: the definition, and what runs where there is no compiler.
 
+Also what rounds an updated value onto a weight of fewer bits, given its random words.
+"""
+
+import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import dequantize, quantize
+from hybridkernels.int8_quantize.philox import uniform_of
+from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
 
 
 def adamw_int8_reference(
@@ -31,3 +37,25 @@ def adamw_int8_reference(
     m_scale_G.copy_(m_scale)
     v_codes_GS.copy_(v_codes)
     v_scale_G.copy_(v_scale)
+
+
+def load_weight(weight: tuple[Tensor, ...]) -> Tensor:
+    """Return the (P,) float32 values of bfloat16 values, or of int8 codes and their scales."""
+    return weight[0].float() if len(weight) == 1 else int8_dequantize_reference(*weight)
+
+
+def store_weight(value_P: Tensor, weight: tuple[Tensor, ...], words_P: Tensor) -> None:
+    """Round (P,) float32 values onto a weight, up or down with the odds that keep their mean.
+
+    bfloat16: add the upper 16 bits of a random word below the kept bits, then cut; NaN stays NaN.
+    int8: ``int8_quantize_reference`` with new scales and the words' upper 23 bits as uniforms.
+    """
+    if len(weight) == 2:
+        for stored, rounded in zip(
+            weight, int8_quantize_reference(value_P, uniform_P=uniform_of(words_P)), strict=True
+        ):
+            stored.copy_(rounded)
+        return
+    # In int64 no sum wraps: the sign is put back by the cut to 16 bits.
+    bits_P = (value_P.view(torch.int32).long() + (words_P >> 16)) >> 16
+    weight[0].copy_(bits_P.to(torch.int16).view(torch.bfloat16).masked_fill_(value_P.isnan(), torch.nan))

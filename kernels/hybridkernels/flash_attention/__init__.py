@@ -1,5 +1,7 @@
-"""Causal attention that never materialises the T x T matrix."""
+"""Causal attention that never materialises the T x T matrix, and one that does, to compare with."""
 
-from hybridkernels.flash_attention.op import backward_workspace_bytes, causal_attention
+from hybridkernels.flash_attention.op import causal_attention, triton_workspace_bytes
+from hybridkernels.flash_attention.sdpa import backward_workspace_bytes
+from hybridkernels.flash_attention.unfused import unfused_attention
 
-__all__ = ["backward_workspace_bytes", "causal_attention"]
+__all__ = ["backward_workspace_bytes", "causal_attention", "triton_workspace_bytes", "unfused_attention"]

@@ -1,26 +1,51 @@
-"""Causal attention as one torch.library op: torch's flash kernels on CPU and CUDA, shapes only on meta.
+"""Causal attention as one torch.library op: torch's flash kernels or ours on CUDA, torch's on the CPU, shapes on meta.
 
-B batch, T sequence, N query heads, K key/value heads, H head dim. fp32 on CUDA takes the memory-efficient
-kernel, because the flash kernel is for 16-bit types; its log-sum-exp is padded to a multiple of 32 rows, and the
-CPU returns the same shape so that a run on either device holds the same bytes.
+B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the log-sum-exp.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridkernels.flash_attention import sdpa
+from hybridkernels.flash_attention.checks import check_inputs
+from hybridkernels.provider import chosen_provider
+from hybridkernels.triton_launch import compute_capability, cuda_backend
+
 _ATEN = torch.ops.aten
-_LSE_ROW_PAD = 32
-"""Row padding of the memory-efficient kernel's log-sum-exp (aten/native/transformers/cuda/attention.cu)."""
-_FLASH_ROW_PAD = 128
-"""Row padding of the flash kernel's backward scratch (flash_api.cpp, mha_bwd)."""
+_TRITON_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_TRITON_HEAD_DIM = 128
+"""Of wider heads no tile of useful size fits the registers."""
+_TRITON_CAPABILITY = 80
 
 
-def _lse_rows(q_BTNH: Tensor) -> int:
-    seq_len = q_BTNH.shape[1]
-    return math.ceil(seq_len / _LSE_ROW_PAD) * _LSE_ROW_PAD if q_BTNH.dtype == torch.float32 else seq_len
+def _provider(q_BTNH: Tensor) -> str:
+    """Return what runs on the card of ``q_BTNH``; forward and backward ask alike, and either reads the other's lse."""
+    head_dim = q_BTNH.shape[3]
+    available = []
+    if q_BTNH.dtype == torch.float32:
+        available.append("sdpa_efficient")
+    if sdpa.flash_takes(q_BTNH):
+        available.append("sdpa_flash")
+    if _triton_takes(q_BTNH):
+        available.append("triton")
+    if not available:
+        raise ValueError(
+            f"causal_attention: no kernel for {q_BTNH.dtype} with head dim {head_dim} on this card; 16-bit types need "
+            f"compute capability 8.0 and a head dim that is a multiple of 8 up to 256, or, where Triton runs, any up "
+            f"to {_TRITON_HEAD_DIM}; use float32, or pad the heads"
+        )
+    return chosen_provider(f"causal_attention/head{head_dim}", available, q_BTNH.device)
+
+
+def _triton_takes(q_BTNH: Tensor) -> bool:
+    return (
+        q_BTNH.dtype in _TRITON_DTYPES
+        and q_BTNH.shape[3] <= _TRITON_HEAD_DIM
+        and compute_capability(q_BTNH.device) >= _TRITON_CAPABILITY
+        and cuda_backend() == "triton"
+    )
 
 
 @torch.library.custom_op("hybridkernels::causal_attention", mutates_args=(), device_types="cpu")
@@ -28,22 +53,21 @@ def _attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, 
     out_BNTH, lse_BNT = _ATEN._scaled_dot_product_flash_attention_for_cpu(
         q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2), 0.0, is_causal=True
     )
-    lse_BNR = lse_BNT.new_zeros(*lse_BNT.shape[:2], _lse_rows(q_BTNH))
+    lse_BNR = lse_BNT.new_zeros(*lse_BNT.shape[:2], sdpa.lse_rows(q_BTNH))
     lse_BNR[..., : lse_BNT.shape[2]] = lse_BNT
     return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
 
 
 @_attention.register_kernel("cuda")
 def _attention_cuda(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-    q_BNTH, k_BKTH, v_BKTH = (tensor.transpose(1, 2) for tensor in (q_BTNH, k_BTKH, v_BTKH))
-    if q_BTNH.dtype == torch.float32:
-        k_BNTH, v_BNTH = _repeat_heads(k_BKTH, q_BNTH), _repeat_heads(v_BKTH, q_BNTH)
-        out_BNTH, lse_BNR, _, _ = _ATEN._scaled_dot_product_efficient_attention(
-            q_BNTH, k_BNTH, v_BNTH, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
-        )
-    else:
-        out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True)
-    return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
+    provider = _provider(q_BTNH)
+    if provider == "sdpa_efficient":
+        return sdpa.efficient(q_BTNH, k_BTKH, v_BTKH)
+    if provider == "sdpa_flash":
+        return sdpa.flash(q_BTNH, k_BTKH, v_BTKH)
+    from hybridkernels.flash_attention.triton_kernel import causal_attention_triton  # noqa: PLC0415  optional
+
+    return causal_attention_triton(q_BTNH, k_BTKH, v_BTKH)
 
 
 @_attention.register_fake
@@ -53,7 +77,7 @@ def _attention_fake(
     v_BTKH: Tensor,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     batch, _, num_heads, _ = q_BTNH.shape
-    lse_BNR = q_BTNH.new_empty(batch, num_heads, _lse_rows(q_BTNH), dtype=torch.float32)
+    lse_BNR = q_BTNH.new_empty(batch, num_heads, sdpa.lse_rows(q_BTNH), dtype=torch.float32)
     return q_BTNH.new_empty(q_BTNH.shape), lse_BNR
 
 
@@ -76,36 +100,14 @@ def _attention_backward(
 def _attention_backward_cuda(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH = (
-        tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)
-    )
-    no_rng = torch.empty((), dtype=torch.int64, device=q_BTNH.device)  # read by the kernels only under dropout
-    if q_BTNH.dtype == torch.float32:
-        k_BNTH, v_BNTH = _repeat_heads(k_BKTH, q_BNTH), _repeat_heads(v_BKTH, q_BNTH)
-        needs_grad = [True, True, True, False]
-        dq_BNTH, dk_BNTH, dv_BNTH, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-            grad_BNTH,
-            q_BNTH,
-            k_BNTH,
-            v_BNTH,
-            None,
-            out_BNTH,
-            lse_BNR,
-            no_rng,
-            no_rng,
-            0.0,
-            needs_grad,
-            is_causal=True,
-        )
-        dk_BKTH, dv_BKTH = _sum_heads(dk_BNTH, k_BKTH), _sum_heads(dv_BNTH, v_BKTH)
-    else:
-        seq_len = q_BTNH.shape[1]
-        dq_BNTH, dk_BKTH, dv_BKTH = _ATEN._scaled_dot_product_flash_attention_backward(
-            grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNR, None, None, seq_len, seq_len, 0.0,
-            is_causal=True, philox_seed=no_rng, philox_offset=no_rng,
-        )  # fmt: skip
-    dq_BTNH, dk_BTKH, dv_BTKH = (grad.transpose(1, 2).contiguous() for grad in (dq_BNTH, dk_BKTH, dv_BKTH))
-    return dq_BTNH, dk_BTKH, dv_BTKH
+    provider = _provider(q_BTNH)
+    if provider == "sdpa_efficient":
+        return sdpa.efficient_backward(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
+    if provider == "sdpa_flash":
+        return sdpa.flash_backward(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
+    from hybridkernels.flash_attention.triton_kernel import causal_attention_backward_triton  # noqa: PLC0415
+
+    return causal_attention_backward_triton(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
 
 
 @_attention_backward.register_fake
@@ -120,17 +122,9 @@ def _attention_backward_fake(
     return q_BTNH.new_empty(q_BTNH.shape), k_BTKH.new_empty(k_BTKH.shape), v_BTKH.new_empty(v_BTKH.shape)
 
 
-def _repeat_heads(kv_BKTH: Tensor, q_BNTH: Tensor) -> Tensor:
-    return kv_BKTH.repeat_interleave(q_BNTH.shape[1] // kv_BKTH.shape[1], dim=1)
-
-
-def _sum_heads(grad_BNTH: Tensor, kv_BKTH: Tensor) -> Tensor:
-    batch, num_kv_heads, seq_len, head_dim = kv_BKTH.shape
-    return grad_BNTH.view(batch, num_kv_heads, -1, seq_len, head_dim).sum(2)
-
-
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(value=False)  # nobody differentiates the log-sum-exp: no zeros for it
 
 
 def _differentiate(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,30 +146,20 @@ def causal_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
     Returns:
         out_BTNH: (B, T, N, H), contiguous, dtype and device of the inputs.
 
+    Raises:
+        ValueError: shapes, dtypes or devices do not go together, or no kernel of the card takes them.
+
     Memory: saves q, k, v, out and 4*B*N*T bytes of log-sum-exp for the backward pass, never the T x T scores.
     """
+    check_inputs("causal_attention", q_BTNH, k_BTKH, v_BTKH)
     out_BTNH: Tensor = _attention(q_BTNH, k_BTKH, v_BTKH)[0]
     return out_BTNH
 
 
-def backward_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor) -> int:
-    """Return the scratch bytes of the CUDA backward kernel, which no dispatcher sees.
-
-    16-bit types (flash, mha_bwd): an fp32 accumulator of dq and one fp32 row sum, rows padded to 128 and the head
-    dim to 32; with grouped heads also dk and dv per query head. fp32 (memory-efficient): the product of out and its
-    gradient, its row sums and their contiguous copy (delta, attention_backward.cu); with grouped heads also k, v, dk
-    and dv per query head.
-    """
-    batch, seq_len, num_heads, head_dim = q_BTNH.shape
-    if q_BTNH.dtype == torch.float32:
-        expanded = 4 * 4 * batch * seq_len * num_heads * head_dim if num_heads != k_BTKH.shape[2] else 0
-        return 4 * batch * num_heads * seq_len * (head_dim + 2) + expanded
-    rows = math.ceil(seq_len / _FLASH_ROW_PAD) * _FLASH_ROW_PAD
-    dq_accumulator = 4 * batch * num_heads * rows * (math.ceil(head_dim / 32) * 32)
-    row_sums = 4 * batch * num_heads * rows
-    grouped = num_heads != k_BTKH.shape[2]
-    expanded = 2 * 2 * batch * seq_len * num_heads * head_dim if grouped else 0
-    return dq_accumulator + row_sums + expanded
+def triton_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor) -> int:  # noqa: ARG001  as backward_workspace_bytes
+    """Return the scratch bytes of our CUDA backward kernels: one fp32 number for each row and query head."""
+    batch, seq_len, num_heads, _ = q_BTNH.shape
+    return 4 * batch * num_heads * seq_len
 
 
 def _attention_flops(q_shape: tuple[int, ...], *_args: Any, **_kwargs: Any) -> int:

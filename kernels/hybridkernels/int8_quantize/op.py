@@ -1,4 +1,4 @@
-"""Quantizing to 8 bits and back as in-place ops: plain torch in slices on the CPU and on CUDA, nothing on meta.
+"""Quantizing to 8 bits and back as in-place ops: plain torch in slices on the CPU, Triton on CUDA, nothing on meta.
 
 P values, G = ceil(P / 256) groups; within a slice R groups (rows) of S = 256 values, or one short group.
 """
@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from hybridkernels.int8_quantize.reference import GROUP_SIZE, LARGEST_CODE, SMALLEST_SCALE, num_groups
+from hybridkernels.provider import chosen_provider
+from hybridkernels.triton_launch import cuda_backend
 
 _SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 """Multiples of the group size. On the CPU a slice and its scratch stay in the second-level cache."""
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP_SCRATCH_BYTES = 16
 """Largest magnitude, inverse scale and masks of one group."""
+_SEED_BYTES = 8
 
 
 def quantize_workspace_bytes(num_elements: int, *, stochastic: bool, fused: bool = True) -> int:
@@ -23,10 +26,10 @@ def quantize_workspace_bytes(num_elements: int, *, stochastic: bool, fused: bool
     Args:
         num_elements: P.
         stochastic: Whether it rounds stochastically.
-        fused: For one kernel that reads values and writes codes: none. False gives the plain torch path's scratch.
+        fused: For the Triton kernel: the seed of its random numbers. False gives the plain torch path's scratch.
     """
     if fused:
-        return 0
+        return _SEED_BYTES if stochastic else 0
     elements = min(num_elements, _SLICE_ELEMENTS["cuda"])
     return elements * 4 * (3 if stochastic else 2) + num_groups(elements) * _GROUP_SCRATCH_BYTES
 
@@ -91,11 +94,30 @@ def _quantize_slice(
     codes_RS.copy_(steps_RS.add_(floor_RS))
 
 
-@torch.library.custom_op("hybridkernels::int8_quantize", mutates_args=("codes", "scales"), device_types=("cpu", "cuda"))
+def _takes_triton(op: str, device: torch.device) -> bool:
+    available = ("triton", "torch") if cuda_backend() == "triton" else ("torch",)
+    return chosen_provider(op, available, device) == "triton"
+
+
+@torch.library.custom_op("hybridkernels::int8_quantize", mutates_args=("codes", "scales"), device_types="cpu")
 def _int8_quantize(values: Tensor, codes: Tensor, scales: Tensor, stochastic: bool, static: bool) -> None:
+    _quantize_slices(values, codes, scales, stochastic=stochastic, static=static)
+
+
+def _quantize_slices(values: Tensor, codes: Tensor, scales: Tensor, *, stochastic: bool, static: bool) -> None:
     scratch = _Scratch(values, 3 if stochastic else 2)
     for values_RS, codes_RS, scales_R in _slices(values, codes, scales_G=scales):
         _quantize_slice(values_RS, codes_RS, scales_R, scratch.rows(values_RS), static=static)
+
+
+@_int8_quantize.register_kernel("cuda")
+def _int8_quantize_cuda(values: Tensor, codes: Tensor, scales: Tensor, stochastic: bool, static: bool) -> None:
+    if not _takes_triton("int8_quantize", values.device):
+        _quantize_slices(values, codes, scales, stochastic=stochastic, static=static)
+        return
+    from hybridkernels.int8_quantize.triton_kernel import int8_quantize_triton  # noqa: PLC0415  Triton is optional
+
+    int8_quantize_triton(values, codes, scales, stochastic=stochastic, static=static)
 
 
 @_int8_quantize.register_fake
@@ -103,14 +125,28 @@ def _int8_quantize_fake(values: Tensor, codes: Tensor, scales: Tensor, stochasti
     pass
 
 
-@torch.library.custom_op("hybridkernels::int8_dequantize", mutates_args=("out",), device_types=("cpu", "cuda"))
+@torch.library.custom_op("hybridkernels::int8_dequantize", mutates_args=("out",), device_types="cpu")
 def _int8_dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    _dequantize_slices(codes, scales, out)
+
+
+def _dequantize_slices(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     scratch = _Scratch(out, 0 if out.dtype == torch.float32 else 1)
     for codes_RS, out_RS, scales_R in _slices(codes, out, scales_G=scales):
         for wide_RS in scratch.rows(out_RS):
             out_RS.copy_(wide_RS.copy_(codes_RS).mul_(scales_R[:, None]))
         if out.dtype == torch.float32:
             out_RS.copy_(codes_RS).mul_(scales_R[:, None])
+
+
+@_int8_dequantize.register_kernel("cuda")
+def _int8_dequantize_cuda(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    if not _takes_triton("int8_dequantize", codes.device):
+        _dequantize_slices(codes, scales, out)
+        return
+    from hybridkernels.int8_quantize.triton_kernel import int8_dequantize_triton  # noqa: PLC0415  Triton is optional
+
+    int8_dequantize_triton(codes, scales, out)
 
 
 @_int8_dequantize.register_fake

@@ -1,5 +1,7 @@
 """Histories of a training run to one feature vector, and optimizer moments to the sums it takes."""
 
+from hybridkernels.state_encoding.moments import Coded, Moments
+from hybridkernels.state_encoding.op import encode_state, encode_training_state, moment_statistics
 from hybridkernels.state_encoding.reference import (
     GRAD_NORM_STEPS,
     LOSS_STEPS,
@@ -7,8 +9,7 @@ from hybridkernels.state_encoding.reference import (
     NUM_MOMENT_STATISTICS,
     NUM_PHASES,
     NUM_SCALARS,
-    encode_state,
-    moment_statistics,
+    moments_of_sums,
 )
 
 __all__ = [
@@ -18,6 +19,10 @@ __all__ = [
     "NUM_MOMENT_STATISTICS",
     "NUM_PHASES",
     "NUM_SCALARS",
+    "Coded",
+    "Moments",
     "encode_state",
+    "encode_training_state",
     "moment_statistics",
+    "moments_of_sums",
 ]

@@ -1,4 +1,4 @@
-"""State encoding in plain torch: two histories and some scalars to features of about unit size.
+"""State encoding in plain torch: two histories and some scalars to features of about unit size, and sums over moments.
 
 Let x = ln(loss), oldest first, and the level = mean of the last 8 of x. Of every history the features are
     mean over steps [lag, lag + 8) back, less the level   (a lagged log-ratio)
@@ -6,17 +6,21 @@ Let x = ln(loss), oldest first, and the level = mean of the last 8 of x. Of ever
     slope over the last w by least squares, times w       (what the trend makes of one window)
     ln of the standard deviation over the last w
 and the level itself. Means and slopes are linear in x: one product with a constant matrix; the deviations are one more
-with x^2. So one launch per batch suffices for a fused kernel. Values that are not finite count as the floor or ceiling
-of a float's logarithm, and every feature is clamped to [-8, 8].
+with x^2. Values that are not finite count as the floor or ceiling of a float's logarithm, and every feature is clamped
+to [-8, 8].
 
 N states, S steps of a history, P features of one history, M moment statistics, C scalars, F features in all.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE, map_values
+from hybridkernels.state_encoding.moments import Moments, Stored
 
 LOSS_STEPS, GRAD_NORM_STEPS = 256, 64
 NUM_MOMENT_STATISTICS = 6
@@ -25,32 +29,38 @@ NUM_SCALARS = 4
 """lr, beta1^t, beta2^t, phase position in [0, 1]."""
 NUM_PHASES = 4
 
-_LEVEL_STEPS = 8
+LEVEL_STEPS = 8
 _LAGS = {LOSS_STEPS: (8, 16, 32, 64, 128, 248), GRAD_NORM_STEPS: (8, 16, 32, 56)}
 _WINDOWS = {LOSS_STEPS: (16, 32, 64, 128, 256), GRAD_NORM_STEPS: (16, 32, 64)}
-_SMALLEST, _LARGEST = 1e-12, 1e12
-_LIMIT = 8.0
-_RATIO_GAIN = 10.0
+SMALLEST, LARGEST = 1e-12, 1e12
+LIMIT = 8.0
+RATIO_GAIN = 10.0
 """Log-ratios of losses within a run are some hundredths; this brings them to unit size."""
 
 
-def _num_history_features(steps: int) -> int:
-    return 1 + len(_LAGS[steps]) + 3 * len(_WINDOWS[steps])
+def num_windows(steps: int) -> int:
+    """Return how many windows a history of so many steps has."""
+    return len(_WINDOWS[steps])
 
 
-NUM_FEATURES = _num_history_features(LOSS_STEPS) + _num_history_features(GRAD_NORM_STEPS) + 6 + 5 + NUM_PHASES
+def num_linear(steps: int) -> int:
+    """Return how many ratios and slopes a history of so many steps has."""
+    return len(_LAGS[steps]) + 2 * len(_WINDOWS[steps])
+
+
+FIRST_MOMENT_FEATURE = sum(1 + num_linear(steps) + num_windows(steps) for steps in (LOSS_STEPS, GRAD_NORM_STEPS))
+"""Place of the first feature that is not of a history."""
+NUM_FEATURES = FIRST_MOMENT_FEATURE + NUM_MOMENT_STATISTICS + NUM_SCALARS + 1 + NUM_PHASES
 
 
 @lru_cache(maxsize=8)
-def _matrices(steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def history_matrices(steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (S, lags + 2 windows) to ratios and slopes, and (S, windows) to means."""
     position_S = torch.arange(steps, dtype=torch.float64)
     back_S = steps - 1 - position_S
-    level_S = (back_S < _LEVEL_STEPS).double() / _LEVEL_STEPS
+    level_S = (back_S < LEVEL_STEPS).double() / LEVEL_STEPS
     slopes, means = [], []
-    ratios = [
-        ((back_S >= lag) & (back_S < lag + _LEVEL_STEPS)).double() / _LEVEL_STEPS - level_S for lag in _LAGS[steps]
-    ]
+    ratios = [((back_S >= lag) & (back_S < lag + LEVEL_STEPS)).double() / LEVEL_STEPS - level_S for lag in _LAGS[steps]]
     for window in _WINDOWS[steps]:
         inside_S = (back_S < window).double()
         means.append(inside_S / window)
@@ -63,10 +73,10 @@ def _matrices(steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _history_features(values_NS: Tensor, gain: float) -> Tensor:
     """Return (N, P): level, ratios and slopes times ``gain``, deviations."""
-    log_NS = values_NS.float().nan_to_num(nan=_LARGEST, posinf=_LARGEST, neginf=_SMALLEST).clamp(_SMALLEST, _LARGEST)
+    log_NS = values_NS.float().nan_to_num(nan=LARGEST, posinf=LARGEST, neginf=SMALLEST).clamp(SMALLEST, LARGEST)
     log_NS = log_NS.log()
-    linear, means = _matrices(values_NS.shape[1], values_NS.device)
-    level_N1 = log_NS[:, -_LEVEL_STEPS:].mean(1, keepdim=True)
+    linear, means = history_matrices(values_NS.shape[1], values_NS.device)
+    level_N1 = log_NS[:, -LEVEL_STEPS:].mean(1, keepdim=True)
     # About the level, so that squares do not cancel.
     near_NS = log_NS - level_N1
     variance = (near_NS.square() @ means - (near_NS @ means).square()).clamp_min(1e-8)
@@ -90,76 +100,78 @@ def _moment_features(moments_NM: Tensor) -> Tensor:
     return torch.stack(features, 1)
 
 
-def encode_state(
+def encode_state_reference(
     loss_history_NS: Tensor, grad_norm_history_NS: Tensor, moments_NM: Tensor, scalars_NC: Tensor, phases_NH: Tensor
 ) -> Tensor:
-    """Return the features of N states.
-
-    Args:
-        loss_history_NS: (N, 256), nats per token, oldest first; what is not yet known repeats the oldest.
-        grad_norm_history_NS: (N, 64), likewise.
-        moments_NM: (N, 6), see ``NUM_MOMENT_STATISTICS``.
-        scalars_NC: (N, 4), see ``NUM_SCALARS``.
-        phases_NH: (N, 4), one-hot.
-
-    Returns:
-        (N, F), float32, each in [-8, 8].
-
-    Raises:
-        ValueError: a shape is another.
-    """
-    num_states = loss_history_NS.shape[0]
-    shapes = [tuple(t.shape) for t in (loss_history_NS, grad_norm_history_NS, moments_NM, scalars_NC, phases_NH)]
-    widths = (LOSS_STEPS, GRAD_NORM_STEPS, NUM_MOMENT_STATISTICS, NUM_SCALARS, NUM_PHASES)
-    if shapes != [(num_states, width) for width in widths]:
-        raise ValueError(f"shapes: {shapes} must be (N, width) with widths {widths}; pad histories with their oldest")
+    """Return the features of N states, (N, F), float32, each in [-8, 8]; arguments are those of ``encode_state``."""
     lr, first_power, second_power, position = scalars_NC.float().unbind(1)
     # AdamW's bias corrections make lr sqrt(1 - b2^t) / (1 - b1^t) the effective rate.
     effective = lr * (1 - second_power).clamp_min(1e-6).sqrt() / (1 - first_power).clamp_min(1e-6)
     scalar_features = [
-        (lr.clamp_min(_SMALLEST).log() + 7) / 2, (effective.clamp_min(_SMALLEST).log() + 7) / 2, first_power,
+        (lr.clamp_min(SMALLEST).log() + 7) / 2, (effective.clamp_min(SMALLEST).log() + 7) / 2, first_power,
         second_power, position,
     ]  # fmt: skip
     features = [
-        _history_features(loss_history_NS, _RATIO_GAIN),
+        _history_features(loss_history_NS, RATIO_GAIN),
         _history_features(grad_norm_history_NS, 1.0),
         _moment_features(moments_NM),
         torch.stack(scalar_features, 1),
         phases_NH.float(),
     ]
-    return torch.cat(features, 1).nan_to_num(nan=0.0).clamp(-_LIMIT, _LIMIT)
+    return torch.cat(features, 1).nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
 
 
-_CHUNK = 2**16
-"""Elements that stay in the second-level cache while several sums read them."""
+def moments_of_sums(sums: Tensor) -> Tensor:
+    """Return the six statistics, see ``NUM_MOMENT_STATISTICS``, of the (8,) sums that ``moment_statistics`` returns."""
+    count, m_sum, m_square, v_sum, v_square, slow_square, product, _ = sums.unbind()
+    count = count.clamp_min(1.0)
+    size = (m_square * slow_square).sqrt()
+    cosine = torch.where(size > SMALLEST_SIZE, product / size.clamp_min(SMALLEST_SIZE), 0.0)
+    means = [m_sum / count, (m_square / count).sqrt(), v_sum / count, (v_square / count).sqrt()]
+    return torch.stack([*means, (slow_square / count).sqrt(), cosine])
 
 
-def moment_statistics(m: Tensor, v: Tensor, slow: Tensor | None = None) -> Tensor:
-    """Return sums over one tensor's optimizer moments; sums of several tensors add.
+SMALLEST_SIZE = 1e-30
+"""Of the product of two norms: below it there is no direction."""
+_CHUNK = 2**15 - QUANT_GROUP_SIZE
+"""Elements that stay in the second-level cache while several sums read them, in whole groups; from 2^15 on torch wakes
+its threads for every sum, which made reading the moments of gpt2-small take 0.7 to 0.9 s on two shared cores, not
+0.3."""
 
-    Reads every tensor once from memory, in chunks that stay in cache.
 
-    Args:
-        m: First moment, any shape and dtype, contiguous.
-        v: Second moment, as many elements.
-        slow: Slow gradient average, as many elements.
+def moment_statistics_reference(moments: Sequence[Moments]) -> Tensor:
+    """Return the sums over all moments, (8,), float64; see ``moment_statistics``.
 
-    Returns:
-        (8,), float64, on the CPU: count, sum m, sum m^2, sum v, sum v^2, sum slow^2, sum m slow, and 1 if there was a
-        slow average, else 0.
+    Sums are float32 within chunks of 32512 elements, which torch adds pairwise, and float64 across chunks.
     """
-    sums = torch.zeros(8, dtype=torch.float64)
-    sums[0], sums[7] = m.numel(), float(slow is not None)
-    total = torch.zeros(6, dtype=torch.float64, device=m.device)
-    flat_m, flat_v, flat_slow = m.view(-1), v.view(-1), None if slow is None else slow.view(-1)
-    for start in range(0, m.numel(), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        m_part, v_part = flat_m[chunk].float(), flat_v[chunk].float()
-        parts = [m_part.sum(), m_part.dot(m_part), v_part.sum(), v_part.dot(v_part)]
-        if flat_slow is None:
-            total[:4] += torch.stack(parts)
+    device = moments[0].device
+    total = torch.zeros(8, dtype=torch.float64, device=device)
+    for piece in moments:
+        total += _sums_of_piece(piece)
+    return total
+
+
+def _sums_of_piece(piece: Moments) -> Tensor:
+    sums = torch.zeros(8, dtype=torch.float64, device=piece.device)
+    sums[0], sums[7] = piece.num_elements, float(piece.slow is not None)
+    for start in range(0, piece.num_elements, _CHUNK):
+        chunk = slice(start, min(start + _CHUNK, piece.num_elements))
+        m, v = _values(piece.m, chunk, signed=True), _values(piece.v, chunk, signed=False)
+        # Products that are summed, not torch.dot: MKL wakes its threads for that.
+        parts = [m.sum(), m.square().sum(), v.sum(), v.square().sum()]
+        if piece.slow is None:
+            sums[1:5] += torch.stack(parts)
         else:
-            slow_part = flat_slow[chunk].float()
-            total += torch.stack([*parts, slow_part.dot(slow_part), m_part.dot(slow_part)])
-    sums[1:7] = total.cpu()
+            slow = _values(piece.slow, chunk, signed=True)
+            sums[1:7] += torch.stack([*parts, slow.square().sum(), (m * slow).sum()])
     return sums
+
+
+def _values(stored: Stored, chunk: slice, *, signed: bool) -> Tensor:
+    """Return a range of values as float32; ranges of codes begin with a group."""
+    if isinstance(stored, Tensor):
+        return stored.view(-1)[chunk].float()
+    codes = stored.codes.view(-1)[chunk]
+    groups = slice(chunk.start // QUANT_GROUP_SIZE, -(-chunk.stop // QUANT_GROUP_SIZE))
+    scale = stored.scale.view(-1)[groups].repeat_interleave(QUANT_GROUP_SIZE)[: len(codes)]
+    return map_values(codes.device, signed=signed)[codes.long()] * scale

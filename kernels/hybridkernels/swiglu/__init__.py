@@ -1,5 +1,5 @@
 """SwiGLU's elementwise half, silu(gate) * up, as one op that saves its two inputs and nothing else."""
 
-from hybridkernels.swiglu.op import cuda_backend, swiglu
+from hybridkernels.swiglu.op import swiglu
 
-__all__ = ["cuda_backend", "swiglu"]
+__all__ = ["swiglu"]

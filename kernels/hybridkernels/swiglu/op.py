@@ -1,43 +1,20 @@
 """silu(gate) * up as an op that saves gate and up, where autograd would also keep silu(gate)."""
 
-import warnings
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridkernels.provider import chosen_provider
 from hybridkernels.swiglu.plain import swiglu_backward_plain, swiglu_plain
+from hybridkernels.triton_launch import cuda_backend
 
 _TRITON_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-@cache
-def cuda_backend() -> str:
-    """Return ``triton`` where its kernels can be built and launched, else ``torch`` (the same formula, slower).
-
-    Triton builds its launcher with the machine's C compiler and Python headers, so the answer takes a trial launch.
-    """
-    if find_spec("triton") is None or not torch.cuda.is_available():
-        return "torch"
-    trial = torch.zeros(16, dtype=torch.bfloat16, device="cuda")
-    try:
-        from hybridkernels.swiglu.triton_kernel import swiglu_triton  # noqa: PLC0415  Triton is optional
-
-        swiglu_triton(trial, trial)
-    except Exception as error:  # noqa: BLE001  compilers, headers and drivers fail in many ways; training goes on
-        warnings.warn(
-            f"Triton cannot run the swiglu kernel ({error}); training goes on with torch's own ops, more slowly; "
-            "install gcc and the Python headers, or uninstall triton to silence this",
-            stacklevel=2,
-        )
-        return "torch"
-    return "triton"
-
-
 def _takes_triton(gate: Tensor) -> bool:
-    return gate.dtype in _TRITON_DTYPES and cuda_backend() == "triton"
+    runs = gate.dtype in _TRITON_DTYPES and cuda_backend() == "triton"
+    return chosen_provider("swiglu", ("triton", "torch") if runs else ("torch",), gate.device) == "triton"
 
 
 @torch.library.custom_op("hybridkernels::swiglu", mutates_args=(), device_types="cpu")

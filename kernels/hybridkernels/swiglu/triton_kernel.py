@@ -10,6 +10,7 @@ from torch import Tensor
 
 BLOCK = 1024
 """Elements a program: with 4 warps, one 16-byte access a thread for each 16-bit tensor."""
+NUM_WARPS = 4
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
@@ -58,4 +59,4 @@ def _launch(kernel: "triton.JITFunction", *tensors: Tensor) -> None:
     numel = tensors[0].numel()
     if numel:  # CUDA refuses an empty grid
         with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
-            kernel[(triton.cdiv(numel, BLOCK),)](*tensors, numel, BLOCK=BLOCK, num_warps=4)
+            kernel[(triton.cdiv(numel, BLOCK),)](*tensors, numel, BLOCK=BLOCK, num_warps=NUM_WARPS)

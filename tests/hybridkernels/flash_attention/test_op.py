@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
+from hybridkernels.flash_attention import (
+    backward_workspace_bytes,
+    causal_attention,
+    op,
+    sdpa,
+    triton_workspace_bytes,
+    unfused_attention,
+)
 from hybridkernels.flash_attention.reference import causal_attention_reference
+from hybridkernels.provider import use_provider
 from numerics import assert_bitwise, assert_error_bound
 
 OP = torch.ops.hybridkernels.causal_attention.default
@@ -171,3 +179,90 @@ def test_flop_formulas_count_half_of_every_matmul() -> None:
 def test_backward_scratch_follows_the_cuda_kernels(shape: str, dtype: torch.dtype, expected: int) -> None:
     q, k, _ = random_qkv(SHAPES[shape], dtype)
     assert backward_workspace_bytes(q, k) == expected
+
+
+def test_our_backward_scratch_is_one_number_a_row() -> None:
+    q, k, _ = random_qkv(SHAPES["grouped"], torch.bfloat16)
+    assert triton_workspace_bytes(q, k) == 4 * 2 * 6 * 33
+
+
+@pytest.mark.parametrize("attention", [causal_attention, unfused_attention])
+@pytest.mark.parametrize(
+    ("shapes", "match"),
+    [
+        (((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 3, 8)), "N a multiple of K"),
+        (((2, 5, 4, 8), (2, 6, 4, 8), (2, 6, 4, 8)), r"k \(2, 6, 4, 8\)"),
+        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 16)), r"v \(2, 5, 4, 16\)"),
+        (((5, 4, 8), (5, 4, 8), (5, 4, 8)), r"q has shape \(5, 4, 8\)"),
+    ],
+    ids=["heads", "length", "values", "dimensions"],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    attention: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], match: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{attention.__name__}: .*{match}"):
+        attention(*(torch.ones(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("attention", [causal_attention, unfused_attention])
+@pytest.mark.parametrize(
+    "other", [torch.ones(1, 2, 1, 8).half(), torch.ones(1, 2, 1, 8, device="meta")], ids=["dtype", "device"]
+)
+def test_mixed_dtypes_and_devices_are_refused(attention: Callable[..., Tensor], other: Tensor) -> None:
+    q = torch.ones(1, 2, 1, 8)
+    with pytest.raises(ValueError, match=f"{attention.__name__}: .*need one floating point dtype and one device"):
+        attention(q, q, other)
+    with pytest.raises(ValueError, match="floating point"):
+        attention(*[q.int()] * 3)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Stand in for a card of compute capability 9.0 on which Triton runs."""
+    for module in (op, sdpa):
+        monkeypatch.setattr(module, "compute_capability", lambda _: 90)
+    monkeypatch.setattr(op, "cuda_backend", lambda: "triton")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no such card")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "provider"),
+    [
+        (torch.bfloat16, 64, "sdpa_flash"),
+        (torch.float16, 256, "sdpa_flash"),
+        (torch.bfloat16, 20, "triton"),
+        (torch.float32, 64, "sdpa_efficient"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("card")
+def test_triton_runs_where_torchs_flash_kernel_does_not(dtype: torch.dtype, head_dim: int, provider: str) -> None:
+    assert op._provider(torch.empty(1, 2, 1, head_dim, dtype=dtype)) == provider
+
+
+@pytest.mark.usefixtures("card")
+def test_a_provider_can_be_forced_by_head_dim() -> None:
+    q = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16)
+    with use_provider("causal_attention/head64", "triton"):
+        assert op._provider(q) == "triton"
+        assert op._provider(torch.empty(1, 2, 1, 80, dtype=torch.bfloat16)) == "sdpa_flash"
+        with pytest.raises(ValueError, match="'triton' cannot run here; allowed: sdpa_efficient"):
+            op._provider(q.float())
+
+
+def test_triton_is_taken_on_a_build_without_flash_and_nothing_on_one_without_either(card: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16)
+    card.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert op._provider(q) == "triton"
+    card.setattr(op, "cuda_backend", lambda: "torch")
+    with pytest.raises(ValueError, match=r"no kernel for torch\.bfloat16 with head dim 64 on this card.*use float32"):
+        op._provider(q)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float64, 64), (torch.bfloat16, 264), (torch.float16, 132)])
+@pytest.mark.usefixtures("card")
+def test_what_no_kernel_takes_is_refused(dtype: torch.dtype, head_dim: int) -> None:
+    with pytest.raises(ValueError, match="causal_attention: no kernel for"):
+        op._provider(torch.empty(1, 2, 1, head_dim, dtype=dtype))

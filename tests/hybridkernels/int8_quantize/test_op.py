@@ -355,42 +355,12 @@ def test_a_dispatch_mode_sees_the_ops_and_nothing_inside(device: str) -> None:
     assert mode.seen == [QUANTIZE, DEQUANTIZE]
 
 
-def test_the_workspace_is_that_of_one_slice_and_none_for_a_fused_kernel() -> None:
+def test_the_workspace_is_that_of_one_slice_and_a_seed_for_a_fused_kernel() -> None:
     for stochastic, buffers in ((False, 2), (True, 3)):
-        assert quantize_workspace_bytes(10**9, stochastic=stochastic) == 0
+        assert quantize_workspace_bytes(10**9, stochastic=stochastic) == (8 if stochastic else 0)
         one_slice = buffers * 4 * 2**24 + 2**16 * 16
         assert quantize_workspace_bytes(10**9, stochastic=stochastic, fused=False) == one_slice
         assert quantize_workspace_bytes(300, stochastic=stochastic, fused=False) == buffers * 4 * 300 + 2 * 16
     assert dequantize_workspace_bytes(10**9, torch.bfloat16) == 0
     assert dequantize_workspace_bytes(10**9, torch.bfloat16, fused=False) == 4 * 2**24
     assert dequantize_workspace_bytes(10**9, torch.float32, fused=False) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cuda_gives_the_codes_of_the_cpu(dtype: torch.dtype) -> None:
-    values = random_values(5 * 1024 + 3, dtype)
-    codes, scales_G = quantize(values)
-    codes_cuda, scales_cuda_G = torch.empty_like(codes, device="cuda"), torch.empty_like(scales_G, device="cuda")
-    values_cuda = values.cuda()
-    int8_quantize(values_cuda, codes_cuda, scales_cuda_G, stochastic=False)
-    int8_dequantize(codes_cuda, scales_cuda_G, values_cuda)
-    assert_bitwise(codes_cuda.cpu(), codes, "codes")
-    assert_bitwise(scales_cuda_G.cpu(), scales_G, "scales")
-    assert_bitwise(values_cuda.cpu(), dequantize(codes, scales_G, dtype), "values")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
-@ROUNDINGS
-def test_cuda_stays_within_the_stated_workspace(*, stochastic: bool) -> None:
-    num_elements = 2**25 + 300
-    values = torch.randn(num_elements, device="cuda")
-    codes = torch.empty(num_elements, dtype=torch.int8, device="cuda")
-    scales_G = torch.empty(num_groups(num_elements), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    int8_quantize(values, codes, scales_G, stochastic=stochastic)
-    taken = torch.cuda.max_memory_allocated() - before
-    assert taken <= quantize_workspace_bytes(num_elements, stochastic=stochastic, fused=False)

@@ -1,14 +1,15 @@
 """silu(gate) * up against torch in float64, torch's own autograd, and its fake."""
 
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels.swiglu import cuda_backend, plain, swiglu
+from hybridkernels.swiglu import plain, swiglu
 from hybridkernels.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from numerics import assert_bitwise, assert_error_bound
 
@@ -182,26 +183,8 @@ def test_inputs_that_do_not_match_are_refused(gate: Tensor, up: Tensor) -> None:
         swiglu(gate, up)
 
 
-@pytest.fixture
-def fresh_backend() -> Iterator[None]:
-    cuda_backend.cache_clear()
-    yield
-    cuda_backend.cache_clear()
-
-
-@pytest.mark.usefixtures("fresh_backend")
-def test_without_triton_the_backend_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("hybridkernels.swiglu.op.find_spec", lambda _name: None)
-    assert cuda_backend() == "torch"
-
-
-@pytest.mark.usefixtures("fresh_backend")
-def test_a_triton_that_cannot_run_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros
-    monkeypatch.setitem(sys.modules, "hybridkernels.swiglu.triton_kernel", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("hybridkernels.swiglu.op.find_spec", lambda _name: "found")
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))  # noqa: ARG005
-    with pytest.warns(UserWarning, match="Triton cannot run the swiglu kernel"):
-        assert cuda_backend() == "torch"
+def test_the_op_works_where_triton_cannot_be_imported() -> None:
+    code = "import sys; sys.modules['triton'] = None; import torch; from hybridkernels.swiglu import swiglu; "
+    code += "swiglu(*torch.ones(2, 3, requires_grad=True)).sum().backward(); "
+    code += "assert 'hybridkernels.swiglu.triton_kernel' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

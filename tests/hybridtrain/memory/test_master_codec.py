@@ -192,6 +192,16 @@ def test_only_a_separate_copy_spares_reading_the_weight(weight: Codec, master: C
         assert_bitwise(garbage, companion.bfloat16(), "weight")
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])
+def test_rounding_by_chance_keeps_faults(bits: int) -> None:
+    values = from_bits([bits] * 500)
+    rounded = torch.empty(500, dtype=torch.bfloat16)
+    round_stochastically(values.clone(), rounded)
+    assert not rounded.isfinite().any()
+    if bits & 0x400000:  # a quiet NaN, as arithmetic makes them
+        assert rounded.isnan().all()
+
+
 def test_stochastic_rounding_goes_up_exactly_when_the_noise_reaches_over() -> None:
     # The same stream drawn by hand: value + noise below the kept bits, then cut.
     values = torch.randn(1000)

@@ -14,6 +14,7 @@ from hybridtrain.optimizations import (
     Bf16Optimizer,
     ChunkedLoss,
     FactoredOptimizer,
+    FlashAttention,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -26,7 +27,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import PLAN_PATHS, Claim, Schedule, UpdateDevice
+from hybridtrain.plan.claim import PLAN_PATHS, Attention, Claim, Schedule, UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, resolve
 from hybridtrain.plan.tensor_class import Codec, Placement
@@ -38,6 +39,7 @@ STACK: tuple[Optimization, ...] = (
     Int8Weights(),
     GradAccumulation(steps=4, schedule="vertical"),
     ChunkedLoss(chunk_tokens=256),
+    FlashAttention(),
     WeightStreaming(),
     OptimizerOffload(offload_grads=False),
     ActivationOffload(),
@@ -191,6 +193,7 @@ def test_nothing_claimed_is_plain_fp32_training() -> None:
         resident_layers=0,
         static_scales=False,
         update_on=UpdateDevice.DEVICE,
+        attention=Attention.FLASH,
         history_codec=Codec.ABSENT,
         history_tensors=0,
     )
@@ -235,6 +238,7 @@ SETTING_VALUES = {
     "resident_layers": 4,
     "static_scales": True,
     "update_on": UpdateDevice.HOST,
+    "attention": Attention.UNFUSED,
     "history_codec": Codec.BFLOAT16,
     "history_tensors": 2,
 }

@@ -1,0 +1,74 @@
+"""Cross entropy and its gradient, in place, as one Triton kernel: a program takes a token's row of logits.
+
+The row is read twice: once for its largest value and the sum of exponentials (the online rule of Milakov and
+Gimelshein, 1805.02867), once to be overwritten; the second time it comes from the second-level cache. C tokens,
+V vocabulary.
+"""
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+BLOCK = 4096
+NUM_WARPS = 8
+"""16 elements a thread and block: two 16-byte accesses for 16-bit logits."""
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _with_block(largest, total, logits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Return the largest value and the sum of exponentials, relative to it, with one more block of logits."""
+    above = tl.maximum(largest, tl.max(logits, 0))
+    base = tl.where(above == -float("inf"), 0.0, above)  # nothing but -inf so far: exp(-inf - 0), not exp(nan)
+    return above, total * tl.exp(largest - base) + tl.sum(tl.exp(logits - base), 0)
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    logits_ptr,  # noqa: ANN001
+    targets_ptr,  # noqa: ANN001
+    losses_ptr,  # noqa: ANN001
+    vocab,  # noqa: ANN001
+    row_stride,  # noqa: ANN001
+    scale,  # noqa: ANN001
+    BLOCK: tl.constexpr,
+):
+    """Write loss = ln(sum(exp(x - a))) + (a - x[target]), a = max(x), and x = scale * (softmax(x) - onehot(target))."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    target = tl.load(targets_ptr + row)
+    picked = tl.load(row_ptr + target).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    whole = vocab // BLOCK * BLOCK  # blocks before it need no mask, hence 16-byte accesses for any vocabulary
+    largest = -float("inf")
+    total = 0.0
+    for start in range(0, whole, BLOCK):
+        logits = tl.load(row_ptr + start + lanes).to(tl.float32)
+        largest, total = _with_block(largest, total, logits)
+    inside = whole + lanes < vocab
+    if whole < vocab:
+        logits = tl.load(row_ptr + whole + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+        largest, total = _with_block(largest, total, logits)
+    tl.store(losses_ptr + row, tl.log(total) + (largest - picked))
+    share = scale / total
+    for start in range(0, whole, BLOCK):
+        logits = tl.load(row_ptr + start + lanes).to(tl.float32)
+        grad = share * tl.exp(logits - largest) - tl.where(start + lanes == target, scale, 0.0)
+        tl.store(row_ptr + start + lanes, grad.to(logits_ptr.dtype.element_ty))
+    if whole < vocab:
+        logits = tl.load(row_ptr + whole + lanes, mask=inside, other=0.0).to(tl.float32)
+        grad = share * tl.exp(logits - largest) - tl.where(whole + lanes == target, scale, 0.0)
+        tl.store(row_ptr + whole + lanes, grad.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_grad_triton(logits_CV: Tensor, targets_C: Tensor, scale: float) -> Tensor:
+    """Return losses_C (float32) and overwrite ``logits_CV`` (float32, bfloat16 or float16, dense rows)."""
+    num_tokens, vocab = logits_CV.shape
+    losses_C = logits_CV.new_empty(num_tokens, dtype=torch.float32)
+    if num_tokens:  # CUDA refuses an empty grid
+        with torch.cuda.device_of(logits_CV):  # type: ignore[no-untyped-call]
+            cross_entropy_grad_kernel[(num_tokens,)](
+                logits_CV, targets_C.contiguous(), losses_C, vocab, logits_CV.stride(0), scale,
+                BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return losses_C

@@ -1,0 +1,56 @@
+"""Which implementation of an op runs on this card: what was measured to be fastest there, else a stated order.
+
+``choices.toml`` holds one row per op and card, written by ``hybridtrain bench kernels --choose`` from measurements. An
+op without a row for the card at hand takes the first implementation of its own order that can run: well-kept
+libraries stand before ours there, for ours is not measured.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+_forced: dict[str, str] = {}
+
+
+def chosen_provider(op: str, available: Sequence[str], device: torch.device) -> str:
+    """Return the name of the implementation to run.
+
+    Args:
+        op: Name of the op, with a class of shapes where the choice depends on it, as ``causal_attention/head64``.
+        available: Implementations that can run here, in the order to take without a measurement; not empty.
+        device: A CUDA device.
+
+    Raises:
+        ValueError: an implementation was forced that cannot run here.
+    """
+    forced = _forced.get(op)
+    if forced is not None:
+        if forced not in available:
+            raise ValueError(f"{op}: '{forced}' cannot run here; allowed: {', '.join(available)}")
+        return forced
+    measured = _choices().get((op, torch.cuda.get_device_name(device)))
+    return measured if measured is not None and measured in available else available[0]
+
+
+@contextmanager
+def use_provider(op: str, provider: str) -> Iterator[None]:
+    """Force one implementation of an op within a ``with`` block, for benchmarks and tests; not for threads."""
+    before = _forced.get(op)
+    _forced[op] = provider
+    try:
+        yield
+    finally:
+        del _forced[op]
+        if before is not None:
+            _forced[op] = before
+
+
+@cache
+def _choices() -> dict[tuple[str, str], str]:
+    """Return the provider by op and card name."""
+    text = files("hybridkernels").joinpath("choices.toml").read_text(encoding="utf-8")
+    return {(row["op"], row["card"]): row["provider"] for row in tomllib.loads(text).get("choice", [])}

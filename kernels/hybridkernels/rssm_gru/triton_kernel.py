@@ -1,0 +1,165 @@
+"""Several ticks of the model's imagined path in one launch: a program takes one member and a few rows.
+
+A row needs nothing of another, so programs never wait for each other. What a tick reads is the member's weights, 2.3
+MiB at the predictor's sizes, from the second-level cache: they arrive through asynchronous copies, some tiles ahead of
+the arithmetic. The row's state goes through global memory that only its program touches, and stays in the first-level
+cache. Products are fp32 multiply-adds: a few rows would leave tensor cores idle, and TF32 would draw other classes.
+
+Legend: reference.py. R rows of a program; I inputs and O outputs of an affine map.
+"""
+
+# Triton's language has no annotations for values in a kernel.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from hybridkernels.rssm_gru.kernel_parts import affine, answer, copy_rows, draw, gate, mix
+from hybridkernels.rssm_gru.reference import UNIFORM_SHARE
+
+NUM_WARPS = 8
+NUM_STAGES = 3
+TILES = {1: 8192, 4: 4096}
+"""Elements of a weight tile by rows of a program: two tiles of 32 or 16 KiB are on their way at once; more of either
+would spill registers. One row while each finds a multiprocessor of its own, then more, which share what is read."""
+
+
+def row_block(num_members: int, num_rows: int, num_multiprocessors: int) -> int:
+    """Return the rows of one program."""
+    return min(TILES) if num_members * num_rows <= num_multiprocessors else max(TILES)
+
+
+RUN_TIME = (
+    "action_stride_s", "action_stride_e", "action_stride_b", "action_stride_a", "num_ticks", "num_members", "num_rows",
+)  # fmt: skip
+"""Integers for whose values no kernel of their own is built."""
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def rssm_rollout_kernel(
+    initial_hidden, initial_classes, actions, uniforms, features,
+    action_stride_s, action_stride_e, action_stride_b, action_stride_a,
+    mix_weight, mix_bias, action_weight, action_bias, seen_weight, seen_bias, gru_input_weight, gru_input_bias,
+    gru_hidden_weight, gru_hidden_bias, prior_weight, prior_bias, head_hidden_weight, head_hidden_bias, head_weight,
+    head_bias,
+    means, log_variances, hidden, classes, logits, scratch,
+    num_ticks, num_members, num_rows,
+    HIDDEN: tl.constexpr, CATEGORICALS: tl.constexpr, CLASSES: tl.constexpr, ACTIONS: tl.constexpr,
+    FEATURES: tl.constexpr, FEATURE_BLOCK: tl.constexpr, WIDTH: tl.constexpr, UNIFORM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Follow the ticks of ROWS rows of one member; grid (E, ceil(B / ROWS)). All but the actions are contiguous.
+
+    Hidden state, classes and logits are outputs and at once the state between ticks.
+    """
+    SAMPLE: tl.constexpr = CATEGORICALS * CLASSES
+    GATES: tl.constexpr = 3 * HIDDEN
+    member, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS
+    count = tl.minimum(num_rows - first, ROWS).to(tl.int32)
+    start, all_rows = member * num_rows + first, member * 0 + num_members * num_rows
+    hidden += start * HIDDEN
+    classes += start * CATEGORICALS
+    logits += start * SAMPLE
+    input_gates, hidden_gates = scratch + start * GATES, scratch + (all_rows + start) * GATES
+    mixed = scratch + 2 * all_rows * GATES + start * WIDTH
+    head_hidden_weight += member * (HIDDEN + SAMPLE) * WIDTH
+    copy_rows(initial_hidden + start * HIDDEN, hidden, count, HIDDEN)
+    copy_rows(initial_classes + start * CATEGORICALS, classes, count, CATEGORICALS)
+    tl.debug_barrier()
+    for tick in range(num_ticks):
+        mix(
+            classes, actions + member * action_stride_e + first * action_stride_b, action_stride_b, action_stride_a,
+            features + start * FEATURES, mixed, count, tick == 0,
+            mix_weight + member * SAMPLE * WIDTH, mix_bias + member * WIDTH, action_weight + member * ACTIONS * WIDTH,
+            action_bias + member * WIDTH, seen_weight + member * FEATURES * WIDTH, seen_bias + member * WIDTH,
+            CATEGORICALS, CLASSES, ACTIONS, FEATURES, FEATURE_BLOCK, WIDTH,
+        )  # fmt: skip
+        tl.debug_barrier()
+        weight, bias = gru_input_weight + member * WIDTH * GATES, gru_input_bias + member * GATES
+        affine(mixed, input_gates, weight, bias, count, ROWS, WIDTH, GATES, HIDDEN, TILE, STAGES)
+        weight, bias = gru_hidden_weight + member * HIDDEN * GATES, gru_hidden_bias + member * GATES
+        affine(hidden, hidden_gates, weight, bias, count, ROWS, HIDDEN, GATES, HIDDEN, TILE, STAGES)
+        tl.debug_barrier()
+        gate(input_gates, hidden_gates, hidden, count, HIDDEN)
+        tl.debug_barrier()
+        weight, bias = prior_weight + member * HIDDEN * SAMPLE, prior_bias + member * SAMPLE
+        affine(hidden, logits, weight, bias, count, ROWS, HIDDEN, SAMPLE, SAMPLE, TILE, STAGES)
+        bias = head_hidden_bias + member * WIDTH
+        affine(hidden, mixed, head_hidden_weight, bias, count, ROWS, HIDDEN, WIDTH, WIDTH, TILE, STAGES)
+        tl.debug_barrier()
+        ticks_rows = all_rows * tick + start
+        draw(logits, uniforms + ticks_rows * CATEGORICALS, classes, count, CATEGORICALS, CLASSES, UNIFORM)
+        tl.debug_barrier()
+        answer(
+            classes, mixed, head_hidden_weight + HIDDEN * WIDTH, head_weight + member * 2 * WIDTH,
+            head_bias + member * 2, means + ticks_rows, log_variances + ticks_rows, count, CATEGORICALS, CLASSES, WIDTH,
+        )  # fmt: skip
+        tl.debug_barrier()
+        actions += action_stride_s
+
+
+def kernel_constants(
+    *, hidden: int, categoricals: int, classes: int, actions: int, features: int, width: int, rows: int
+) -> dict[str, int | float]:
+    """Return the compile-time arguments; ``features`` is 0 where nothing is seen."""
+    return {
+        "HIDDEN": hidden, "CATEGORICALS": categoricals, "CLASSES": classes, "ACTIONS": actions, "FEATURES": features,
+        "FEATURE_BLOCK": triton.next_power_of_2(max(1, features)), "WIDTH": width, "UNIFORM": UNIFORM_SHARE,
+        "ROWS": rows, "TILE": TILES[rows], "STAGES": NUM_STAGES,
+    }  # fmt: skip
+
+
+def rssm_rollout_triton(
+    weights: Sequence[Tensor],
+    hidden_EBH: Tensor,
+    classes_EBK: Tensor,
+    actions_SEBA: Tensor,
+    uniforms_SEBK: Tensor,
+    features_EBF: Tensor | None,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return means, log-variances, hidden state, classes and logits; see ``rssm_rollout``.
+
+    Args:
+        weights: In the order of ``op.WEIGHTS``; float32.
+        hidden_EBH: H, as K, Z / K and D, a power of two of at least 16.
+        classes_EBK: As hidden state, actions, uniforms and features: see ``rssm_rollout``.
+        actions_SEBA: Any strides.
+        uniforms_SEBK: In [0, 1).
+        features_EBF: Or None.
+        rows: Of a program; None: as many as suit the card.
+    """
+    (num_ticks, num_members, num_rows, num_actions), device = actions_SEBA.shape, hidden_EBH.device
+    hidden, categoricals, (size, width) = hidden_EBH.shape[2], classes_EBK.shape[2], weights[0].shape[1:]
+    means = torch.empty(num_ticks, num_members, num_rows, device=device)
+    log_variances = torch.empty_like(means)
+    hidden_out, classes_out = torch.empty_like(hidden_EBH.contiguous()), torch.empty_like(classes_EBK.contiguous())
+    logits = torch.empty(num_members, num_rows, size, device=device)
+    if means.numel():  # CUDA refuses an empty grid
+        rows = rows or row_block(num_members, num_rows, multiprocessors(device))
+        scratch = torch.empty(num_members * num_rows * (6 * hidden + width), device=device)
+        features = hidden_EBH if features_EBF is None else features_EBF.contiguous()  # any tensor where none is read
+        constants = kernel_constants(
+            hidden=hidden, categoricals=categoricals, classes=size // categoricals, actions=num_actions,
+            features=0 if features_EBF is None else features.shape[2], width=width, rows=rows,
+        )  # fmt: skip
+        with torch.cuda.device_of(hidden_EBH):  # type: ignore[no-untyped-call]
+            rssm_rollout_kernel[(num_members, triton.cdiv(num_rows, rows))](
+                hidden_EBH.contiguous(), classes_EBK.contiguous(), actions_SEBA, uniforms_SEBK.contiguous(), features,
+                *actions_SEBA.stride(), *(weight.contiguous() for weight in weights),
+                means, log_variances, hidden_out, classes_out, logits, scratch,
+                num_ticks, num_members, num_rows, **constants, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return means, log_variances, hidden_out, classes_out, logits
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the card has; of the interpreter, which has none, one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,28 @@
+"""``hybridtrain bench attention``: what flash attention saves at growing lengths, planned in a second."""
+
+import argparse
+import json
+import sys
+
+from hybridtrain.config.encode import encode
+from hybridvalidation.attention_plan import append_attention, plan_attention, read_attention
+from hybridvalidation.attention_table import SAVING, attention_text, judge_attention, write_attention
+from hybridvalidation.environment import read_environment
+from hybridvalidation.scenario_files import scenario_folder
+from hybridvalidation.tables import TERMINAL
+
+
+def attention_command(options: argparse.Namespace) -> int:
+    """Plan, record and judge attention by length."""
+    targets, records = scenario_folder(options.scenarios).targets(), options.results / "records"
+    read_attention(records)  # a damaged file is told now, not after the run
+    record = plan_attention(read_environment(), targets[SAVING].value or 0.0)
+    paths = [append_attention(records, record), *write_attention([record], targets, options.results)]
+    if options.json:
+        verdicts = [encode(verdict) for verdict in judge_attention(record, targets)]
+        content = {"record": encode(record), "verdicts": verdicts, "files": [path.as_posix() for path in paths]}
+        sys.stdout.write(json.dumps(content) + "\n")
+    else:
+        written = ", ".join(path.as_posix() for path in paths)
+        sys.stdout.write(f"{attention_text(record, targets, TERMINAL)}\n\nWritten: {written}\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Microbenchmarks of the kernels: cases and providers, checked, timed, recorded, compared."""

@@ -1,0 +1,220 @@
+"""What is measured of a kernel: one op at one shape, by every provider, against one definition.
+
+A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments
+that does the work once and returns what it made, so that the first call can be checked and the later ones timed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybridkernels.provider import use_provider
+from hybridkernels.triton_launch import cuda_backend
+
+_NOBODY = "nobody"
+"""A provider that no op has."""
+
+
+class Mode(StrEnum):
+    """Which part of training an op is measured in."""
+
+    FORWARD = "forward"
+    """As in training: what the backward pass needs is kept."""
+    BACKWARD = "backward"
+    BOTH = "both"
+
+
+class Clock(StrEnum):
+    """Which time counts."""
+
+    DEVICE = "device"
+    """From the op's first kernel to its last; launching is hidden behind other work, as in a long queue."""
+    WALL = "wall"
+    """From the call to the result, launches included: what counts for a few small kernels between others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Arguments of an op, and the gradient of its output."""
+
+    args: tuple[Tensor, ...]
+    """Those that require a gradient get one."""
+    grad: Tensor | None = None
+    """None for a scalar output and for ops without a backward pass."""
+
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+Run: TypeAlias = Callable[[], Tensors]
+Setup: TypeAlias = Callable[[Inputs], Run]
+Function: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """One implementation."""
+
+    name: str
+    setup: Setup
+    is_ours: bool = False
+    """Whether its speed is this project's doing."""
+    is_choosable: bool = False
+    """Whether the op itself can take it by this name."""
+    missing: str = ""
+    """Why it cannot run here; empty where it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One op at one shape in one mode."""
+
+    op: str
+    key: str
+    """Name of the op in choices.toml, with its class of shapes."""
+    shape: str
+    """Where the shape comes from, as ``gpt2-1b B4 T1024``."""
+    dtype: str
+    mode: Mode
+    num_bytes: int
+    """Least traffic (arithmetic): every input read once, every output written once."""
+    flops: int
+    """Least arithmetic, recomputation left out."""
+    uses_tensor_cores: bool = False
+    """Whether the arithmetic is matrix products of 16-bit numbers."""
+    clock: Clock = Clock.DEVICE
+    make_inputs: Callable[[torch.device], Inputs]
+    exact: Setup
+    """The definition in wider arithmetic."""
+    same_dtype: Setup
+    """The plain torch formula in the case's dtype."""
+    checked_calls: int = 1
+    """The result after so many calls is checked: updates in place show their errors after a few."""
+    floor: float | None = None
+    """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
+    seen: Callable[[Tensors], Tensors] = tuple
+    """What of the outputs is judged, each part by its own largest value."""
+    providers: tuple[Provider, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.op} {self.shape} {self.dtype} {self.mode}"
+
+
+def trained(function: Function, mode: Mode) -> Setup:
+    """Return the setup of a differentiable op with one output."""
+
+    def setup(inputs: Inputs) -> Run:
+        leaves = [arg for arg in inputs.args if arg.requires_grad]
+        if mode is Mode.FORWARD:
+            return lambda: (function(*inputs.args).detach(),)
+        if mode is Mode.BACKWARD:
+            kept = function(*inputs.args)
+            return lambda: torch.autograd.grad(kept, leaves, inputs.grad, retain_graph=True)
+
+        def both() -> Tensors:
+            out = function(*inputs.args)
+            return (out.detach(), *torch.autograd.grad(out, leaves, inputs.grad))
+
+        return both
+
+    return setup
+
+
+def widened(setup: Setup, dtype: torch.dtype) -> Setup:
+    """Return a setup that works on copies of the inputs in ``dtype``."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    def wide_setup(inputs: Inputs) -> Run:
+        grad = None if inputs.grad is None else wide(inputs.grad)
+        return setup(Inputs(tuple(wide(arg) for arg in inputs.args), grad))
+
+    return wide_setup
+
+
+def forced(key: str, provider: str, setup: Setup) -> Setup:
+    """Return a setup that makes the op take one of its providers, and makes sure that the op obeys.
+
+    Raises:
+        RuntimeError: (the returned setup) the op never asked which provider to take; another one would be timed.
+    """
+
+    def forced_setup(inputs: Inputs) -> Run:
+        with use_provider(key, _NOBODY):
+            try:
+                setup(inputs)()
+            except ValueError as error:
+                if _NOBODY not in str(error):
+                    raise
+            else:
+                raise RuntimeError(f"the op does not ask for a provider of '{key}': '{provider}' cannot be forced")
+        with use_provider(key, provider):
+            run = setup(inputs)
+
+        def forced_run() -> Tensors:
+            with use_provider(key, provider):
+                return run()
+
+        return forced_run
+
+    return forced_setup
+
+
+def own_providers(
+    key: str, kernel: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
+) -> tuple[Provider, ...]:
+    """Return the providers among which an op of ours chooses on CUDA, and its only one on the CPU.
+
+    Args:
+        key: Of the op in choices.toml.
+        kernel: Folder in hybridkernels.
+        setup: Of the op.
+        device: Where it will run.
+        others: Choosable ones besides ``triton``.
+    """
+    if device.type != "cuda":
+        gone = [
+            Provider(name=name, setup=setup, is_choosable=True, missing=needs_card(device))
+            for name in ("triton", *others)
+        ]
+        return (*gone, Provider(name="cpu", setup=setup, is_ours=True))
+    triton = Provider(
+        name="triton", setup=forced(key, "triton", setup), is_ours=True, is_choosable=True,
+        missing=needs_triton(kernel),
+    )  # fmt: skip
+    return (triton, *(Provider(name=name, setup=forced(key, name, setup), is_choosable=True) for name in others))
+
+
+def needs_card(device: torch.device) -> str:
+    """Return why a CUDA provider is missing."""
+    return "" if device.type == "cuda" else "needs a CUDA card"
+
+
+def needs_triton(kernel: str) -> str:
+    """Return why the Triton kernel of a folder in hybridkernels is missing on this machine with a card."""
+    if not has_module(f"hybridkernels.{kernel}.triton_kernel"):
+        return f"hybridkernels.{kernel} has no Triton kernel"
+    return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
+
+
+def needs_package(package: str, device: torch.device) -> str:
+    """Return why a provider from a package for CUDA is missing."""
+    if not has_module(package):
+        return f"{package} is not installed"
+    return needs_card(device)
+
+
+def has_module(name: str) -> bool:
+    """Say whether a module can be found, without importing it."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

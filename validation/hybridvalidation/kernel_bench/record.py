@@ -1,0 +1,118 @@
+"""The record of one benchmark case: what every provider took, or why it took no part. Bytes are integers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hybridvalidation.environment import Environment
+from hybridvalidation.evidence import Evidence
+from hybridvalidation.kernel_bench.case import Clock, Mode
+from hybridvalidation.kernel_bench.timing import Times
+from hybridvalidation.record_store import append_line, read_lines
+
+SCHEMA = 1
+KERNELS_FILE = "kernels.jsonl"
+
+
+class ProviderOutcome(StrEnum):
+    """How a provider fared."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    """Its result is further from the definition than allowed: it was not timed."""
+    FAILED = "failed"
+    MISSING = "missing"
+    """It cannot run on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderResult:
+    """One provider in one case."""
+
+    provider: str
+    is_ours: bool
+    is_choosable: bool
+    """Whether the op can take it by this name."""
+    outcome: ProviderOutcome
+    message: str = ""
+    error: float | None = None
+    """Largest difference from the definition, over the largest value there; of the output nearest to its bound."""
+    allowed_error: float | None = None
+    """Twice that of plain torch in the same dtype, and one rounding of the largest value."""
+    times: Times | None = None
+    peak_bytes: int | None = None
+    """Most that one call held of the allocator's memory besides what stood before; None: not counted (CPU)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRecord:
+    """One case."""
+
+    op: str
+    key: str
+    """Name of the op in choices.toml."""
+    shape: str
+    dtype: str
+    mode: Mode
+    clock: Clock
+    num_bytes: int
+    """Least traffic (arithmetic)."""
+    flops: int
+    """Least arithmetic."""
+    uses_tensor_cores: bool
+    results: tuple[ProviderResult, ...]
+    card: str
+    """Name of the CUDA card; of the processor where there is none."""
+    driver: str
+    """Version of the card's driver, empty where nobody says."""
+    triton: str
+    """Version, empty where it is not installed."""
+    evidence: Evidence
+    started_at: str
+    """UTC, ISO 8601."""
+    duration_s: float
+    environment: Environment
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
+
+    @property
+    def name(self) -> str:
+        """What the case is called in messages and baselines."""
+        return f"{self.op} {self.shape} {self.dtype} {self.mode}"
+
+    @property
+    def is_on_card(self) -> bool:
+        """Whether a CUDA card was measured."""
+        return self.evidence is Evidence.MEASURED
+
+    def timed(self) -> list[tuple[ProviderResult, Times]]:
+        """Return the providers that ended well, the fastest first."""
+        found = [
+            (result, result.times)
+            for result in self.results
+            if result.outcome is ProviderOutcome.OK and result.times is not None
+        ]
+        return sorted(found, key=lambda pair: pair[1].q50_s)
+
+
+def append_kernel(records: Path, record: KernelRecord) -> Path:
+    """Add a record to the folder's file at once; raises ``RecordError`` when the file's last line was cut short."""
+    append_line(records / KERNELS_FILE, record)
+    return records / KERNELS_FILE
+
+
+def read_kernels(records: Path) -> list[KernelRecord]:
+    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    return read_lines(records / KERNELS_FILE, KernelRecord)
+
+
+def newest_kernels(records: Iterable[KernelRecord]) -> list[KernelRecord]:
+    """Return the newest record of each case and card, in the order of first appearance."""
+    newest: dict[tuple[str, str], KernelRecord] = {}
+    for record in records:
+        newest[record.card, record.name] = record
+    return list(newest.values())

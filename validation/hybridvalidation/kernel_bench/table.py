@@ -1,0 +1,200 @@
+"""``tables/kernels.md``: every case with its winner, from records alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridtrain.atomic_write import replace_file
+from hybridtrain.units import GB, MIB
+from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridvalidation.cuda_record import EvidenceRecord
+from hybridvalidation.kernel_bench.case import Clock
+from hybridvalidation.kernel_bench.plan import OPS
+from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult, newest_kernels
+from hybridvalidation.kernel_bench.timing import Times
+from hybridvalidation.kernel_bench.verdicts import judge_kernels, processor_speedups
+from hybridvalidation.scenario import Target
+from hybridvalidation.tables import MARKDOWN, verdict_table
+
+_OP_ORDER = {op: place for place, op in enumerate(OPS)}
+_CASE_HEADERS = (
+    "op", "shape", "mode", "clock", "winner", "ours us", "best other", "us", "ours / other", "GB/s", "TFLOP/s",
+    "of roofline",
+)  # fmt: skip
+_PROVIDER_HEADERS = (
+    "op", "shape", "dtype", "mode", "provider", "us", "20 to 80 %", "samples", "GB/s", "TFLOP/s", "of roofline",
+    "peak MiB", "error", "allowed",
+)  # fmt: skip
+_HOW = (
+    "Times: median of one call, providers in turn. Clock `device`: between CUDA events, inputs in no cache, launches "
+    "hidden; `wall`: from the call to the result, launches included. A winner is one whose quantiles 0.2 to 0.8 lie "
+    "below those of all others; where they overlap, nobody is. Ours / other: time of our fastest provider over that of "
+    "the fastest other one, below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
+    "arithmetic that the op needs (arithmetic). Of roofline: {peaks}. Error: largest difference from the definition "
+    "over its largest value, of the output nearest to its bound; allowed is twice that of plain torch in the same "
+    "dtype and one rounding. Peak MiB: most that a call held besides what stood before."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """What a card can do at best."""
+
+    bytes_per_s: float
+    matmul_flops_per_s: float
+    """Of tensor cores with 16-bit numbers."""
+    flops_per_s: float
+    """Of everything else; 0: unknown."""
+    source: str
+
+    def share(self, record: KernelRecord, seconds: float) -> float | None:
+        """Return the roofline's time over ``seconds``; None where it says nothing."""
+        if record.clock is Clock.WALL:
+            return None
+        rate = self.matmul_flops_per_s if record.uses_tensor_cores else self.flops_per_s
+        least_s = max(record.num_bytes / self.bytes_per_s, record.flops / rate if rate else 0.0)
+        return least_s / seconds
+
+
+def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
+    """Return a card's data-sheet figures by its CUDA name; else its measured ceilings; None for an unknown card."""
+    for known in card_catalogue().values():
+        if known.name == card:
+            return Peaks(
+                bytes_per_s=known.memory_bytes_per_second, matmul_flops_per_s=known.flops_per_second["bfloat16"],
+                flops_per_s=known.flops_per_second["float32"], source="the card's data-sheet rates",
+            )  # fmt: skip
+    for record in reversed(evidence):
+        if record.card == card and record.ceilings is not None:
+            found = record.ceilings
+            return Peaks(
+                bytes_per_s=found.device_copy_gbps * GB, matmul_flops_per_s=found.matmul_tflops * 1e12,
+                flops_per_s=0.0, source="the rates measured in results/records/evidence.jsonl",
+            )  # fmt: skip
+    return None
+
+
+def case_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
+    """Return one row per case: who wins, and how ours compares with the best other."""
+    rows = [_case_row(record, peaks) for record in records]
+    return tabulate(rows, headers=_CASE_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
+    """Return one row per provider that was timed."""
+    rows = [_provider_row(record, result, times, peaks) for record in records for result, times in record.timed()]
+    return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
+    """Return a sentence for every provider that is missing, wrong or failed, with the cases that say so."""
+    cases: dict[tuple[str, str, ProviderOutcome, str], list[str]] = {}
+    for record in records:
+        for result in record.results:
+            if result.outcome is not ProviderOutcome.OK:
+                key = (record.op, result.provider, result.outcome, result.message)
+                cases.setdefault(key, []).append(f"{record.shape} {record.mode}")
+    return [
+        f"{op} `{provider}` is {outcome}: {message}"
+        + (f" ({'; '.join(found)})" if outcome is not ProviderOutcome.MISSING else "")
+        for (op, provider, outcome, message), found in cases.items()
+    ]
+
+
+def processor_lines(records: Sequence[KernelRecord]) -> list[str]:
+    """Return how many times faster than its reference on the processor each op is that has one on a card."""
+    return [
+        f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
+    ]
+
+
+def write_kernels(
+    records: Sequence[KernelRecord],
+    results: Path,
+    evidence: Sequence[EvidenceRecord],
+    targets: Mapping[str, Target],
+) -> list[Path]:
+    """Write ``tables/kernels.md`` below ``results``; nothing without records."""
+    if not records:
+        return []
+    newest = sorted(newest_kernels(records), key=lambda record: (_OP_ORDER.get(record.op, len(OPS)), record.name))
+    parts = ["# Kernels"]
+    for card in sorted({record.card for record in newest}, key=lambda card: (not _on_card(newest, card), card)):
+        parts += _card_parts([record for record in newest if record.card == card], card_peaks(card, evidence))
+    parts += ["## Stated targets", verdict_table(judge_kernels(newest, targets), MARKDOWN)]
+    path = results / "tables" / "kernels.md"
+    replace_file(path, ("\n\n".join(parts) + "\n").encode())
+    return [path]
+
+
+def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[str]:
+    last = max(records, key=lambda record: record.started_at)
+    share = "nobody stated this machine's rates"
+    if peaks is not None:
+        share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
+    absent, processor = absent_lines(records), processor_lines(records)
+    made = [f"torch {last.environment.torch}", f"triton {last.triton or 'missing'}"]
+    made += [f"driver {last.driver or 'unknown'}"] if last.is_on_card else [f"{last.environment.num_cpus} processors"]
+    changes = ", with changes of its own" if last.environment.dirty else ""
+    return [
+        f"## {records[0].card} ({last.evidence})",
+        case_table(records, peaks, MARKDOWN),
+        _HOW.format(peaks=share),
+        *(["### Against the processor", "\n".join(f"- {line}" for line in processor)] if processor else []),
+        "### Every provider",
+        provider_table(records, peaks, MARKDOWN),
+        *(["### Not timed", "\n".join(f"- {line}" for line in absent)] if absent else []),
+        f"{', '.join(made)}; commit {last.environment.commit[:12] or 'unknown'}{changes}.",
+    ]
+
+
+def _case_row(record: KernelRecord, peaks: Peaks | None) -> list[str]:
+    timed = record.timed()
+    ours = next(((result, times) for result, times in timed if result.is_ours), None)
+    other = next(((result, times) for result, times in timed if not result.is_ours), None)
+    head = [record.op, record.shape, record.mode, record.clock, _winner(timed)]
+    other_cells = ["-", "-"] if other is None else [other[0].provider, _us(other[1].q50_s)]
+    if ours is None:
+        return [*head, "-", *other_cells, *["-"] * 4]
+    ratio = "-" if other is None else f"{ours[1].q50_s / other[1].q50_s:.2f}"
+    return [*head, _us(ours[1].q50_s), *other_cells, ratio, *_rates(record, ours[1].q50_s, peaks)]
+
+
+def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
+    if not timed:
+        return "-"
+    (first, best), *others = timed
+    if not others:
+        return f"{first.provider}, alone"
+    return first.provider if all(best.is_faster_than(times) for _, times in others) else "nobody"
+
+
+def _provider_row(record: KernelRecord, result: ProviderResult, times: Times, peaks: Peaks | None) -> list[str]:
+    return [
+        record.op, record.shape, record.dtype, record.mode, result.provider, _us(times.q50_s),
+        f"{_us(times.q20_s)} to {_us(times.q80_s)}", str(times.num_samples), *_rates(record, times.q50_s, peaks),
+        "n/a" if result.peak_bytes is None else f"{result.peak_bytes / MIB:,.1f}", _error(result.error),
+        _error(result.allowed_error),
+    ]  # fmt: skip
+
+
+def _rates(record: KernelRecord, seconds: float, peaks: Peaks | None) -> list[str]:
+    share = None if peaks is None else peaks.share(record, seconds)
+    return [
+        f"{record.num_bytes / seconds / GB:,.1f}", f"{record.flops / seconds / 1e12:,.3g}",
+        "n/a" if share is None else f"{100 * share:.0f} %",
+    ]  # fmt: skip
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f}"
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:.2g}"
+
+
+def _on_card(records: Sequence[KernelRecord], card: str) -> bool:
+    return any(record.is_on_card for record in records if record.card == card)

@@ -1,0 +1,163 @@
+"""How long a call takes: providers in turn, so that a drifting clock meets them all, and quantiles, not means."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hybridtrain.units import MIB
+from hybridvalidation.kernel_bench.case import Clock, Run
+
+MOST_ROUNDS = 100
+WANTED_ROUNDS = 20
+"""Fewer are no ground for a choice."""
+_OVERRUN = 3.0
+"""A case may take so many times its budget to reach the wanted rounds."""
+_FLUSH_BYTES = 256 * MIB
+"""Twice the largest second-level cache of the cards known (H100: 50 MiB, RTX 5090: 96 MiB), and more."""
+_MOST_SLEEP_S = 5e-3
+_SLEEP_CYCLES_PER_S = 2.0e9
+"""Of a spinning kernel; no card runs faster by much, a slower one sleeps longer."""
+_LAUNCH_MARGIN = 2.0
+
+
+class Stopwatch(Protocol):
+    """Times one call."""
+
+    def warm_up(self, run: Run) -> None:
+        """Call it until compilers, caches and clocks have settled."""
+
+    def seconds(self, run: Run) -> float:
+        """Return the seconds of one call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Quantiles of the seconds of one call."""
+
+    q20_s: float
+    q50_s: float
+    q80_s: float
+    num_samples: int
+
+    def is_faster_than(self, other: "Times") -> bool:
+        """Say whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
+        return self.q80_s < other.q20_s
+
+
+class WallStopwatch:
+    """Seconds until the result is there, launches included; the caches stay as the call before left them."""
+
+    _WARM_UPS = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def warm_up(self, run: Run) -> None:
+        """Call it twice."""
+        for _ in range(self._WARM_UPS):
+            self.seconds(run)
+
+    def seconds(self, run: Run) -> float:
+        """Return the seconds of one call."""
+        self._wait()
+        begin = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class DeviceStopwatch:
+    """Seconds between two CUDA events around the call, its inputs in no cache.
+
+    The card is kept busy, with overwriting a buffer larger than its second-level cache and then with sleep, until the
+    call has been queued: else the gaps between slow launches would count.
+    """
+
+    _WARM_UPS = 5
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._launch_s = 0.0
+
+    def warm_up(self, run: Run) -> None:
+        """Call it a few times; the last ones tell how long queueing takes."""
+        for _ in range(self._WARM_UPS):
+            torch.cuda.synchronize(self._device)
+            begin = time.perf_counter()
+            run()
+            launch_s = time.perf_counter() - begin
+        self._launch_s = max(self._launch_s, min(launch_s, _MOST_SLEEP_S))
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, run: Run) -> float:
+        """Return the seconds of one call."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._flush.zero_()
+        torch.cuda._sleep(int(_LAUNCH_MARGIN * self._launch_s * _SLEEP_CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+def make_stopwatch(clock: Clock, device: torch.device) -> Stopwatch:
+    """Return what measures this kind of time on this device."""
+    if clock is Clock.WALL or device.type != "cuda":
+        return WallStopwatch(device)
+    return DeviceStopwatch(device)
+
+
+def time_in_turn(
+    runs: Mapping[str, Run],
+    stopwatch: Stopwatch,
+    *,
+    budget_s: float,
+    on_fault: Callable[[str, Exception], None],
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Return the times of each provider that ends well; rounds of one call each, in turn, the first not counted.
+
+    Args:
+        runs: By name, warmed up.
+        stopwatch: What times a call.
+        budget_s: Rounds are added while this lasts, up to 100; below 20 it may last three times as long.
+        on_fault: Hears of a provider that raises; it is timed no more, and has no times.
+        now: Seconds of any clock.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    begin, rounds = now(), -1  # memory given back after warming up is taken again in the first round
+    while samples and rounds < MOST_ROUNDS:
+        spent = now() - begin
+        if rounds > 0 and spent > budget_s * (1.0 if rounds >= WANTED_ROUNDS else _OVERRUN):
+            break
+        for name in list(samples):
+            try:
+                seconds = stopwatch.seconds(runs[name])
+                samples[name] += [seconds] if rounds >= 0 else []
+            except Exception as error:  # noqa: BLE001  whatever a provider raises, the others go on
+                del samples[name]
+                on_fault(name, error)
+        rounds += 1
+    return {name: quantiles(found) for name, found in samples.items() if found}
+
+
+def quantiles(samples: list[float]) -> Times:
+    """Return the quantiles 0.2, 0.5 and 0.8, linear between samples."""
+    ordered = sorted(samples)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return Times(q20_s=at(0.2), q50_s=at(0.5), q80_s=at(0.8), num_samples=len(ordered))
