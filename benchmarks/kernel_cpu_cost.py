@@ -152,7 +152,7 @@ def _report(step_s: float, measured: list[tuple[Work, float]], rounds: int) -> s
 # What state encoding and the RSSM cost on the CPU
 
 Made by `python benchmarks/kernel_cpu_cost.py --rounds {rounds} --threads {threads} --write results/kernel-cpu-cost.md`.
-Measured on a CPU with torch {torch.__version__}, on {threads} of {cores} cores that other programs used too: {rounds}
+Executed on a CPU with torch {torch.__version__}, on {threads} of {cores} cores that other programs used too: {rounds}
 steps of gpt2-small in fp32 on {tokens} tokens, each followed by every piece of work once; medians of wall time.
 A step took {step_s:.2f} s.
 

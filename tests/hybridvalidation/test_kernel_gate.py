@@ -12,6 +12,7 @@ import pytest
 from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead
 from hybridkernels.compile_case import CAPABILITIES, CompileCase
 from hybridvalidation import kernel_gate
+from hybridvalidation.baseline_file import read_baseline
 from hybridvalidation.cli import main
 from hybridvalidation.gate import GateExit, worst_exit, write_baselines
 from hybridvalidation.kernel_gate import KernelBaseline, KernelGateResult, run_kernel_gate
@@ -198,7 +199,7 @@ def test_the_committed_baseline_knows_every_kernel_and_card() -> None:
     baseline = json.loads((BASELINES / "kernels.json").read_text(encoding="utf-8"))["resources"]
     assert sorted(baseline) == sorted(f"sm_{capability}" for capability in CAPABILITIES)
     for card, cases in baseline.items():
-        assert {name.split("/")[0] for name in cases} == set(KERNELS), card
+        assert {name.split("/")[0] for name in cases} >= set(KERNELS), card
 
 
 def test_a_baseline_is_read_as_it_was_written(
@@ -206,6 +207,6 @@ def test_a_baseline_is_read_as_it_was_written(
 ) -> None:
     compiled(FIGURES)
     accept(tmp_path)
-    assert kernel_gate._read_baseline(tmp_path / "kernels.json") == KernelBaseline(
+    assert read_baseline(tmp_path / "kernels.json", KernelBaseline) == KernelBaseline(
         triton="9.9.9", resources={f"sm_{capability}": {"mine/bf16": FIGURES} for capability in CAPABILITIES}
     )

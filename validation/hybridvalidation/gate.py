@@ -1,17 +1,14 @@
 """The memory gate: dry runs of today against committed baselines. A regression fails, and so does an unrecorded win."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hybridtrain.atomic_write import replace_file
-from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import to_json
 from hybridtrain.dry_run import dry_run, phases_of_cycle
-from hybridtrain.errors import ConfigError, HybridTrainError, RecordError
+from hybridtrain.errors import HybridTrainError
 from hybridtrain.units import format_bytes
+from hybridvalidation.baseline_file import read_baseline, write_baseline
 from hybridvalidation.figures import memory_figures
 from hybridvalidation.record import MemoryFigures
 from hybridvalidation.scenario import Scenario, Stack
@@ -105,7 +102,7 @@ def run_gate(files: ScenarioFiles, names: list[str], baselines: Path, on_run: Ca
     num_runs = 0
     for name in names:
         scenario = files.scenario(name)
-        recorded = _read_baseline(baselines, scenario.name)
+        recorded = read_baseline(baselines / f"{scenario.name}.json", Baseline)
         stacks: dict[str, StackBaseline] = {}
         for stack_name in scenario.stacks:
             on_run(f"{scenario.name} {stack_name}")
@@ -183,7 +180,7 @@ def write_baselines(replacements: Mapping[str, object], folder: Path, *, accept:
     paths = []
     for name, baseline in replacements.items():
         path = folder / (f"{name}.json" if accept else f"{name}.replacement.json")
-        replace_file(path, _indented(baseline).encode())
+        write_baseline(path, baseline)
         if accept:
             (folder / f"{name}.replacement.json").unlink(missing_ok=True)
         paths.append(path)
@@ -194,20 +191,6 @@ def drop_replacements(names: list[str], folder: Path) -> None:
     """Remove the replacement files of scenarios that need none any more."""
     for name in names:
         (folder / f"{Path(name).stem}.replacement.json").unlink(missing_ok=True)
-
-
-def _indented(baseline: object) -> str:
-    return json.dumps(json.loads(to_json(baseline)), indent=1, sort_keys=True) + "\n"
-
-
-def _read_baseline(folder: Path, name: str) -> Baseline | None:
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    try:
-        return decode(Baseline, json.loads(path.read_text(encoding="utf-8")), source=str(path))
-    except (ValueError, ConfigError) as error:
-        raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error
 
 
 def _baseline(figures: MemoryFigures) -> StackBaseline:

@@ -1,6 +1,5 @@
 """The kernel gate: what each Triton kernel takes of each card, compiled ahead of time, against the baseline."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
 from hybridkernels.compile_case import CAPABILITIES
-from hybridtrain.config.decode import decode
-from hybridtrain.errors import ConfigError, RecordError
+from hybridvalidation.baseline_file import read_baseline
 from hybridvalidation.gate import Finding, GateExit
 
 NAME = "kernels"
@@ -58,7 +56,7 @@ def run_kernel_gate(
     if find_spec("triton") is None:
         reason = "triton is not installed, nothing was compiled; pip install triton (Linux)"
         return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
-    recorded = _read_baseline(baselines / f"{NAME}.json")
+    recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
     findings: list[Finding] = []
     compiled: dict[str, dict[str, KernelResources]] = {_card(capability): {} for capability in CAPABILITIES}
     for capability, kernel, results in _compile_all(kernels, jobs or os.cpu_count() or 1):
@@ -145,12 +143,3 @@ def _not_measured(case: str, reason: str, *, settled: bool = True) -> Finding:
 
 def _card(capability: int) -> str:
     return f"sm_{capability}"
-
-
-def _read_baseline(path: Path) -> KernelBaseline | None:
-    if not path.exists():
-        return None
-    try:
-        return decode(KernelBaseline, json.loads(path.read_text(encoding="utf-8")), source=str(path))
-    except (ValueError, ConfigError) as error:
-        raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error

@@ -1,16 +1,12 @@
 """The speed gate: a run's times against the committed ones of the same card, op, shape and provider."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridtrain.atomic_write import replace_file
-from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import to_json
-from hybridtrain.errors import ConfigError, RecordError
 from hybridtrain.units import format_seconds
+from hybridvalidation import baseline_file
 from hybridvalidation.gate import GateExit
 from hybridvalidation.kernel_bench.record import KernelRecord
 from hybridvalidation.kernel_bench.timing import Times
@@ -20,7 +16,7 @@ TOLERANCE = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelBaseline:
+class SpeedBaseline:
     """The baseline file of one card."""
 
     card: str
@@ -97,22 +93,16 @@ def accept_speed(records: Iterable[KernelRecord], folder: Path) -> list[Path]:
             if rows:
                 cases[record.name] = {**cases.get(record.name, {}), **rows}
         last = found[-1]
-        baseline = KernelBaseline(card=card, torch=last.environment.torch, triton=last.triton, cases=cases)
+        baseline = SpeedBaseline(card=card, torch=last.environment.torch, triton=last.triton, cases=cases)
         path = baseline_path(folder, card)
-        replace_file(path, (json.dumps(json.loads(to_json(baseline)), indent=1, sort_keys=True) + "\n").encode())
+        baseline_file.write_baseline(path, baseline)
         paths.append(path)
     return paths
 
 
-def read_baseline(folder: Path, card: str) -> KernelBaseline | None:
+def read_baseline(folder: Path, card: str) -> SpeedBaseline | None:
     """Return the baseline of a card, None without one; raises ``RecordError`` for a damaged file."""
-    path = baseline_path(folder, card)
-    if not path.exists():
-        return None
-    try:
-        return decode(KernelBaseline, json.loads(path.read_text(encoding="utf-8")), source=str(path))
-    except (ValueError, ConfigError) as error:
-        raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error
+    return baseline_file.read_baseline(baseline_path(folder, card), SpeedBaseline)
 
 
 def _compare(record: KernelRecord, rows: Mapping[str, Times], check: SpeedCheck) -> None:
