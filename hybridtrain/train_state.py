@@ -15,7 +15,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 
-_SCHEMA = 3
+_SCHEMA = 4
 _NORM = "previous_norm"
 
 

@@ -70,7 +70,7 @@ class HostUpdate:
         companion_P = None if state.companion is None else on_host(state.companion)
         flat = tuple(part.view(-1) for part in weight)
         if takes_rounded_update(codec, moments, step):
-            update_rounded(flat, grad_P, moments, step)
+            update_rounded(flat, grad_P, moments, history, step)
             return
         value_P = codec.load(flat, companion_P)
         update_slice(value_P, grad_P, moments, history, step)

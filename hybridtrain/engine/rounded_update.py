@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_rounded_
 from hybridtrain.engine.adamw import AdamWStep
+from hybridtrain.engine.slow_momentum import track
 from hybridtrain.memory.master_codec import MasterCodec, StoredWeight, weight_part
 
 _SLICE_ELEMENTS = 1 << 23
@@ -13,17 +14,23 @@ _SLICE_ELEMENTS = 1 << 23
 
 
 def takes_rounded_update(codec: MasterCodec, moments: Sequence[Tensor], step: AdamWStep) -> bool:
-    """Return whether a weight of this codec, with these moments, is updated and rounded in one op."""
-    return codec.rounds_stochastically and len(moments) == 4 and step.slow is None
+    """Return whether a weight of this codec, with these moments, is updated and rounded in one op.
+
+    A step that also moves along the slow average needs the exact value; one that only tracks it does not.
+    """
+    return codec.rounds_stochastically and len(moments) == 4 and not (step.slow and step.slow.predicted_steps)
 
 
-def update_rounded(weight: StoredWeight, grad_P: Tensor, moments: Sequence[Tensor], step: AdamWStep) -> None:
-    """Update a flat slice in place; its first element begins a group.
+def update_rounded(
+    weight: StoredWeight, grad_P: Tensor, moments: Sequence[Tensor], history: Sequence[Tensor], step: AdamWStep
+) -> None:
+    """Update a flat slice and its history in place; its first element begins a group.
 
     Args:
         weight: bfloat16 (P,), or int8 codes (P,) and a float32 scale per group.
         grad_P: (P,) float32 or bfloat16.
         moments: m_codes, m_scale, v_codes, v_scale of whole groups.
+        history: What remembers the slow average, where the step tracks one.
         step: Learning rate, decay, number.
     """
     config = step.config
@@ -37,3 +44,5 @@ def update_rounded(weight: StoredWeight, grad_P: Tensor, moments: Sequence[Tenso
             (m_codes[codes], m_scale[groups], v_codes[codes], v_scale[groups]), lr=step.lr,
             betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=step.weight_decay, step=step.number,
         )  # fmt: skip
+    if step.slow is not None:
+        track(history, grad_P, step.slow)

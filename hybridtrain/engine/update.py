@@ -227,7 +227,7 @@ class Update:
             grad_P.mul_(settings.factor)
         num_moments = len(entry.state.specs)
         if takes_rounded_update(codec, rest[:num_moments], entry.step):
-            update_rounded(weight, grad_P, rest, entry.step)
+            update_rounded(weight, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
             return
         value_P = codec.load(weight, companion_P)
         update_slice(value_P, grad_P, rest[:num_moments], rest[num_moments:], entry.step)

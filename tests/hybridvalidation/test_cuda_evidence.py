@@ -16,7 +16,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations.int8_optimizer import Int8Optimizer
+from hybridtrain.optimizations import OptimizerOffload, WeightStreaming
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.host import Host
@@ -142,7 +142,7 @@ class FakeMachine:
     def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, PartOutcome]]:
         session = Session(
             card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: self.used_bytes, host_bytes=120 * GIB,
-            has_bitsandbytes=True, environment=ENVIRONMENT, budget_s=60 * minutes, start=self.start,
+            environment=ENVIRONMENT, budget_s=60 * minutes, start=self.start,
             on_record=self.records.append, say=self.said.append, clock=lambda: self.now, sleep=self.sleep,
             num_planners=2,
         )  # fmt: skip
@@ -226,11 +226,11 @@ class TestRun:
     def test_without_a_plan_or_with_a_fault_nothing_is_started(self) -> None:
         plans = {
             "none": Answer(outcome=PartOutcome.ERROR, message="nothing fits"),
-            "fault": Answer(planned=planned(fault="needs bitsandbytes")),
+            "fault": Answer(planned=planned(fault="too little host memory")),
         }
         machine = FakeMachine(plans=plans)
         machine.run([part("none"), part("fault")])
-        assert [record.message for record in machine.records[1:]] == ["no plan: nothing fits", "needs bitsandbytes"]
+        assert [record.message for record in machine.records[1:]] == ["no plan: nothing fits", "too little host memory"]
         assert not machine.jobs
 
     def test_a_card_that_is_too_small_or_busy_is_told(self) -> None:
@@ -362,24 +362,21 @@ class TestPlan:
         assert card.pcie_gbps * 0.8 == pytest.approx(55.0)
         assert card.memory_mib == 16 * 1024
 
-    def test_a_given_stack_is_run_dry_and_an_8_bit_update_needs_its_library(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_given_stack_is_run_dry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
-        job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64), has_bitsandbytes=False)
+        job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))
         found = plan_part(job)
         assert (found.fault, found.micro_batch_size, found.accum_steps) == ("", 2, 1)
         assert found.predicted.fits
         assert len(found.predicted.step_allocated_bytes) == 2
         assert decode(PlannedPart, json.loads(to_json(found)), source="", unions=cuda_worker.UNIONS) == found
-        int8 = Stack(name="int8", says="", optimizations=(Int8Optimizer(),))
-        assert "bitsandbytes" in plan_part(replace(job, part=part(stack=int8))).fault
+        away = Stack(name="away", says="", optimizations=(OptimizerOffload(), WeightStreaming()))
+        crowded = Host(memory_gib=4 + 1e-6, reserved_gib=4)
+        assert "of host memory" in plan_part(replace(job, part=part(stack=away), host=crowded)).fault
 
-    def test_a_search_without_the_8_bit_library_ends_in_a_stack_that_runs(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_search_ends_in_a_stack_that_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
-        job = PlanJob(part=part(stack=None), card=find_card("h200"), host=Host(memory_gib=64), has_bitsandbytes=False)
+        job = PlanJob(part=part(stack=None), card=find_card("h200"), host=Host(memory_gib=64))
         found = plan_part(job)
         assert found.stack.name == "recommended"
         assert not found.fault
@@ -387,7 +384,7 @@ class TestPlan:
 
     def test_a_plan_is_made_in_a_fresh_process(self) -> None:
         small = part(model="gpt2-small", seq_len=64)
-        job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64), has_bitsandbytes=False)
+        job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64))
         child = WorkerProcess("plan", job, 300.0)
         try:
             while (answer := child.answer()) is None:
@@ -398,7 +395,7 @@ class TestPlan:
         assert answer.planned.predicted.fits
 
     def test_a_process_that_crashes_or_takes_too_long_gives_an_answer(self) -> None:
-        job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64), has_bitsandbytes=False)
+        job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))
         late = WorkerProcess("plan", job, 0.0)
         answer = late.answer()
         assert answer is not None
@@ -575,7 +572,7 @@ class TestCommand:
         def session(minutes: float, on_record: Callable[[EvidenceRecord], None], say: Callable[[str], None]) -> Session:
             return Session(
                 card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: machine.used_bytes,
-                host_bytes=120 * GIB, has_bitsandbytes=True, environment=ENVIRONMENT, budget_s=60 * minutes,
+                host_bytes=120 * GIB, environment=ENVIRONMENT, budget_s=60 * minutes,
                 start=machine.start, on_record=on_record, say=say, clock=lambda: machine.now, sleep=machine.sleep,
             )  # fmt: skip
 

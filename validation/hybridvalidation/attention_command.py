@@ -6,7 +6,7 @@ import sys
 
 from hybridtrain.config.encode import encode
 from hybridvalidation.attention_plan import append_attention, plan_attention, read_attention
-from hybridvalidation.attention_table import SAVING, attention_text, judge_attention, write_attention
+from hybridvalidation.attention_table import SAVING, STATED_SAVING_PCT, attention_text, judge_attention, write_attention
 from hybridvalidation.environment import read_environment
 from hybridvalidation.scenario_files import scenario_folder
 from hybridvalidation.tables import TERMINAL
@@ -15,8 +15,9 @@ from hybridvalidation.tables import TERMINAL
 def attention_command(options: argparse.Namespace) -> int:
     """Plan, record and judge attention by length."""
     targets, records = scenario_folder(options.scenarios).targets(), options.results / "records"
+    stated = targets[SAVING].value if SAVING in targets else None
     read_attention(records)  # a damaged file is told now, not after the run
-    record = plan_attention(read_environment(), targets[SAVING].value or 0.0)
+    record = plan_attention(read_environment(), stated or STATED_SAVING_PCT)
     paths = [append_attention(records, record), *write_attention([record], targets, options.results)]
     if options.json:
         verdicts = [encode(verdict) for verdict in judge_attention(record, targets)]

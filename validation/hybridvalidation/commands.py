@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hybridkernels.triton_launch import cuda_backend
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.data.open_corpus import open_corpus
@@ -176,8 +177,7 @@ def doctor(options: argparse.Namespace) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     checks = {
         "CUDA card": environment.gpu or "none: memory is planned, speed is estimated, accuracy is executed on the CPU",
-        "bitsandbytes": _version("bitsandbytes")
-        or "missing: int8_optimizer on CUDA needs it (pip install 'hybridtrain[cuda]')",
+        "bitsandbytes": _version("bitsandbytes") or "missing: 8-bit updates on CUDA run as a Triton kernel",
         "8-bit update on the CPU": {
             "compiled": "compiled with this machine's C compiler",
             "reference": "no C compiler found: plain torch, about 100 times slower (install gcc)",
@@ -186,8 +186,9 @@ def doctor(options: argparse.Namespace) -> int:
         "Free disk here": f"{to_gib(shutil.disk_usage('.').free):.1f} GiB",
         "Scenario files": str(scenario_folder(options.scenarios).folder),
     }
-    if torch.cuda.is_available() and not _version("bitsandbytes"):
-        checks["int8_optimizer"] = "cannot run on this card before bitsandbytes is installed"
+    if torch.cuda.is_available():
+        runs = cuda_backend() == "triton"
+        checks["Triton"] = "runs on this card" if runs else "cannot run here: kernels are torch's own ops, slower"
     if options.json:
         _print_json({"environment": encode(environment), "checks": checks})
     else:

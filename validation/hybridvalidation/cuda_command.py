@@ -1,7 +1,6 @@
 """The ``evidence`` verb: everything a CUDA card can tell within a few minutes."""
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def _session(minutes: float, on_record: Callable[[EvidenceRecord], None], say: C
     return Session(
         card=properties.name, total_bytes=properties.total_memory, used_bytes=_used_bytes,
         host_bytes=available_host_bytes() or _UNKNOWN_HOST_BYTES,
-        has_bitsandbytes=importlib.util.find_spec("bitsandbytes") is not None, environment=read_environment(),
+        environment=read_environment(),
         budget_s=60 * minutes, start=WorkerProcess, on_record=on_record, say=say,
     )  # fmt: skip
 

@@ -2,16 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 
 from hybridtrain.dry_run import DryRun, Workload, dry_run
-from hybridtrain.errors import ConfigError, OutOfMemoryError
+from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, model_preset
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.compose import compose
-from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.plan.tensor_class import Codec
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, card_catalogue
 from hybridtrain.virtual_gpu.host import Host
@@ -19,7 +14,7 @@ from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.cuda_parts import Part
 from hybridvalidation.cuda_record import Ceilings, Predicted
 from hybridvalidation.figures import plan_figures
-from hybridvalidation.recommend import Candidate, Question, Recommendation, recommend
+from hybridvalidation.recommend import Question, recommend
 from hybridvalidation.scenario import Stack
 
 _FP32_SHARE = 1 / 8
@@ -33,8 +28,6 @@ class PlanJob:
     part: Part
     card: Card
     host: Host
-    has_bitsandbytes: bool
-    """Whether the 8-bit update can run on the card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,8 @@ def plan_part(job: PlanJob) -> PlannedPart:
     stack = part.stack
     if stack is None:
         question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
-        candidate, run = runnable(recommend(question, lambda _: None), question, has_8bit=job.has_bitsandbytes)
+        found = recommend(question, lambda _: None)
+        candidate, run = found.chosen, found.run
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
         stack = Stack(name="recommended", says=says, optimizations=candidate.optimizations())
     else:
@@ -88,9 +82,7 @@ def plan_part(job: PlanJob) -> PlannedPart:
     plan = stack.plan()
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     fault = ""
-    if needs_8bit_update(plan) and not job.has_bitsandbytes:
-        fault = "its 8-bit update needs bitsandbytes on a card, which is not installed"
-    elif not run.fits_host:
+    if not run.fits_host:
         fault = (
             f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} "
             f"may be used"
@@ -100,36 +92,6 @@ def plan_part(job: PlanJob) -> PlannedPart:
         micro_batch_size=part.num_sequences // accum_steps, accum_steps=accum_steps, predicted=_predicted(run),
         fault=fault,
     )  # fmt: skip
-
-
-def runnable(found: Recommendation, question: Question, *, has_8bit: bool) -> tuple[Candidate, DryRun]:
-    """Return the recommended stack, or where the machine has no 8-bit update the best that does without.
-
-    Raises:
-        OutOfMemoryError: every stack that fits needs the 8-bit update.
-    """
-    if has_8bit or not _needs_8bit(found.chosen):
-        return found.chosen, found.run
-    others = [candidate for candidate in found.candidates if not _needs_8bit(candidate)]
-    for candidate in sorted(others, key=lambda other: -other.tokens_per_s):
-        keep_last = candidate.keep_last
-        while keep_last >= 0:
-            run = question.run(replace(candidate, keep_last=keep_last))
-            if run.fits:
-                return replace(candidate, keep_last=keep_last, tokens_per_s=run.tokens_per_s), run
-            excess = run.peak_reserved_bytes - question.card.allocator_capacity_bytes
-            keep_last -= max(1, ceil(excess / max(candidate.kept_bytes, 1)))
-    raise OutOfMemoryError("every stack that fits has an 8-bit update, which needs bitsandbytes; install it")
-
-
-def needs_8bit_update(plan: MemoryPlan) -> bool:
-    """Return whether moments are 8-bit codes that the card itself updates."""
-    full = plan.for_phase(Phase.FULL)
-    return full.optim_state.codec is Codec.INT8_BLOCKS and full.update_on is UpdateDevice.DEVICE
-
-
-def _needs_8bit(candidate: Candidate) -> bool:
-    return needs_8bit_update(compose(candidate.optimizations()))
 
 
 def _run_stack(job: PlanJob, model: ModelConfig, stack: Stack) -> DryRun:

@@ -39,7 +39,6 @@ class Session:
     """Memory of the whole card in use; None where nobody says."""
     host_bytes: int
     """Host memory that is available."""
-    has_bitsandbytes: bool
     environment: Environment
     budget_s: float
     start: StartChild
@@ -133,8 +132,7 @@ class EvidenceRun:
         assert self._ceilings is not None, "nothing is planned for an unknown card"
         cap = effective_cap(part, self._session.total_bytes, self._others_bytes)
         return PlanJob(
-            part=part, card=card_under_cap(self._ceilings, cap), host=self._host(part),
-            has_bitsandbytes=self._session.has_bitsandbytes,
+            part=part, card=card_under_cap(self._ceilings, cap), host=self._host(part)
         )  # fmt: skip
 
     def _host(self, part: Part) -> Host:

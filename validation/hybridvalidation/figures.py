@@ -60,23 +60,23 @@ def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:
     """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
     flat = _flat(plan.for_phase(Phase.FULL))
-    if not plan.for_phase(Phase.FULL).history_tensors:
-        del flat["history_codec"], flat["history_tensors"]
-        return flat
     others = {
         f"{phase}.{path}": value
         for phase in Phase
         for path, value in _flat(plan.for_phase(phase)).items()
         if value != flat[path]
     }
+    if flat["attention"] == Attention.FLASH:  # what every plan had before there was a choice
+        del flat["attention"]
+    if not plan.for_phase(Phase.FULL).history_tensors:
+        del flat["history_codec"], flat["history_tensors"]
+        return flat
     return flat | others
 
 
 def _flat(plan: PhasePlan) -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in encode(plan).items():
-        if value == Attention.FLASH:
-            continue  # what every plan had before there was a choice
         if isinstance(value, dict):
             flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
         else:

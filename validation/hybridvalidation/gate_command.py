@@ -53,7 +53,8 @@ def gate_command(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{finding.exit.name.lower()}: {where}: {finding.message}\n")
     sys.stdout.write(f"gate: {exit_code.name.lower()}, {' and '.join(said)} compared\n")
     if written:
-        hint = "" if options.accept else "; if the change is meant, run: hybridtrain gate --accept"
+        again = " ".join(["hybridtrain gate", *options.names, "--accept"])
+        hint = "" if options.accept else f"; if the change is meant, run: {again}"
         sys.stdout.write(f"written: {', '.join(path.as_posix() for path in written)}{hint}\n")
     return int(exit_code)
 

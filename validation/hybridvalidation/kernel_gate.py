@@ -16,6 +16,9 @@ from hybridvalidation.gate import Finding, GateExit
 
 NAME = "kernels"
 """What stands for all kernels where scenarios are named, and the baseline's file name."""
+_COMPILER_SETTINGS = ("TRITON_", "PTXAS_", "DISABLE_", "LLVM_", "MLIR_")
+"""Beginnings of the environment variables that change what Triton compiles."""
+_CACHE_SETTING = "TRITON_CACHE_DIR"
 _MEANING = {
     "registers": "registers a thread",
     "spill_bytes": "B a thread spilled to memory",
@@ -56,10 +59,13 @@ def run_kernel_gate(
     if find_spec("triton") is None:
         reason = "triton is not installed, nothing was compiled; pip install triton (Linux)"
         return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "TRITON_INTERPRET=1: kernels are interpreted, nothing was compiled; unset it"
+        return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
     recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
     findings: list[Finding] = []
     compiled: dict[str, dict[str, KernelResources]] = {_card(capability): {} for capability in CAPABILITIES}
-    for capability, kernel, results in _compile_all(kernels, jobs or os.cpu_count() or 1):
+    for capability, kernel, results in _compile_all(kernels, jobs or len(os.sched_getaffinity(0))):
         card = _card(capability)
         on_kernel(f"{card} {kernel}")
         for name, result in results.items():
@@ -97,6 +103,8 @@ def _compile_all(kernels: tuple[str, ...], jobs: int) -> Iterator[tuple[int, str
 
 def _compile_kernel(capability: int, kernel: str) -> dict[str, KernelResources | str]:
     """Return resources by case, or why it could not be compiled."""
+    for name in [name for name in os.environ if name.startswith(_COMPILER_SETTINGS) and name != _CACHE_SETTING]:
+        del os.environ[name]  # a process of the gate's own; its baseline knows no settings
     results: dict[str, KernelResources | str] = {}
     for case in compile_cases(capability, (kernel,)):
         try:

@@ -60,10 +60,10 @@ def _adamw_int8(
     weight_decay: float,
     step: int,
 ) -> None:
-    _update(param, grad, (m_codes, m_scale, v_codes, v_scale), (lr, beta1, beta2, eps, weight_decay), step)
+    update_plain(param, grad, (m_codes, m_scale, v_codes, v_scale), (lr, beta1, beta2, eps, weight_decay), step)
 
 
-def _update(
+def update_plain(
     param: Tensor,
     grad: Tensor,
     moments: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -72,7 +72,9 @@ def _update(
 ) -> None:
     """Update whole groups by the compiled loop where there is one, else and a short group by the reference."""
     _, beta1, beta2, _, _ = settings
-    hyper = torch.tensor([*settings, 1 - beta1**step, math.sqrt(1 - beta2**step), 0.0], device=param.device)
+    hyper = torch.tensor([*settings, 1 - beta1**step, math.sqrt(1 - beta2**step), 0.0])
+    if param.is_cuda:  # from pinned memory, for the host not to wait
+        hyper = hyper.pin_memory().to(param.device, non_blocking=True)
     m_codes, m_scale, v_codes, v_scale = moments
     groups = [m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale]
     whole = param.numel() // QUANT_GROUP_SIZE
@@ -93,10 +95,21 @@ def _update(
         param[end:].copy_(tail[0][0, : param.numel() - end])
 
 
+def _loads_bitsandbytes() -> bool:
+    """Return whether the library's compiled part is there; without it a stand-in fails at the first update."""
+    if find_spec("bitsandbytes") is None:
+        return False
+    try:
+        from bitsandbytes.cextension import CudaBNBNativeLibrary, lib  # noqa: PLC0415  an extra: CUDA only
+    except Exception:  # noqa: BLE001  drivers and libraries fail in many ways; another kernel runs
+        return False
+    return isinstance(lib, CudaBNBNativeLibrary)
+
+
 @cache
 def _cuda_providers() -> tuple[str, ...]:
     """Return what can run on this machine's card, in the order to take."""
-    library = ("bitsandbytes",) if find_spec("bitsandbytes") else ()
+    library = ("bitsandbytes",) if _loads_bitsandbytes() else ()
     return (*library, *(("triton",) if cuda_backend() == "triton" else ()), "torch")
 
 
@@ -118,7 +131,7 @@ def _adamw_int8_cuda(
     provider = chosen_provider("adamw_int8", _cuda_providers(), param.device)
     moments = (m_codes, m_scale, v_codes, v_scale)
     if provider == "torch":
-        _update(param, grad, moments, (lr, beta1, beta2, eps, weight_decay), step)
+        update_plain(param, grad, moments, (lr, beta1, beta2, eps, weight_decay), step)
         return
     if provider == "triton":
         from hybridkernels.adamw_int8.triton_kernel import adamw_int8_triton  # noqa: PLC0415  Triton is optional

@@ -7,7 +7,7 @@ parameters, G = ceil(P / 256) groups.
 import torch
 from torch import Tensor
 
-from hybridkernels.adamw_int8.op import adamw_int8_
+from hybridkernels.adamw_int8.op import update_plain
 from hybridkernels.adamw_int8.reference import load_weight, store_weight
 from hybridkernels.int8_quantize.philox import random_seed, random_words
 from hybridkernels.int8_quantize.reference import GROUP_SIZE, num_groups
@@ -92,7 +92,6 @@ def _triton_update(
 def _torch_update(
     weight: tuple[Tensor, ...], grad: Tensor, moments: _Moments, settings: _Settings, step: int, seed: Tensor
 ) -> None:
-    lr, beta1, beta2, eps, weight_decay = settings
     for start in range(0, len(grad), _SLICE_ELEMENTS):
         end = min(start + _SLICE_ELEMENTS, len(grad))
         groups = slice(start // GROUP_SIZE, num_groups(end))
@@ -101,10 +100,7 @@ def _torch_update(
         part_moments = tuple(tensor[elements] for tensor, elements in zip(moments, (whole, groups) * 2, strict=True))
         m_codes, m_scale, v_codes, v_scale = part_moments
         value = load_weight(part)
-        adamw_int8_(
-            value, grad[start:end], (m_codes, m_scale, v_codes, v_scale), lr=lr, betas=(beta1, beta2), eps=eps,
-            weight_decay=weight_decay, step=step,
-        )  # fmt: skip
+        update_plain(value, grad[start:end], (m_codes, m_scale, v_codes, v_scale), settings, step)
         store_weight(value, part, random_words(seed, end - start, start))
 
 
@@ -140,7 +136,8 @@ def adamw_int8_rounded_(
     Raises:
         ValueError: a dtype, size or layout is another than these.
 
-    Memory: on CUDA the seed's 8 bytes, and a copy of a gradient that is not contiguous.
+    Memory: on CUDA the seed's 8 bytes, and a copy of a gradient that is not contiguous; without Triton some 30 MiB of
+    temporaries more, unseen by the ledger.
     """
     _check(weight, grad, moments, seed)
     values, scales = weight if len(weight) == 2 else (weight[0], None)

@@ -99,7 +99,8 @@ def _dense(dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor) -> tuple[Tensor, T
 
 
 def _repeat_heads(kv_BKTH: Tensor, q_BNTH: Tensor) -> Tensor:
-    return kv_BKTH.repeat_interleave(q_BNTH.shape[1] // kv_BKTH.shape[1], dim=1)
+    group = q_BNTH.shape[1] // kv_BKTH.shape[1]
+    return kv_BKTH if group == 1 else kv_BKTH.repeat_interleave(group, dim=1)  # which copies for a group of one too
 
 
 def _sum_heads(grad_BNTH: Tensor, kv_BKTH: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybridkernels.linear_cross_entropy.op import cross_entropy_grad_
 
@@ -46,6 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / num_tokens
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grads = ctx.grads
         if grads is None:

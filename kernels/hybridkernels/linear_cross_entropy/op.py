@@ -53,7 +53,8 @@ def cross_entropy_grad_(logits_CV: Tensor, targets_C: Tensor, scale: float) -> T
     """
     fits = (
         logits_CV.ndim == 2 and logits_CV.is_floating_point() and targets_C.dtype == torch.int64
-        and targets_C.shape == logits_CV.shape[:1] and (logits_CV.numel() == 0 or logits_CV.stride(1) == 1)
+        and targets_C.shape == logits_CV.shape[:1] and logits_CV.shape[1] > 0
+        and (logits_CV.numel() == 0 or logits_CV.stride(1) == 1)
     )  # fmt: skip
     if not fits:
         raise ValueError(

@@ -152,7 +152,6 @@ def training_state_kernel(
     tl.store(own + 8 + slots, error)
     tl.debug_barrier()  # all of the program has written before it counts itself
     if tl.atomic_add(counter, 1, sem="acq_rel") == num_programs - 1:
-        tl.store(counter, 0)  # for the next launch
         sums = _add_partials(partials, num_programs, BLOCK, PARTIALS)
         sums += tl.where(slots == 0, num_elements.to(tl.float64), 0.0)
         sums += tl.where(slots == 7, num_slow.to(tl.float64), 0.0)
@@ -203,10 +202,10 @@ def _launch(moments: Sequence[Moments], states: tuple[Tensor, ...] | None) -> tu
     signed_map, unsigned_map = (map_values(device, signed=signed) for signed in (True, False))
     # Without states, tensors that no one reads.
     inputs = (features,) * 4 if states is None else _plain(*states)
+    finished = torch.zeros(1, dtype=torch.int32, device=device)  # of this launch alone: streams and graphs overlap
     with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         training_state_kernel[(num_programs,)](
-            table.rows, signed_map, unsigned_map, partials, _counter(device, stream), sums, *inputs,
+            table.rows, signed_map, unsigned_map, partials, finished, sums, *inputs,
             *kernel_matrices(device), features, len(moments), table.num_elements, table.num_slow, num_states,
             num_programs, **kernel_constants(table.kinds, has_states=num_states > 0), num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -225,12 +224,6 @@ def kernel_matrices(device: torch.device) -> tuple[Tensor, Tensor]:
         columns = torch.cat(reference.history_matrices(steps, device), 1)
         both.append(torch.nn.functional.pad(columns, (0, kernel_parts.MATRIX_WIDTH - columns.shape[1])).contiguous())
     return both[0], both[1]
-
-
-@cache
-def _counter(device: torch.device, stream: int) -> Tensor:  # noqa: ARG001  a key: launches of two streams may overlap
-    """Return the count of finished programs, 0 between launches."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @cache

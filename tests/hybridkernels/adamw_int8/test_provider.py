@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def with_library(monkeypatch: pytest.MonkeyPatch, *, library: bool, backend: str) -> None:
-    monkeypatch.setattr(op, "find_spec", lambda _name: "found" if library else None)
+    monkeypatch.setattr(op, "_loads_bitsandbytes", lambda: library)
     monkeypatch.setattr(op, "cuda_backend", lambda: backend)
     monkeypatch.setattr(rounded, "cuda_backend", lambda: backend)
 
@@ -62,6 +62,24 @@ def test_the_library_comes_before_triton(
     with_library(monkeypatch, library=library, backend=backend)
     op._adamw_int8_cuda(*fresh_tensors(), *ARGUMENTS)
     assert calls == [taken]
+
+
+class Native:
+    """Class of the library's compiled part."""
+
+
+@pytest.mark.parametrize(("lib", "loads"), [(Native(), True), (object(), False)])
+def test_a_library_without_its_compiled_part_is_left_alone(
+    lib: object, monkeypatch: pytest.MonkeyPatch, *, loads: bool
+) -> None:
+    monkeypatch.setattr(op, "find_spec", lambda _name: "found")
+    assert not op._loads_bitsandbytes()  # nothing of that name can be imported
+    extension = ModuleType("bitsandbytes.cextension")
+    extension.CudaBNBNativeLibrary, extension.lib = Native, lib  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", extension)
+    assert op._loads_bitsandbytes() is loads
+    monkeypatch.setattr(op, "find_spec", lambda _name: None)
+    assert not op._loads_bitsandbytes()
 
 
 def test_without_both_the_reference_runs(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional
 
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
-from hybridkernels.linear_cross_entropy.triton_kernel import BLOCK
 from hybridkernels.provider import use_provider
 from numerics import assert_error_bound
 
+BLOCK = 4096
+"""Of the kernel."""
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
 FLOORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

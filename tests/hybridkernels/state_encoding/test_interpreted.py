@@ -48,12 +48,11 @@ def test_nothing_but_empty_tensors_is_zero() -> None:
     assert moment_statistics_triton([random_moments(0), random_moments(0)]).tolist() == [0.0] * 8
 
 
-def test_equal_calls_are_bit_equal_and_leave_the_counter_at_zero() -> None:
+def test_equal_calls_are_bit_equal() -> None:
     moments = [random_moments(5 * CHUNK + 3, slow="fp32")]
     first = moment_statistics_triton(moments)
     for _ in range(2):
         assert_bitwise(moment_statistics_triton(moments), first)
-    assert triton_kernel._counter(first.device, 0).item() == 0
 
 
 def test_a_table_is_made_once_and_reads_what_lies_there_now() -> None:

@@ -53,7 +53,9 @@ def test_slices_of_any_length_draw_the_same_numbers(codec: MasterCodec, monkeypa
             codes = slice(start, groups.stop * 256)
             piece = (weight[0][part],) if len(weight) == 1 else (weight[0][part], weight[1][groups])
             m_codes, m_scale, v_codes, v_scale = moments
-            update_rounded(piece, grad[part], [m_codes[codes], m_scale[groups], v_codes[codes], v_scale[groups]], STEP)
+            update_rounded(
+                piece, grad[part], [m_codes[codes], m_scale[groups], v_codes[codes], v_scale[groups]], [], STEP
+            )
             start = end
         results.append([*weight, *moments])
     for other in results[1:]:
@@ -75,7 +77,7 @@ def test_it_moves_weights_as_the_exact_update_does_on_average(codec: MasterCodec
     for draw in range(num_draws):
         torch.manual_seed(draw)
         copies = tuple(part.clone() for part in weight)
-        update_rounded(copies, grad, [moment.clone() for moment in moments], STEP)
+        update_rounded(copies, grad, [moment.clone() for moment in moments], [], STEP)
         mean += codec.load(copies, None).double() / num_draws
     # One draw is off by up to a step of the grid (2^-7 of the value, or a scale of about 0.03); 400 average that out.
     assert (mean - exact).abs().mean() < 0.1 * (exact - before).abs().mean()
@@ -100,7 +102,9 @@ def test_only_weights_without_a_copy_and_with_new_scales_take_it(codec: MasterCo
     assert not takes_rounded_update(codec, MOMENTS[:2], STEP)
 
 
-def test_a_step_along_the_slow_average_needs_the_exact_value() -> None:
+@pytest.mark.parametrize(("predicted_steps", "takes"), [(0.0, True), (1.0, False)])
+def test_a_step_along_the_slow_average_needs_the_exact_value(predicted_steps: float, *, takes: bool) -> None:
     slow = SlowStep.__new__(SlowStep)
+    object.__setattr__(slow, "predicted_steps", predicted_steps)
     step = AdamWStep(AdamWConfig(), 1e-2, 0.1, 3, slow)
-    assert not takes_rounded_update(StochasticWeight(), MOMENTS, step)
+    assert takes_rounded_update(StochasticWeight(), MOMENTS, step) is takes

@@ -4,7 +4,7 @@ They are timed by the wall clock, launches included, and beside the reference on
 replace. N states, E members, B rows, S ticks, H hidden units, Z = K * C classes, A actions, D widths.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hybridkernels.rssm_gru import rssm_rollout
+from hybridkernels.rssm_gru import rssm_rollout, unimix
 from hybridkernels.state_encoding import (
     GRAD_NORM_STEPS,
     LOSS_STEPS,
@@ -118,6 +118,7 @@ def _exact_sums(inputs: Inputs) -> Run:
 def _rollout_case(device: torch.device) -> Case:
     num_weights = sum(prod(rssm_cell.LAYERS[name]) for name in _LAYERS if name != "seen")
     rows = (NUM_MEMBERS, _ROWS)
+    names = [f"{layer}.{part}" for layer in _LAYERS for part in ("weight", "bias")]
 
     def make_inputs(where: torch.device) -> Inputs:
         maker = Maker(torch.device("cpu"), torch.float32)
@@ -131,10 +132,10 @@ def _rollout_case(device: torch.device) -> Case:
             maker.normal(_TICKS, *rows, NUM_ACTIONS, grad=False),
             maker.uniform(_TICKS, *rows, rssm_cell.NUM_CATEGORICALS, low=0.0, high=1.0),
         )
+        state = (*state[:3], _centred(dict(zip(names, weights, strict=True)), *state))
         return Inputs(tuple(tensor.to(where) for tensor in (*weights, *state)))
 
     def setup(inputs: Inputs) -> Run:
-        names = [f"{layer}.{part}" for layer in _LAYERS for part in ("weight", "bias")]
         weights = dict(zip(names, inputs.args[: len(names)], strict=True))
         state = inputs.args[len(names) :]
 
@@ -149,6 +150,25 @@ def _rollout_case(device: torch.device) -> Case:
         make_inputs=make_inputs, num_bytes=4 * NUM_MEMBERS * num_weights,
         flops=2 * _TICKS * NUM_MEMBERS * _ROWS * num_weights, kernel="rssm_gru",
     )  # fmt: skip
+
+
+def _centred(
+    weights: Mapping[str, Tensor], hidden: Tensor, classes: Tensor, actions: Tensor, uniforms: Tensor
+) -> Tensor:
+    """Return random numbers that draw the same classes from the middle of each one's interval.
+
+    A number within rounding of a border would draw another class under another order of sums, and the path after it
+    would be another one: no provider would be wrong.
+    """
+    wide = {name: weight.double() for name, weight in weights.items()}
+    hidden, centres = hidden.double(), []
+    for action, uniform in zip(actions.double(), uniforms.double(), strict=True):
+        found = rssm_rollout(wide, hidden, classes, action[None], uniform[None])
+        hidden, classes = found.hidden_EBH, found.classes_EBK
+        shares = unimix(found.logits_EBZ.view(*classes.shape, -1))
+        upper = shares.cumsum(-1).gather(-1, classes[..., None])
+        centres.append((upper - shares.gather(-1, classes[..., None]) / 2)[..., 0])
+    return torch.stack(centres).float()
 
 
 def _case(
