@@ -34,7 +34,9 @@ _HOW = (
     "the fastest other one, below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
     "arithmetic that the op needs (arithmetic). Of roofline: {peaks}. Error: largest difference from the definition "
     "over its largest value, of the output nearest to its bound; allowed is twice that of plain torch in the same "
-    "dtype and one rounding. Peak MiB: most that a call held besides what stood before."
+    "dtype and one rounding. Peak MiB: most that a call held besides what stood before. Not quite alike: Liger's loss "
+    "waits for the device within its call, bitsandbytes' time holds a cast of the gradient to float32, torchao's "
+    "gradients are float32 from the start."
 )
 
 
