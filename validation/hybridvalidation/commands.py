@@ -144,8 +144,11 @@ def report_command(options: argparse.Namespace) -> int:
         written += write_executed(read_executed(records), options.results)
         written += write_evidence(read_evidence(records), options.results)
         written += write_studies(files.folder, options.results)
-        written += write_kernels(read_kernels(records), options.results, read_evidence(records), files.targets())
-        written += write_attention(read_attention(records), files.targets(), options.results)
+        kernels, attention = read_kernels(records), read_attention(records)
+        if kernels or attention:  # a folder of scenarios need not state targets
+            targets = files.targets()
+            written += write_kernels(kernels, options.results, read_evidence(records), targets)
+            written += write_attention(attention, targets, options.results)
     if options.json:
         _print_json({"files": [path.as_posix() for path in written]})
     else:
