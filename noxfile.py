@@ -25,7 +25,8 @@ def tests(session: nox.Session) -> None:
     """Run the test suite."""
     install(session, "test")
     # One thread: tiny ops gain nothing from a second, and lose much where another process has its core.
-    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    arguments = session.posargs or ["--numprocesses", "auto"]
+    session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
     if not session.posargs:
         session.notify("tests-kernels")
 
