@@ -73,10 +73,11 @@ def report(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Print dry-run times and CPU training throughput against transformers."""
-    install(session, "test")
+    """Print dry-run times, CPU training throughput against transformers, and pytest-benchmark's tables of kernels."""
+    install(session, "test", "bench")
     session.run("python", "benchmarks/dry_run_speed.py", *session.posargs)
     session.run("python", "benchmarks/cpu_throughput.py", *session.posargs)
+    session.run("pytest", "kernels/benchmarks")
 
 
 @nox.session(name="bench-kernels", default=False)
