@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.engine.adamw import AdamWStep, update_slice
+from hybridtrain.engine.adamw import AdamWStep
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.rounded_update import takes_rounded_update, update_rounded
+from hybridtrain.engine.rounded_update import update_stored
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
@@ -69,12 +69,7 @@ class HostUpdate:
         codec = self._states.codecs.of(weight)
         companion_P = None if state.companion is None else on_host(state.companion)
         flat = tuple(part.view(-1) for part in weight)
-        if takes_rounded_update(codec, moments, step):
-            update_rounded(flat, grad_P, moments, history, step)
-            return
-        value_P = codec.load(flat, companion_P)
-        update_slice(value_P, grad_P, moments, history, step)
-        codec.store(value_P, flat, companion_P)
+        update_stored(codec, flat, companion_P, grad_P, moments, history, step)
 
 
 def on_host(stored: Stored) -> Tensor:

@@ -1,16 +1,37 @@
-"""AdamW with 8-bit moments on weights that are all there is of their value: no float32 copy is made. P elements."""
+"""The update of a flat slice of any storage: its float32 value is made, updated and stored, or never made at all.
+
+Weights that are all there is of their value, with 8-bit moments, are updated and rounded in one op. P elements.
+"""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_rounded_
-from hybridtrain.engine.adamw import AdamWStep
+from hybridtrain.engine.adamw import AdamWStep, update_slice
 from hybridtrain.engine.slow_momentum import track
 from hybridtrain.memory.master_codec import MasterCodec, StoredWeight, weight_part
 
 _SLICE_ELEMENTS = 1 << 23
 """Elements that share a seed. Larger slices are cut: a weight draws the same numbers wherever its state lives."""
+
+
+def update_stored(
+    codec: MasterCodec,
+    weight: StoredWeight,
+    companion_P: Tensor | None,
+    grad_P: Tensor,
+    moments: Sequence[Tensor],
+    history: Sequence[Tensor],
+    step: AdamWStep,
+) -> None:
+    """Update a flat slice of a weight, with all that is kept beside it, in place; its first element begins a group."""
+    if takes_rounded_update(codec, moments, step):
+        update_rounded(weight, grad_P, moments, history, step)
+        return
+    value_P = codec.load(weight, companion_P)
+    update_slice(value_P, grad_P, moments, history, step)
+    codec.store(value_P, weight, companion_P)
 
 
 def takes_rounded_update(codec: MasterCodec, moments: Sequence[Tensor], step: AdamWStep) -> bool:

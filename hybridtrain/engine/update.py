@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridtrain.engine.adamw import AdamWConfig, AdamWStep, follow_slow, update_slice, update_values
+from hybridtrain.engine.adamw import AdamWConfig, AdamWStep, follow_slow, update_values
 from hybridtrain.engine.factored_update import FactoredUpdate
 from hybridtrain.engine.host_update import HostUpdate
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.rounded_update import takes_rounded_update, update_rounded
+from hybridtrain.engine.rounded_update import update_stored
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
@@ -226,12 +226,7 @@ class Update:
         if settings.factor is not None:
             grad_P.mul_(settings.factor)
         num_moments = len(entry.state.specs)
-        if takes_rounded_update(codec, rest[:num_moments], entry.step):
-            update_rounded(weight, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
-            return
-        value_P = codec.load(weight, companion_P)
-        update_slice(value_P, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
-        codec.store(value_P, weight, companion_P)
+        update_stored(codec, weight, companion_P, grad_P, rest[:num_moments], rest[num_moments:], entry.step)
 
     def _apply_whole(self, entries: Sequence[_Entry], weights: Sequence[StoredWeight], settings: StepSettings) -> None:
         """Update fp32 tensors in one fused call, nothing temporary."""

@@ -6,6 +6,7 @@ Counted is what attention needs beside its inputs, its output and their gradient
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -97,23 +98,22 @@ def plan_attention(environment: Environment, stated_saving_pct: float) -> Attent
 
 
 def _points(model: str, card: Card, stated_saving_pct: float) -> Iterator[AttentionPoint]:
+    @cache
     def at(seq_len: int) -> AttentionPoint:
         unfused, flash = (attention_cost(model, kind, seq_len, card) for kind in (Attention.UNFUSED, Attention.FLASH))
         return AttentionPoint(model=model, seq_len=seq_len, unfused=unfused, flash=flash)
 
-    points = {seq_len: at(seq_len) for seq_len in _LENGTHS}
-    border = _shortest(lambda seq_len: at(seq_len).saving_pct >= stated_saving_pct, points, stated_saving_pct)
-    if border is not None:
-        points.setdefault(border, at(border))
-    yield from (points[seq_len] for seq_len in sorted(points))
+    border = _shortest(lambda seq_len: at(seq_len).saving_pct >= stated_saving_pct)
+    lengths = {*_LENGTHS} if border is None else {*_LENGTHS, border}
+    yield from map(at, sorted(lengths))
 
 
-def _shortest(holds: Callable[[int], bool], points: dict[int, AttentionPoint], stated_saving_pct: float) -> int | None:
+def _shortest(holds: Callable[[int], bool]) -> int | None:
     """Return the shortest multiple of the step at which it holds; the saving grows with the length."""
-    good = next((seq_len for seq_len in sorted(points) if points[seq_len].saving_pct >= stated_saving_pct), None)
+    good = next(filter(holds, _LENGTHS), None)
     if good is None:
         return None
-    bad = max((seq_len for seq_len in points if seq_len < good), default=0)
+    bad = max((seq_len for seq_len in _LENGTHS if seq_len < good), default=0)
     while good - bad > _LENGTH_STEP:
         middle = (good + bad) // 2 // _LENGTH_STEP * _LENGTH_STEP
         good, bad = (middle, bad) if holds(middle) else (good, middle)

@@ -36,7 +36,7 @@ def measure_ceilings(used_before_bytes: int | None) -> Ceilings:
     properties = torch.cuda.get_device_properties(device)
     use.close()
     return Ceilings(
-        name=properties.name, driver=_driver(), memory_bytes=properties.total_memory,
+        name=properties.name, driver=read_driver(), memory_bytes=properties.total_memory,
         compute_capability=f"{properties.major}.{properties.minor}", num_sms=properties.multi_processor_count,
         matmul_tflops=rate / 1e12, device_copy_gbps=_device_copy_rate(device) / GB,
         in_gbps=in_rate / GB, out_gbps=out_rate / GB, both_in_gbps=both_in / GB, both_out_gbps=both_out / GB,
@@ -132,7 +132,8 @@ def _seconds_each(work: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - begin) / _REPEATS
 
 
-def _driver() -> str:
+def read_driver() -> str:
+    """Return the version of NVIDIA's driver, empty where ``nvidia-smi`` does not say."""
     try:
         done = subprocess.run(  # noqa: S603  a fixed command
             _SMI_QUERY, capture_output=True, text=True, check=True, timeout=10

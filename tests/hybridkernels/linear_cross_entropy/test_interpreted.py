@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybridkernels.linear_cross_entropy.triton_kernel import BLOCK, cross_entropy_grad_triton
 from numerics import assert_error_bound
+from token_losses import torchs_results
 
 FLOORS = {torch.float32: 2e-6, torch.float16: 1e-3}
 """Some roundings of the type, for cases where torch happens to be exact; gradients are at most 1 in size."""
@@ -21,12 +21,6 @@ def case(num_tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     logits = buffer[1:-1, 5 : 5 + vocab]
     logits.copy_(torch.randn(num_tokens, vocab, generator=generator) * 4)
     return buffer, logits, torch.randint(vocab, (num_tokens,), generator=generator)
-
-
-def torchs_results(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    leaf = logits.detach().requires_grad_()
-    losses = functional.cross_entropy(leaf if leaf.dtype == torch.float64 else leaf.float(), targets, reduction="none")
-    return losses.detach(), torch.autograd.grad(losses.sum() * scale, leaf)[0]
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)

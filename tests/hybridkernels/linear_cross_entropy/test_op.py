@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybridkernels.linear_cross_entropy import cross_entropy_grad_, padded_vocab, plain
 from hybridkernels.linear_cross_entropy.plain import cross_entropy_grad_plain
 from hybridkernels.linear_cross_entropy.reference import cross_entropy_grad_reference
 from numerics import assert_error_bound
+from token_losses import torchs_results
 
 FLOORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Some roundings of the work's type, for cases where torch happens to be exact; gradients are at most 1 in size."""
@@ -21,13 +21,6 @@ def random_case(num_tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor
     generator = torch.Generator().manual_seed(num_tokens * 100_003 + vocab)
     logits = (torch.randn(num_tokens, vocab, generator=generator) * 4).to(dtype)
     return logits, torch.randint(vocab, (num_tokens,), generator=generator)
-
-
-def torchs_results(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    leaf = logits.detach().requires_grad_()
-    losses = functional.cross_entropy(leaf if leaf.dtype == torch.float64 else leaf.float(), targets, reduction="none")
-    (grad,) = torch.autograd.grad(losses.sum() * scale, leaf)
-    return losses.detach(), grad
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)

@@ -12,7 +12,7 @@ import torch
 
 from hybridtrain.config.encode import encode
 from hybridvalidation.attention_command import attention_command
-from hybridvalidation.cuda_ceilings import _driver
+from hybridvalidation.cuda_ceilings import read_driver
 from hybridvalidation.cuda_record import EvidenceRecord, read_evidence
 from hybridvalidation.environment import read_environment
 from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
@@ -137,7 +137,7 @@ def _measure(
 
     environment, on_card = read_environment(), device.type == "cuda"
     bench = Bench(
-        device=device, card=environment.gpu if on_card else environment.cpu, driver=_driver() if on_card else "",
+        device=device, card=environment.gpu if on_card else environment.cpu, driver=read_driver() if on_card else "",
         triton=_triton_version(), environment=environment, budget_s=QUICK_BUDGET_S if options.quick else CASE_BUDGET_S,
         on_record=on_record, say=say,
     )  # fmt: skip
