@@ -22,9 +22,9 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import Efficiency, StepTime, estimate_step
 
 SHORT = 2

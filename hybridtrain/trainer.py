@@ -33,9 +33,10 @@ from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver, NullObserver, Stage
+from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _DROPOUT_STREAM, _UPDATE_STREAM, _PREDICT_STREAM = 0, 1, 2
 

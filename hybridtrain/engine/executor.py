@@ -22,7 +22,7 @@ from hybridtrain.models.attention import ATTENTION
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.plan.claim import Schedule
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 
 class Executor:

@@ -12,7 +12,7 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight, weight_part
 from hybridtrain.memory.state_store import ParameterState, history_pieces
 from hybridtrain.memory.tier_tensor import SliceStream, Stored, TierTensor, piece_bytes
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 _SLICE_ELEMENTS = 1 << 23
 

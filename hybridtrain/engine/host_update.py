@@ -17,7 +17,7 @@ from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 
 class HostUpdate:

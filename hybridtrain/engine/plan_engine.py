@@ -16,7 +16,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
 from hybridtrain.plan.phase_change import weight_storage
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 
 class PlanEngine:

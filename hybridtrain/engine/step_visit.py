@@ -17,7 +17,7 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 BlockDone = Callable[[Unit], None]
 

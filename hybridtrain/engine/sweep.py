@@ -22,7 +22,7 @@ from hybridtrain.memory.state_store import ParameterState, StateStore, history_p
 from hybridtrain.memory.tier_tensor import Piece, SliceStream, piece_bytes
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 _SLICE_ELEMENTS = 1 << 23
 

@@ -12,7 +12,7 @@ from hybridtrain.engine.adamw import second_moment
 from hybridtrain.memory.history_codec import part_of
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.tier_tensor import Piece
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 @dataclass(slots=True)

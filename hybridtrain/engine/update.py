@@ -21,8 +21,8 @@ from hybridtrain.memory.state_store import ParameterState, StateStore, history_p
 from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTensor
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Codec
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.plan.placement import Codec
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""

@@ -16,8 +16,9 @@ from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver, Stage
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _SLICE_ELEMENTS = 1 << 23
 """As in a sweep: weights that come back to 16 bits are rounded by the same random numbers as if they had stayed."""

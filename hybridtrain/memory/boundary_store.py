@@ -5,8 +5,9 @@ from torch import Tensor
 
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 HEAD_INPUT = -1
 """In place of a block's number: what the head reads, taken last."""

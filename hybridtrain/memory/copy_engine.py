@@ -6,8 +6,9 @@ from torch import Tensor
 
 from hybridtrain.memory.tier import Ticket, TierBuffer, page_rounded
 from hybridtrain.memory.transfer import Transfer
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import Lane, MemoryObserver
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import Lane, MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class CopyEngine:

@@ -10,8 +10,9 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class GradStore:

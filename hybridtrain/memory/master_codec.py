@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 _STATIC_ROOM = 2.0
 _QUIET_NAN = 0x7FC00000

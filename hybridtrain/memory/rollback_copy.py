@@ -12,7 +12,8 @@ from hybridtrain.memory.tier import HostBytes, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class RollbackCopy:

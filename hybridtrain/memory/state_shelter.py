@@ -10,8 +10,9 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.plan.memory_plan import Cell
-from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _SLICE_GROUPS = 1 << 14
 """Groups widened or narrowed at a time: 16 MiB of fp32 a temporary."""

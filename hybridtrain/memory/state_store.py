@@ -16,8 +16,9 @@ from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 SMALLEST_INT8_TENSOR = 4096
 """Elements below which moments stay fp32, as in bitsandbytes: norms and biases are cheap to keep exact."""

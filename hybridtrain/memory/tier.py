@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory.disk_tier import DiskFile
-from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.plan.placement import Placement
 from hybridtrain.units import KIB, format_bytes
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _PAGE = mmap.PAGESIZE
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _NUM_SLOTS = 2
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.disk_tier import DiskArena
 from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes
-from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.plan.placement import Placement
 
 
 class Transfer(Protocol):

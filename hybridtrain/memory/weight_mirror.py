@@ -9,7 +9,8 @@ from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.master_codec import StoredWeight
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
-from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class WeightMirror:

@@ -15,7 +15,7 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import TierTensor
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 
 @dataclass(slots=True)

@@ -33,8 +33,9 @@ from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.head import Head
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.tensor_class import Codec, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
+from hybridtrain.plan.placement import Codec
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 @dataclass(frozen=True, slots=True)

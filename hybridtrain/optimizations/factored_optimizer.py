@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.plan.claim import Claim, Schedule
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

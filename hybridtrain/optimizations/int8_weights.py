@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

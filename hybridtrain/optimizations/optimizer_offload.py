@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.plan.claim import Claim, UpdateDevice
-from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

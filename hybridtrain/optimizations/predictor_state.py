@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 _CODECS = {"float32": Codec.FLOAT32, "bfloat16": Codec.BFLOAT16, "int8": Codec.INT8_BLOCKS}
 _TENSORS = {"slow_gradient": 1, "linear": 1, "drift": 2}

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from hybridtrain.config.rules import below_least
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
-from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.errors import ConfigError
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.memory_plan import check_history
-from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 
 

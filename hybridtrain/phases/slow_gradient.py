@@ -8,7 +8,7 @@ from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
 from hybridtrain.phases.weight_predictor import Jump, read_rms
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
 
 _FIRST_RMS = 0.15

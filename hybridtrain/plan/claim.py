@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 
 class Schedule(StrEnum):

@@ -8,7 +8,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, PlanValue, Schedule, UpdateDevice
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, resolve
 from hybridtrain.plan.phase_change import border_faults
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 
 class Optimization(Protocol):

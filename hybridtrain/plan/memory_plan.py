@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Attention, PlanValue, Schedule, UpdateDevice
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 _SAME_EVERYWHERE = ("grad_accum_steps", "update_on", "history_codec", "history_tensors")
 _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)

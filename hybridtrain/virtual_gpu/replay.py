@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.profiler.ledger_trace import LedgerTrace
-from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.segment_view import Segment
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 ClassBytes = dict[TensorClass, int]
 UnitBytes = dict[tuple[TensorClass, str], int]

@@ -14,10 +14,10 @@ from functools import cache
 from importlib import resources
 
 from hybridtrain.config.decode import decode
-from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 
 
 class Bound(StrEnum):

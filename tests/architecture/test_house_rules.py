@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridvalidation.cli import main
+from hybridvalidation.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))

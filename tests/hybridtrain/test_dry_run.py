@@ -15,11 +15,11 @@ from hybridtrain.optimizations import (
     MixedPrecision,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, find_card
+from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED
 
 MIB = 2**20

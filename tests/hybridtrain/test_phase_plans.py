@@ -37,12 +37,13 @@ from hybridtrain.phases.hybrid_result import HybridResult
 from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
-from hybridtrain.profiler.observer import MemoryObserver
-from hybridtrain.profiler.storage_ledger import StorageLedger
+from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer
 from memory_span import ComputeWatch
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_batch, random_steps

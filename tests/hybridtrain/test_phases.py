@@ -9,11 +9,11 @@ from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfe
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision, PredictMemory
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import Placement
-from hybridtrain.profiler.ledger_trace import LedgerTrace
-from hybridtrain.profiler.storage_ledger import StorageLedger
+from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from tiny_models import GPT2_UNTIED, random_steps
 
 BASES: dict[str, list[Optimization]] = {"fp32": [], "mixed": [MixedPrecision()], "int8": [Int8Optimizer()]}

@@ -5,10 +5,10 @@ import pytest
 from hybridtrain.config.decode import load_toml
 from hybridtrain.errors import ConfigError
 from hybridtrain.phase import Phase
-from hybridvalidation import metrics
+from hybridvalidation.judge import metrics
 from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
-from hybridvalidation.study import StudyFile
+from hybridvalidation.study.protocol import StudyFile
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\

@@ -29,10 +29,11 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.ledger_trace import LedgerTrace, find_peak
-from hybridtrain.profiler.observer import Lane, Stage
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3

@@ -22,8 +22,9 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.tensor_class import Codec, Placement, TensorClass
-from hybridtrain.profiler.ledger_trace import LedgerTrace, holders
+from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, holders
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MODELS = {

@@ -16,7 +16,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 from rounded_storage import ACCUM_STEPS, BASE, GPT2, LLAMA, PLACES, ROUNDS_BY_CHANCE, STORAGE
 from training_history import History, assert_all_bitwise, assert_same_training, trained_history
 

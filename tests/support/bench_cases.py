@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hybridvalidation.environment import read_environment
-from hybridvalidation.evidence import Evidence
 from hybridvalidation.kernel_bench.case import Case, Clock, Inputs, Mode, Provider, Run, Setup
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult
 from hybridvalidation.kernel_bench.run import Bench
 from hybridvalidation.kernel_bench.timing import Stopwatch, Times
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence
 
 CPU = torch.device("cpu")
 ENVIRONMENT = read_environment()

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from hybridtrain.config.decode import decode
-from hybridvalidation.study import BASELINE, StudyFile, StudyRecord, StudyRun, ValidationPoint
-from hybridvalidation.study_plan import next_runs
-from hybridvalidation.study_run import run_key
+from hybridvalidation.study.plan import next_runs
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, ValidationPoint
+from hybridvalidation.study.run import run_key
 
 TRUE_STEP_COST = 3.0
 MODEL = {

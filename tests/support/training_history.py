@@ -19,9 +19,9 @@ from hybridtrain.models.attention import AttentionFunction
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.profiler.observer import MemoryObserver
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import MemoryObserver
 from lazy_transfer import LazyTransfer
 from numerics import assert_bitwise
 from tiny_models import random_steps

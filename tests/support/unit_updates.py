@@ -20,8 +20,8 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell
-from hybridtrain.plan.tensor_class import Codec, Placement
-from hybridtrain.profiler.observer import NullObserver
+from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.virtual_gpu.observer import NullObserver
 from memory_parts import new_copies, plan_of
 
 CONFIG = AdamWConfig()

@@ -14,7 +14,7 @@ from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from numerics import assert_bitwise, assert_follows

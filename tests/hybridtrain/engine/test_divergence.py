@@ -21,9 +21,9 @@ from hybridtrain.optimizations import (
     MixedPrecision,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.profiler.storage_ledger import StorageLedger
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from numerics import assert_bitwise
 from tiny_models import GPT2_UNTIED, random_steps
 

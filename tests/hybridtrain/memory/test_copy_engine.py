@@ -16,9 +16,10 @@ from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import Lane, NullObserver
-from hybridtrain.profiler.storage_ledger import StorageLedger
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import Lane, NullObserver
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer, RaceError
 from memory_parts import direct, new_copies
 from memory_span import ComputeWatch

@@ -14,7 +14,7 @@ import torch
 from hybridtrain.errors import DiskTierError, HostMemoryError
 from hybridtrain.memory.cuda_transfer import CudaTransfer
 from hybridtrain.memory.tier import Bytes, HostBytes
-from hybridtrain.plan.tensor_class import Placement
+from hybridtrain.plan.placement import Placement
 
 SIZE = 4096
 

@@ -11,9 +11,10 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.tensor_class import Placement, TensorClass
-from hybridtrain.profiler.observer import NullObserver
-from hybridtrain.profiler.storage_ledger import StorageLedger
+from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.observer import NullObserver
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from memory_parts import new_copies
 from numerics import assert_bitwise
 

@@ -17,7 +17,7 @@ from hybridtrain.memory.master_codec import (
     master_codecs,
     round_stochastically,
 )
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 from numerics import assert_bitwise
 
 ALLOWED: dict[tuple[Codec, Codec], type[MasterCodec]] = {

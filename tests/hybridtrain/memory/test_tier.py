@@ -13,8 +13,9 @@ from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory import tier
 from hybridtrain.memory.disk_tier import DiskArena
 from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes, page_rounded
-from hybridtrain.plan.tensor_class import Placement, TensorClass
+from hybridtrain.plan.placement import Placement
 from hybridtrain.units import MIB
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 PAGE = mmap.PAGESIZE
 

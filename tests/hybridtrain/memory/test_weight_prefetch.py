@@ -16,8 +16,8 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Lane, Stage
+from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from tiny_models import GPT2_UNTIED, random_steps
 
 NUM_BLOCKS = 6

@@ -4,7 +4,7 @@ import pytest
 
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.claim import Claim, Schedule
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 def test_it_claims_the_step_loop_and_the_storage_of_gradients() -> None:

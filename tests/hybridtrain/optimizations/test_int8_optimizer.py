@@ -2,7 +2,7 @@
 
 from hybridtrain.optimizations import Int8Optimizer
 from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 def test_it_claims_the_storage_of_the_moments() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridtrain.optimizations import MixedPrecision
 from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.tensor_class import Codec
+from hybridtrain.plan.placement import Codec
 
 
 @pytest.mark.parametrize("master", ["float32", "split16", "absent"])

@@ -24,7 +24,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Schedule, UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose, plan_faults
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 PLAIN = {phase: asdict(compose([]).for_phase(phase)) for phase in Phase}
 Changes = dict[str, object]

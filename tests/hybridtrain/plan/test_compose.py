@@ -30,7 +30,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import PLAN_PATHS, Attention, Claim, Schedule, UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, resolve
-from hybridtrain.plan.tensor_class import Codec, Placement
+from hybridtrain.plan.placement import Codec, Placement
 
 STACK: tuple[Optimization, ...] = (
     GradientCheckpointing(interval=2),

@@ -14,11 +14,11 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.tensor_class import TensorClass
-from hybridtrain.profiler.ledger_trace import LedgerTrace, OpRecord, StepMark
-from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, OpRecord, StepMark
+from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MIB = 2**20

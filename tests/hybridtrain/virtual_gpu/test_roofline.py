@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Stage
 from hybridtrain.virtual_gpu.card import Card, find_card
+from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import (
     DEFAULT_EFFICIENCY,
     Bound,

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.plan.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator import (
     AllocatorConfig,
     AllocatorEvent,
@@ -25,6 +24,7 @@ from hybridtrain.virtual_gpu.allocator import (
 )
 from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot, write_snapshot_json
 from hybridtrain.virtual_gpu.snapshot_format import Frame
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 KIB, MIB = 2**10, 2**20
 TORCH_VIEWS: dict[str, Callable[[object], str]] = {

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.profiler.ledger_trace import OpRecord
-from hybridtrain.profiler.observer import Lane, Stage
 from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import efficiency_of
 
 ROOT = Path(__file__).resolve().parents[3]

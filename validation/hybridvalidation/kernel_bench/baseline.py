@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridtrain.units import format_seconds
-from hybridvalidation import baseline_file
-from hybridvalidation.gate import GateExit
+from hybridvalidation.gate import baseline_file
+from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.kernel_bench.record import KernelRecord
 from hybridvalidation.kernel_bench.timing import Times
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from hybridtrain.config.encode import encode
-from hybridvalidation.attention_command import attention_command
-from hybridvalidation.cuda_ceilings import read_driver
-from hybridvalidation.cuda_record import EvidenceRecord, read_evidence
-from hybridvalidation.environment import read_environment
+from hybridvalidation.card_session.ceilings import read_driver
+from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
+from hybridvalidation.kernel_bench.attention_command import attention_command
 from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
 from hybridvalidation.kernel_bench.case import Mode
 from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices
@@ -29,9 +28,10 @@ from hybridvalidation.kernel_bench.record import (
 )
 from hybridvalidation.kernel_bench.run import CASE_BUDGET_S, QUICK_BUDGET_S, Bench, BenchOutcome, run_cases
 from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, write_kernels
+from hybridvalidation.records.environment import read_environment
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import scenario_folder
-from hybridvalidation.tables import TERMINAL
+from hybridvalidation.show.tables import TERMINAL
 
 BENCH = (
     "time the kernels against other implementations, on this machine's CUDA card or, at small shapes, its processor; "

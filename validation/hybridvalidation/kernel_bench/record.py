@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hybridvalidation.environment import Environment
-from hybridvalidation.evidence import Evidence
 from hybridvalidation.kernel_bench.case import Clock, Mode
 from hybridvalidation.kernel_bench.timing import Times
-from hybridvalidation.record_store import append_line, read_lines
+from hybridvalidation.records.environment import Environment
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.store import append_line, read_lines
 
 SCHEMA = 1
 KERNELS_FILE = "kernels.jsonl"

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 
 import torch
 
-from hybridvalidation.environment import Environment
-from hybridvalidation.evidence import Evidence
 from hybridvalidation.kernel_bench.case import Case, Clock, Inputs, Provider, Run
 from hybridvalidation.kernel_bench.check import Bound, call, judge, make_bounds
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
+from hybridvalidation.records.environment import Environment
+from hybridvalidation.records.outcome import Evidence
 
 CASE_BUDGET_S = 1.0
 """For the samples of a case; checking and compiling come on top."""

@@ -9,14 +9,14 @@ from tabulate import tabulate
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridvalidation.cuda_record import EvidenceRecord
+from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.kernel_bench.case import Clock
 from hybridvalidation.kernel_bench.plan import OPS
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult, newest_kernels
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.kernel_bench.verdicts import judge_kernels, processor_speedups
 from hybridvalidation.scenario import Target
-from hybridvalidation.tables import MARKDOWN, verdict_table
+from hybridvalidation.show.tables import MARKDOWN, verdict_table
 
 _OP_ORDER = {op: place for place, op in enumerate(OPS)}
 _CASE_HEADERS = (

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from hybridvalidation.case import Metric
-from hybridvalidation.evidence import Evidence
+from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.record import KernelRecord
+from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import Target
-from hybridvalidation.verdict import Verdict, judge_metric
 
 SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
 """Op by target: how much faster a card's kernel is than the processor."""

@@ -1,0 +1,32 @@
+"""Where a tensor class may live and how it may be stored."""
+
+from enum import StrEnum
+
+
+class Placement(StrEnum):
+    """Where a tensor class lives between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """Pinned memory of the host."""
+    DISK = "disk"
+    """A file in a folder that the user names."""
+    DROPPED = "dropped"
+    """Nowhere: used where it arises. Gradients only: the update runs within the backward pass."""
+
+
+class Codec(StrEnum):
+    """How a tensor class is stored."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    INT8_BLOCKS = "int8_blocks"
+    """8-bit codes with one fp32 scale per 256 elements: of a dynamic map for moments (Dettmers et al., 2110.02861),
+    symmetric and evenly spaced for weights."""
+    FACTORED = "factored"
+    """Moments only: the second one as row and column means of a matrix, no first one (Adafactor, 1804.04235)."""
+    SPLIT16 = "split16"
+    """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
+    ABSENT = "absent"
+    """Master and history only: there is none; without a master the stored weights themselves are updated."""

@@ -1,0 +1,77 @@
+"""The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+
+class Stage(StrEnum):
+    """What the step is doing."""
+
+    BUILD = "build"
+    LOAD = "load"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Lane(StrEnum):
+    """What runs beside what: each lane does its work in order, lanes wait for each other where they say so."""
+
+    COMPUTE = "compute"
+    COPY_IN = "copy in"
+    COPY_OUT = "copy out"
+    HOST = "host"
+    """Arithmetic of the processor."""
+    DISK = "disk"
+
+
+class MemoryObserver(Protocol):
+    """Told where the step stands and what its tensors are for."""
+
+    def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:
+        """Say that what follows belongs to ``stage`` of ``unit``."""
+        ...
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Say what the storage of ``tensor`` is for, from its allocation on."""
+        ...
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Say that ``lane`` moves bytes once the named ops are done; return the number of this op."""
+        ...
+
+    def mark(self) -> int:
+        """Return the number of the last op on the compute lane."""
+        ...
+
+    def join(self, op: int) -> None:
+        """Say that the next op on the compute lane waits for ``op``."""
+        ...
+
+
+class NullObserver:
+    """Counts nothing."""
+
+    def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return nullcontext()
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Do nothing."""
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def mark(self) -> int:
+        """Return 0."""
+        return 0
+
+    def join(self, op: int) -> None:
+        """Do nothing."""

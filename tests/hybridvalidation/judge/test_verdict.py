@@ -1,0 +1,267 @@
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from hybridvalidation.judge import verdict as verdict_module
+from hybridvalidation.judge.case import Decider, Metric
+from hybridvalidation.judge.statistics import Interval
+from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_all
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.scenario import (
+    AccuracySpec,
+    BatchWorkload,
+    CardSpec,
+    ModelSpec,
+    Scenario,
+    ScenarioTarget,
+    Target,
+)
+from tiny_models import GPT2_UNTIED
+
+STACKS = ("vanilla", "lean", "tight")
+ACCURACY = AccuracySpec(
+    proxy=replace(GPT2_UNTIED, vocab_size=256), seeds=(0, 1, 2), num_steps=1, batch_size=1, seq_len=8, lr=0.1,
+    validation_batches=1,
+)  # fmt: skip
+
+
+def run_of(*targets: ScenarioTarget) -> ScenarioRun:
+    scenario = Scenario(
+        name="tiny", says="a tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
+        workload=BatchWorkload(batch_size=1, seq_len=8), stacks=STACKS, accuracy=ACCURACY, targets=targets,
+    )  # fmt: skip
+    return ScenarioRun(scenario=scenario, stacks={}, records={}, num_cached=0)
+
+
+def target(direction: str = "max", metric: str = "peak_vram_gib", **bounds: float) -> Target:
+    return Target(
+        id="stated", source=("000",), says="stated", metric=metric,
+        direction=direction,  # type: ignore[arg-type]
+        **bounds,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def planned(value: float, *, fits: bool = True, interval: Interval | None = None, remark: str = "") -> Metric:
+    return Metric(value, Evidence.PLANNED, "GiB", interval=interval, fits=fits, remark=remark)
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, stated: Target, found: Mapping[str, Metric], stack: str = "any") -> Verdict:
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: found.get(case.stack))
+    return judge(run_of(), stated, stack)
+
+
+def judged_one(monkeypatch: pytest.MonkeyPatch, stated: Target, metric: Metric) -> Verdict:
+    return judged(monkeypatch, stated, {"lean": metric}, "lean")
+
+
+@pytest.mark.parametrize(
+    ("stated", "value", "status"),
+    [
+        (target("max", value=4.0), 3.99, Status.HOLDS),
+        (target("max", value=4.0), 4.0, Status.HOLDS),
+        (target("max", value=4.0), 4.01, Status.REFUTED),
+        (target("min", value=4.0), 4.01, Status.HOLDS),
+        (target("min", value=4.0), 4.0, Status.HOLDS),
+        (target("min", value=4.0), 3.99, Status.REFUTED),
+        (target("range", low=5.0, high=10.0), 5.0, Status.HOLDS),
+        (target("range", low=5.0, high=10.0), 10.0, Status.HOLDS),
+        (target("range", low=5.0, high=10.0), 4.9, Status.REFUTED),
+        (target("range", low=5.0, high=10.0), 10.1, Status.REFUTED),
+        (target("equal", value=200.0), 201.9, Status.HOLDS),  # within one percent of a figure of few digits
+        (target("equal", value=200.0), 198.1, Status.HOLDS),
+        (target("equal", value=200.0), 202.1, Status.REFUTED),
+        (target("equal", value=200.0), 197.9, Status.REFUTED),
+    ],
+)
+def test_a_value_is_compared_with_what_is_stated(
+    monkeypatch: pytest.MonkeyPatch, stated: Target, value: float, status: Status
+) -> None:
+    found = judged_one(monkeypatch, stated, planned(value))
+    assert (found.status, found.value, found.evidence) == (status, value, Evidence.PLANNED)
+    assert (found.target, found.says, found.stack) == ("stated", "stated", "lean")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "status"),
+    [
+        (99.6, 100.4, Status.HOLDS),
+        (99.5, 100.5, Status.HOLDS),
+        (99.4, 100.6, Status.UNPROVEN),
+        (98.0, 99.4, Status.REFUTED),
+    ],
+)
+def test_an_interval_must_lie_on_one_side(
+    monkeypatch: pytest.MonkeyPatch, low: float, high: float, status: Status
+) -> None:
+    metric = planned((low + high) / 2, interval=Interval((low + high) / 2, low, high))
+    found = judged_one(monkeypatch, target("min", value=99.5), metric)
+    assert found.status is status
+    assert f"95 % interval {low:.2f} to {high:.2f}" in found.reason
+
+
+def test_the_reason_names_figure_bound_evidence_and_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged_one(monkeypatch, target("max", value=4.0), planned(3.217, remark="allocated 3.10 GiB"))
+    assert found.reason == "lean: 3.22 GiB meets at most 4, planned; allocated 3.10 GiB."
+
+
+def test_large_figures_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = Metric(12345.6, Evidence.ESTIMATED, "tokens/s")
+    found = judged_one(monkeypatch, target("min", value=20000), metric)
+    assert found.reason == "lean: 12,346 tokens/s misses at least 20000, estimated."
+
+
+def test_small_figures_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = Metric(3.4e-7, Evidence.EXECUTED, "of the weights")
+    found = judged_one(monkeypatch, target("max", value=1e-5), metric)
+    assert found.reason == "lean: 3.4e-07 of the weights meets at most 1e-05, executed."
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (target("range", low=5, high=10), "meets 5 to 10"),
+        (target("equal", value=7), "meets the stated 7"),
+    ],
+)
+def test_ranges_and_equalities_are_named(monkeypatch: pytest.MonkeyPatch, stated: Target, words: str) -> None:
+    assert words in judged_one(monkeypatch, stated, planned(7.0)).reason
+
+
+def test_without_evidence_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged(monkeypatch, target(value=4.0), {}, "lean")
+    assert (found.status, found.evidence, found.value) == (Status.UNPROVEN, None, None)
+    assert found.reason == "no record of peak_vram_gib for stack lean"
+
+
+@pytest.mark.parametrize("metric", ["peak_vram_gib", "tokens_per_s", "relative_throughput_x"])
+def test_a_stack_that_runs_out_of_memory_meets_nothing(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    found = judged_one(monkeypatch, target("min", metric, value=4.0), planned(5.0, fits=False))
+    if metric != "peak_vram_gib":  # that a stack needs more than the card has is what the next test is about
+        assert found.status is Status.REFUTED
+    assert "runs out of memory" in found.reason
+
+
+def test_a_saving_is_judged_though_the_stack_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = target("min", "peak_vram_reduction_pct", value=40.0)
+    assert judged_one(monkeypatch, stated, planned(45.0, fits=False)).status is Status.HOLDS
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [target("min", value=16.0), target("equal", value=30.0)],  # as 13b-16gb-oom and vanilla-7b-memory
+    ids=["needs-more-than-the-card", "needs-exactly"],
+)
+def test_a_statement_on_what_an_oversize_run_takes_is_not_refuted_by_its_size(
+    monkeypatch: pytest.MonkeyPatch, stated: Target
+) -> None:
+    assert judged_one(monkeypatch, stated, planned(30.0, fits=False)).status is Status.HOLDS
+
+
+@pytest.mark.parametrize(
+    ("direction", "values", "best"),
+    [
+        ("max", (3.0, 1.0, 2.0), "lean"),
+        ("min", (3.0, 1.0, 2.0), "vanilla"),
+        ("max", (9.0, 8.0, 2.0), "tight"),
+        ("max", (9.0, 7.0, 8.0), "lean"),
+        ("min", (1.0, 2.0, 3.0), "tight"),
+    ],
+)
+def test_any_is_the_stack_that_does_best(
+    monkeypatch: pytest.MonkeyPatch, direction: str, values: tuple[float, ...], best: str
+) -> None:
+    found = {stack: planned(value) for stack, value in zip(STACKS, values, strict=True)}
+    assert judged(monkeypatch, target(direction, "tokens_per_s", value=4.0), found).stack == best
+
+
+@pytest.mark.parametrize(
+    ("values", "shown", "status"),
+    [((30.0, 18.0, 20.0), "lean", Status.HOLDS), ((30.0, 15.0, 9.0), "tight", Status.REFUTED)],
+)
+def test_a_need_is_refuted_by_the_one_stack_that_does_with_less(
+    monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...], shown: str, status: Status
+) -> None:
+    # "13B does not fit 16 GB" speaks of every stack: vanilla, which does not fit, must not prove it.
+    found = {stack: planned(value, fits=value < 16) for stack, value in zip(STACKS, values, strict=True)}
+    verdict = judged(monkeypatch, target("min", value=16.0), found)
+    assert (verdict.stack, verdict.status) == (shown, status)
+
+
+def saving(stated: float, deciding: float) -> Metric:
+    decider = Decider(deciding, Evidence.PLANNED, "is an average over steps", "the peak of Full")
+    return Metric(stated, Evidence.ARITHMETIC, "%", remark="4 of 32 kept", decider=decider)
+
+
+@pytest.mark.parametrize(
+    ("direction", "value", "stated", "deciding", "status"),
+    [
+        ("min", 96.0, 96.25, 61.0, Status.MISLEADING),
+        ("min", 96.0, 96.25, 96.0, Status.HOLDS),
+        ("min", 96.0, 95.0, 61.0, Status.REFUTED),  # not even right as it was got
+        ("min", 96.0, 95.0, 99.0, Status.REFUTED),
+        ("equal", 87.5, 87.5, 61.0, Status.MISLEADING),
+        ("equal", 87.5, 87.5, 87.0, Status.HOLDS),
+        ("equal", 87.5, 87.5, 95.0, Status.HOLDS),  # the peak falls even further
+        ("max", 10.0, 9.0, 11.0, Status.MISLEADING),
+    ],
+)
+def test_a_right_figure_that_does_not_decide_is_misleading(
+    monkeypatch: pytest.MonkeyPatch, direction: str, value: float, stated: float, deciding: float, status: Status
+) -> None:
+    metric = saving(stated, deciding)
+    found = judged_one(monkeypatch, target(direction, "activation_peak_reduction_pct", value=value), metric)
+    assert (found.status, found.value, found.decider) == (status, stated, metric.decider)
+
+
+def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judged_one(monkeypatch, target("min", value=96.0), saving(96.25, 61.0))
+    assert found.reason == (
+        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; what decides, the peak of Full: "
+        "61.00 %, planned; 4 of 32 kept."
+    )
+
+
+def test_any_prefers_a_figure_that_may_hold_to_a_misleading_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsure = Metric(97.0, Evidence.EXECUTED, "%", interval=Interval(97.0, 90.0, 99.0))
+    found = {"vanilla": saving(1.0, 1.0), "lean": saving(99.0, 1.0), "tight": unsure}
+    assert judged(monkeypatch, target("min", "step", value=96.0), found).stack == "tight"
+    assert judged(monkeypatch, target("min", "step", value=96.0), found | {"tight": saving(2.0, 2.0)}).stack == "lean"
+
+
+def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        verdict_module, "compute_metric", lambda case: planned({"vanilla": 1.0, "lean": 2.0}[case.baseline])
+    )
+    run = run_of(
+        ScenarioTarget(id="stated", stacks=("tight",)), ScenarioTarget(id="stated", stacks=("tight",), baseline="lean")
+    )
+    assert [found.value for found in judge_all(run, {"stated": target(value=4.0)})] == [1.0, 2.0]
+
+
+def test_any_holds_when_one_stack_is_sure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsure = planned(3.0, interval=Interval(3.0, 1.0, 5.0))
+    found = {"vanilla": planned(9.0), "lean": unsure, "tight": planned(3.5)}
+    chosen = judged(monkeypatch, target(value=4.0), found)
+    assert (chosen.stack, chosen.status) == ("tight", Status.HOLDS)
+
+
+def test_any_is_unproven_while_a_stack_may_still_meet_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"vanilla": planned(9.0), "lean": planned(8.0)}
+    assert judged(monkeypatch, target(value=4.0), found).status is Status.UNPROVEN
+
+
+def test_any_passes_over_stacks_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None meets the bound: what is shown is the best that runs, not the speed of one that cannot.
+    found = {"vanilla": planned(500.0, fits=False), "lean": planned(50.0), "tight": planned(40.0)}
+    chosen = judged(monkeypatch, target("min", "tokens_per_s", value=80.0), found)
+    assert (chosen.stack, chosen.status) == ("lean", Status.REFUTED)
+
+
+def test_every_target_is_judged_on_every_named_stack_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: planned(len(case.target.metric)))
+    targets = {name: replace(target(value=4.0), id=name) for name in ("a", "b")}
+    run = run_of(ScenarioTarget(id="b", stacks=("tight", "lean")), ScenarioTarget(id="a"))
+    verdicts = judge_all(run, targets)
+    assert [(item.target, item.stack) for item in verdicts] == [("b", "tight"), ("b", "lean"), ("a", "vanilla")]

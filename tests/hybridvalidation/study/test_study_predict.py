@@ -1,0 +1,228 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
+from hybridtrain.plan.compose import Optimization
+from hybridvalidation.cli.main import main
+from hybridvalidation.gate.gate import GateExit, StackBaseline, compare
+from hybridvalidation.judge.case import Case, Metric
+from hybridvalidation.judge.metrics import compute_metric
+from hybridvalidation.judge.predict_metrics import delta_reduction, predict_gib, predict_reduction
+from hybridvalidation.judge.verdict import Status, judge
+from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.runs.job import Job
+from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.runs.worker import run_job
+from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, Stack, Target
+from tiny_models import GPT2_UNTIED
+
+GIB = 2**30
+PARAMS = GPT2_UNTIED.num_params
+STACKS: dict[str, tuple[Optimization, ...]] = {
+    "vanilla": (),
+    "stays": (PredictorState(),),
+    "leaves": (PredictorState(), PredictMemory(optimizer_state="cpu")),
+    "codes": (PredictorState(codec="int8"), PredictMemory(optimizer_state="compress")),
+    "drift": (PredictorState(predictor="drift"),),
+    "recompute": (GradientCheckpointing(interval=1),),
+}
+CYCLE = ["warmup", "full", "predict", "correct"]
+PHASES = """\
+name = "phases"
+says = "a tiny model"
+stacks = ["plain", "cycle"]
+
+[model.shape]
+family = "gpt2"
+vocab_size = 256
+max_seq_len = 16
+num_blocks = 2
+width = 32
+num_heads = 2
+num_kv_heads = 2
+ffn_width = 64
+
+[card]
+name = "rtx-3090"
+
+[workload]
+batch_size = 2
+seq_len = 16
+"""
+PLAIN = 'name = "plain"\nsays = "nothing on"\n'
+KEEPS = 'name = "cycle"\nsays = "keeps an average"\n\n[[optimizations]]\nkind = "predictor_state"\n'
+LEAVES = f'{KEEPS}\n[[optimizations]]\nkind = "predict_memory"\noptimizer_state = "cpu"\n'
+
+
+def target(metric: str, direction: str, value: float) -> Target:
+    return Target(id="t", source=("000",), says="-", metric=metric, direction=direction, value=value)  # type: ignore[arg-type]
+
+
+REDUCTION = target("predict_phase_vram_reduction_pct", "min", 10.0)
+
+
+@pytest.fixture(scope="module")
+def run() -> ScenarioRun:
+    """Return dry runs of a tiny model under every stack."""
+    card = CardSpec(name="rtx-3090")
+    workload = BatchWorkload(batch_size=1, seq_len=8)
+    scenario = Scenario(
+        name="tiny", says="-", model=ModelSpec(shape=GPT2_UNTIED), card=card, workload=workload, stacks=tuple(STACKS)
+    )
+    stacks = {name: Stack(name=name, says="-", optimizations=parts) for name, parts in STACKS.items()}
+    records = {
+        ("dry_run", name): run_job(
+            Job(
+                key="k", kind="dry_run", scenario="tiny", stack=stack, model=scenario.model, card=card,
+                workload=workload, host=scenario.host, accuracy=None, subject="",
+            )
+        )
+        for name, stack in stacks.items()
+    }  # fmt: skip
+    return ScenarioRun(scenario=scenario, stacks=stacks, records=records, num_cached=0)
+
+
+def memory(run: ScenarioRun, stack: str) -> MemoryFigures:
+    record = run.get("dry_run", stack)
+    assert record is not None
+    assert record.memory is not None
+    return record.memory
+
+
+def metric(run: ScenarioRun, stack: str, wanted: Target = REDUCTION) -> Metric | None:
+    return compute_metric(Case(run=run, target=wanted, stack=stack))
+
+
+def peak(run: ScenarioRun, stack: str, phase: str) -> int:
+    return next(step.allocated_bytes for step in memory(run, stack).steps if step.phase == phase)
+
+
+@pytest.mark.parametrize("stack", ["stays", "leaves", "codes"])
+def test_a_plan_with_one_history_tensor_runs_a_cycle(run: ScenarioRun, stack: str) -> None:
+    assert [step.phase for step in memory(run, stack).steps] == CYCLE
+
+
+@pytest.mark.parametrize("stack", ["vanilla", "drift", "recompute"])
+def test_other_plans_run_ordinary_steps_and_have_no_figure_of_a_phase(run: ScenarioRun, stack: str) -> None:
+    assert [step.phase for step in memory(run, stack).steps] == ["full", "full"]
+    assert predict_reduction(Case(run=run, target=REDUCTION, stack=stack)) is None
+    assert predict_gib(Case(run=run, target=REDUCTION, stack=stack)) is None
+    assert judge(run, REDUCTION, stack).status is Status.UNPROVEN
+
+
+@pytest.mark.parametrize("stack", ["stays", "leaves", "codes"])
+def test_the_reduction_is_of_predict_against_the_baselines_peak(run: ScenarioRun, stack: str) -> None:
+    found = metric(run, stack)
+    baseline = max(step.allocated_bytes for step in memory(run, "vanilla").steps)
+    assert found is not None
+    assert found.value == pytest.approx(100 * (1 - peak(run, stack, "predict") / baseline))
+    cycle = max(step.allocated_bytes for step in memory(run, stack).steps)
+    assert f"the peak of the whole cycle is {cycle / GIB:.2f} GiB" in found.remark
+    assert cycle > peak(run, stack, "predict"), "the figure of the phase says nothing on the cycle"
+
+
+def test_state_that_waits_elsewhere_makes_room_in_predict(run: ScenarioRun) -> None:
+    stays, leaves = metric(run, "stays"), metric(run, "leaves")
+    assert stays is not None
+    assert leaves is not None
+    assert stays.value < leaves.value
+    value = (stays.value + leaves.value) / 2
+    wanted = target("predict_phase_vram_reduction_pct", "min", value)
+    assert judge(run, wanted, "stays").status is Status.REFUTED
+    assert judge(run, wanted, "leaves").status is Status.HOLDS
+    assert peak(run, "leaves", "full") > peak(run, "leaves", "predict")
+
+
+def test_the_model_memory_of_predict_is_its_whole_peak(run: ScenarioRun) -> None:
+    found = metric(run, "stays", target("predict_phase_model_vram_gib", "max", 1.0))
+    assert found is not None
+    assert found.value * GIB == peak(run, "stays", "predict")
+    assert judge(run, target("predict_phase_model_vram_gib", "max", 1.0), "stays").status is Status.HOLDS
+    assert judge(run, target("predict_phase_model_vram_gib", "max", 1e-6), "stays").status is Status.REFUTED
+
+
+@pytest.mark.parametrize(
+    ("stack", "bytes_per_param"), [("stays", 4.0), ("leaves", 4.0), ("codes", 1 + 4 / 256), ("drift", 8.0)]
+)
+def test_an_accumulator_is_compared_with_fifty_deltas(run: ScenarioRun, stack: str, bytes_per_param: float) -> None:
+    wanted = target("delta_bytes_reduction_pct", "min", 90.0)
+    found = metric(run, stack, wanted)
+    assert found is not None
+    assert found.value == pytest.approx(100 * (1 - int(PARAMS * bytes_per_param) / (50 * 4 * PARAMS)))
+    assert (judge(run, wanted, stack).status is Status.HOLDS) == (found.value >= 90)
+
+
+def test_a_stack_without_an_accumulator_saves_nothing(run: ScenarioRun) -> None:
+    assert delta_reduction(Case(run=run, target=REDUCTION, stack="vanilla")) is None
+
+
+FOUR = StackBaseline(
+    fits=True, allocated_bytes=(100, 200, 300, 400), reserved_bytes=(1000, 2000, 3000, 4000), step_time_s=1.0,
+    by_unit={"weight/a": 400},
+)  # fmt: skip
+TWO = replace(FOUR, allocated_bytes=(100, 400), reserved_bytes=(1000, 4000))
+
+
+@pytest.mark.parametrize(("place", "phase"), list(enumerate(CYCLE)))
+def test_the_phase_that_regressed_is_named(place: int, phase: str) -> None:
+    grown = list(FOUR.allocated_bytes)
+    grown[place] += 1
+    (finding,) = compare("s", "k", FOUR, replace(FOUR, allocated_bytes=tuple(grown)))
+    assert finding.exit is GateExit.REGRESSED
+    assert finding.message.startswith(f"allocated, {phase}: ")
+    (finding,) = compare("s", "k", replace(FOUR, allocated_bytes=tuple(grown)), FOUR)
+    assert finding.exit is GateExit.IMPROVED
+
+
+def test_a_phase_may_regress_while_another_improves() -> None:
+    found = compare("s", "k", FOUR, replace(FOUR, reserved_bytes=(1000, 1500, 3500, 4000)))
+    assert [(finding.exit, finding.message.split(":")[0]) for finding in found] == [
+        (GateExit.IMPROVED, "reserved, full"), (GateExit.REGRESSED, "reserved, predict"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), [(TWO, FOUR), (FOUR, TWO)])
+def test_a_cycle_that_comes_or_goes_is_compared_by_its_largest_step(old: StackBaseline, new: StackBaseline) -> None:
+    assert compare("s", "k", old, new) == []
+    larger = replace(
+        new, allocated_bytes=(*new.allocated_bytes[:-1], 401), reserved_bytes=(*new.reserved_bytes[:-1], 5000)
+    )
+    found = compare("s", "k", old, larger)
+    assert [finding.message.split(":")[0] for finding in found] == ["allocated, largest step", "reserved, largest step"]
+    assert {finding.exit for finding in found} == {GateExit.REGRESSED}
+    smaller = replace(new, allocated_bytes=tuple(min(size, 399) for size in new.allocated_bytes))
+    assert [finding.exit for finding in compare("s", "k", old, smaller)] == [GateExit.IMPROVED]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_baseline_of_another_number_of_steps_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="2 or 4 figures above 0"):
+        replace(FOUR, allocated_bytes=(1,) * count)
+
+
+def test_the_gate_keeps_and_compares_the_phases_of_a_real_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stacks = Path("scenarios/stacks")
+    stacks.mkdir(parents=True)
+    Path("scenarios/phases.toml").write_text(PHASES)
+    Path("scenarios/targets.toml").write_text("target = []\n")
+    (stacks / "plain.toml").write_text(PLAIN)
+    (stacks / "cycle.toml").write_text(LEAVES)
+    assert main(["gate", "--accept"]) == GateExit.OK
+    baseline = json.loads(Path("results/baselines/phases.json").read_text())["stacks"]
+    assert {name: len(stack["allocated_bytes"]) for name, stack in baseline.items()} == {"plain": 2, "cycle": 4}
+    assert main(["gate"]) == GateExit.OK
+    capsys.readouterr()
+    (stacks / "cycle.toml").write_text(KEEPS)  # moments stay on the card in PREDICT
+    assert main(["gate"]) == GateExit.REGRESSED
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("regressed: phases cycle: alloc")]
+    assert len(lines) == 1
+    assert lines[0].startswith("regressed: phases cycle: allocated, predict: ")
+    (stacks / "cycle.toml").write_text(PLAIN.replace("plain", "cycle"))  # the cycle is gone
+    assert main(["gate"]) == GateExit.IMPROVED
+    assert "phases cycle: allocated, largest step: " in capsys.readouterr().out

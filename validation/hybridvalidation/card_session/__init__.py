@@ -1,0 +1,1 @@
+"""Everything a CUDA card can tell within a few minutes."""

@@ -1,0 +1,115 @@
+"""What a part of the evidence will do, found without the card: its stack, and what the dry run says of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import ModelConfig, model_preset
+from hybridtrain.phase import Phase
+from hybridtrain.units import MIB, format_bytes
+from hybridtrain.virtual_gpu.card import Card, card_catalogue
+from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
+from hybridvalidation.card_session.parts import Part
+from hybridvalidation.card_session.record import Ceilings, Predicted
+from hybridvalidation.recommend.search import Question, recommend
+from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.scenario import Stack
+
+_FP32_SHARE = 1 / 8
+"""Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanJob:
+    """What to plan, on what."""
+
+    part: Part
+    card: Card
+    host: Host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPart:
+    """A part, ready to be run."""
+
+    stack: Stack
+    num_params: int
+    plan: Mapping[str, str]
+    micro_batch_size: int
+    accum_steps: int
+    predicted: Predicted
+    fault: str = ""
+    """Why it cannot be run on this machine."""
+
+
+def card_under_cap(ceilings: Ceilings, cap_bytes: int) -> Card:
+    """Return the card's true facts with the cap for its memory and the measured context.
+
+    Facts come from the catalogue; a card that is not in it gets the rates that were just measured.
+    """
+    facts = next((card for card in card_catalogue().values() if card.name == ceilings.name), None)
+    memory_mib, context_mib = cap_bytes // MIB, -(-ceilings.context_with_libraries_bytes // MIB)
+    if facts is not None:
+        return replace(facts, memory_mib=memory_mib, context_mib=context_mib)
+    tflops = ceilings.matmul_tflops / DEFAULT_EFFICIENCY.matmul
+    return Card(
+        name=ceilings.name, memory_mib=memory_mib, context_mib=context_mib,
+        compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * _FP32_SHARE,
+        memory_gbps=ceilings.device_copy_gbps / DEFAULT_EFFICIENCY.memory,
+        pcie_gbps=ceilings.in_gbps / DEFAULT_EFFICIENCY.bus, sms=ceilings.num_sms,
+    )  # fmt: skip
+
+
+def plan_part(job: PlanJob) -> PlannedPart:
+    """Find the stack if none is given, and run it dry.
+
+    Raises:
+        OutOfMemoryError: no stack fits.
+        ConfigError: the part's batch cannot be divided as its stack wants.
+    """
+    part, model = job.part, model_preset(job.part.model)
+    stack = part.stack
+    if stack is None:
+        question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
+        found = recommend(question, lambda _: None)
+        candidate, run = found.chosen, found.run
+        says = f"{candidate.level.says}; {candidate.arrangement.name}"
+        stack = Stack(name="recommended", says=says, optimizations=candidate.optimizations())
+    else:
+        run = _run_stack(job, model, stack)
+    plan = stack.plan()
+    accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
+    fault = ""
+    if not run.fits_host:
+        fault = (
+            f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} "
+            f"may be used"
+        )
+    return PlannedPart(
+        stack=stack, num_params=run.num_params, plan=plan_figures(plan),
+        micro_batch_size=part.num_sequences // accum_steps, accum_steps=accum_steps, predicted=_predicted(run),
+        fault=fault,
+    )  # fmt: skip
+
+
+def _run_stack(job: PlanJob, model: ModelConfig, stack: Stack) -> DryRun:
+    accum_steps = stack.plan().for_phase(Phase.FULL).grad_accum_steps
+    if job.part.num_sequences % accum_steps:
+        raise ConfigError(
+            job.part.name, [f"{job.part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"]
+        )
+    workload = Workload(micro_batch_size=job.part.num_sequences // accum_steps, seq_len=job.part.seq_len)
+    return dry_run(model, stack.plan(), job.card, workload, host=job.host)
+
+
+def _predicted(run: DryRun) -> Predicted:
+    return Predicted(
+        fits=run.fits_card, fits_host=run.fits_host,
+        step_allocated_bytes=tuple(step.allocated_bytes for step in run.steps),
+        step_reserved_bytes=tuple(step.reserved_bytes for step in run.steps),
+        device_used_bytes=run.device_used_bytes, host_bytes=run.host_peak_bytes, disk_bytes=run.disk_peak_bytes,
+        step_time_s=run.time.seconds, tokens_per_s=run.tokens_per_s, bound=run.bound.value,
+        busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""``tables/evidence.md``: what a CUDA card did beside what was planned, from records alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridtrain.atomic_write import replace_file
+from hybridtrain.units import MIB, format_count, to_gib
+from hybridvalidation.card_session.record import (
+    Ceilings,
+    CopyOverlap,
+    EvidenceRecord,
+    Measured,
+    PartOutcome,
+    Training,
+    error_pct,
+)
+from hybridvalidation.show.tables import MARKDOWN
+
+_HEADERS = (
+    "part", "model", "cap GiB", "stack", "tokens/step", "tokens/s", "planned", "allocated GiB", "planned",
+    "reserved GiB", "planned", "device GiB", "planned", "host GiB", "copies hidden",
+)  # fmt: skip
+_HOW = (
+    "Measured on the card under a hard cap of torch's allocator; a column `planned` holds the dry run of the same "
+    "steps, made before, and by how much it is above the measurement in percent of that. Tokens/s: median step without "
+    "the first. Device: allocator and CUDA context of this process. Planned bytes of the device contain the context as "
+    "measured in the first part; planned tokens/s are estimates. Copies hidden: of one profiled step, the share of the "
+    "time of copies over the bus in which a kernel ran too."
+)
+
+
+def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
+    """Return the newest record of each part and card, in the order of first appearance; runs before skipped ones."""
+    newest: dict[tuple[str, str], EvidenceRecord] = {}
+    for record in records:
+        key = (record.card, record.part)
+        held = newest.get(key)
+        is_worse = record.outcome is PartOutcome.SKIPPED and held is not None
+        if not (is_worse and held is not None and held.outcome is not PartOutcome.SKIPPED):
+            newest[key] = record
+    return list(newest.values())
+
+
+def evidence_table(records: Sequence[EvidenceRecord], style: str) -> str:
+    """Return one row per part that was trained."""
+    rows = [_row(record, training) for record in records if (training := _run_training(record)) is not None]
+    return tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def write_evidence(records: Sequence[EvidenceRecord], results: Path) -> list[Path]:
+    """Write ``tables/evidence.md`` below ``results``; nothing without records."""
+    if not records:
+        return []
+    newest = newest_evidence(records)
+    parts = ["# Evidence from CUDA cards"]
+    for card in dict.fromkeys(record.card for record in newest):
+        parts += _card_parts([record for record in newest if record.card == card])
+    path = results / "tables" / "evidence.md"
+    replace_file(path, ("\n\n".join(parts) + "\n").encode())
+    return [path]
+
+
+def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
+    parts = [f"## {records[0].card}"]
+    parts += [_ceilings_text(record.ceilings) for record in records if record.ceilings is not None]
+    if any(_run_training(record) is not None for record in records):
+        parts += [evidence_table(records, MARKDOWN), _HOW]
+    parts += [
+        f"`{record.part}`, one step: {_overlap_text(overlap)}."
+        for record in records
+        if (overlap := _overlap(record)) is not None
+    ]
+    remarks = [
+        f"- `{record.part}`: {record.outcome.value.replace('_', ' ')}, {_one_line(record.message)}"
+        for record in records
+        if record.message or record.outcome is not PartOutcome.OK
+    ]
+    environment = records[-1].environment
+    made = f"torch {environment.torch}, CUDA {environment.cuda}, {environment.num_cpus} processors, {environment.cpu}."
+    return [*parts, *(["\n".join(remarks)] if remarks else []), made]
+
+
+def _row(record: EvidenceRecord, training: Training) -> list[str]:
+    predicted, measured = training.predicted, training.measured
+    has_steps = measured is not None and bool(measured.steps)
+    allocated, reserved, used, host = _bytes(measured) if has_steps and measured is not None else (None,) * 4
+    overlap = _overlap(record)
+    share = None if overlap is None else overlap.hidden_share
+    return [
+        record.part, f"{training.model} ({format_count(training.num_params)})", f"{to_gib(training.cap_bytes):.1f}",
+        training.stack, f"{training.accum_steps} x {training.micro_batch_size} x {training.seq_len}",
+        record.outcome.value.replace("_", " ") if training.tokens_per_s is None else f"{training.tokens_per_s:,.0f}",
+        f"{predicted.tokens_per_s:,.0f}{_error(predicted.tokens_per_s, training.tokens_per_s)}",
+        *_pair(max(predicted.step_allocated_bytes, default=0), allocated),
+        *_pair(max(predicted.step_reserved_bytes, default=0), reserved), *_pair(predicted.device_used_bytes, used),
+        "-" if host is None else f"{to_gib(host):.1f}", "-" if share is None else f"{100 * share:.1f} %",
+    ]  # fmt: skip
+
+
+def _bytes(measured: Measured) -> tuple[int | None, int | None, int | None, int | None]:
+    return (
+        measured.peak_allocated_bytes, measured.peak_reserved_bytes, measured.device_used_bytes, measured.host_bytes
+    )  # fmt: skip
+
+
+def _pair(predicted: int, measured: int | None) -> tuple[str, str]:
+    shown = "-" if measured is None else f"{to_gib(measured):.3f}"
+    return shown, f"{to_gib(predicted):.3f}{_error(predicted, measured)}"
+
+
+def _error(predicted: float, measured: float | None) -> str:
+    error = error_pct(predicted, measured)
+    return "" if error is None else f" ({error:+.1f} %)"
+
+
+def _run_training(record: EvidenceRecord) -> Training | None:
+    """Return what was trained; None for a part that never ran."""
+    return None if record.outcome is PartOutcome.SKIPPED else record.training
+
+
+def _overlap(record: EvidenceRecord) -> CopyOverlap | None:
+    measured = None if record.training is None else record.training.measured
+    return None if measured is None else measured.overlap
+
+
+def _overlap_text(overlap: CopyOverlap) -> str:
+    return (
+        f"{overlap.window_s:.2f} s; kernels {overlap.kernel_s:.2f} s ({overlap.num_kernels:,}), copies in "
+        f"{overlap.copy_in_s:.2f} s and out {overlap.copy_out_s:.2f} s ({overlap.num_copies:,}), either "
+        f"{overlap.copy_s:.2f} s, of which {overlap.hidden_s:.2f} s beside kernels; from or to memory that was not "
+        f"pinned {overlap.pageable_s:.2f} s"
+    )
+
+
+def _ceilings_text(found: Ceilings) -> str:
+    rows = [
+        ("driver, memory", f"{found.driver or 'unknown'}, {to_gib(found.memory_bytes):.1f} GiB"),
+        ("bfloat16 matmul, 8192 cubed", f"{found.matmul_tflops:.0f} TFLOP/s"),
+        ("copy on the device, read and written", f"{found.device_copy_gbps:.0f} GB/s"),
+        ("pinned copies alone", f"in {found.in_gbps:.1f} GB/s, out {found.out_gbps:.1f} GB/s"),
+        ("pinned copies together", f"in {found.both_in_gbps:.1f} GB/s, out {found.both_out_gbps:.1f} GB/s"),
+        ("host tier", f"{'pinned' if found.is_pinned else 'NOT pinned'}, locked at {found.pin_gbps:.1f} GB/s"),
+        (
+            "CUDA context",
+            f"{found.context_bytes / MIB:.0f} MiB, with libraries {found.context_with_libraries_bytes / MIB:.0f} MiB",
+        ),
+        (
+            "cuBLAS workspaces",
+            (
+                f"forward {found.forward_workspace_bytes / MIB:.2f} MiB, "
+                f"backward {found.backward_workspace_bytes / MIB:.2f} MiB"
+            ),
+        ),
+    ]
+    return tabulate(rows, headers=("ceiling", "measured"), tablefmt=MARKDOWN, disable_numparse=True)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()) or "no message"

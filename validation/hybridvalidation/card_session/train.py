@@ -1,0 +1,154 @@
+"""A part of the evidence on the card: a few steps under a cap, one more under the profiler."""
+
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hybridtrain.data.batches import BatchSampler, TokenBatch
+from hybridtrain.data.corpus import Corpus
+from hybridtrain.memory.cuda_transfer import open_transfer
+from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.model_config import model_preset
+from hybridtrain.plan.placement import Placement
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridvalidation.card_session.overlap import copy_overlap, read_chrome_trace
+from hybridvalidation.card_session.parts import Part
+from hybridvalidation.card_session.plan import PlannedPart
+from hybridvalidation.card_session.record import CopyOverlap, Measured, StepEvidence
+from hybridvalidation.runs.measure import DeviceUse, MeasuredStep, cap_memory, num_alloc_retries, run_step
+
+_NEXT_STEP = 1.2
+"""A step is started when this many times the last one's seconds are left."""
+_PROFILED_STEP = 3.0
+"""The same for the profiled step, whose trace must be written and read too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What to train, and until when."""
+
+    part: Part
+    planned: PlannedPart
+    cap_bytes: int
+    """Of the card, CUDA context included."""
+    context_bytes: int
+    host_limit_bytes: int
+    used_before_bytes: int | None
+    """Of the whole card before this process used it; None: nobody could say."""
+    limit_s: float
+    """From the start of the process."""
+
+
+@dataclass(slots=True)
+class TrainedPart:
+    """What was measured so far: an error in the middle leaves the steps before it."""
+
+    build_s: float = 0.0
+    steps: list[MeasuredStep] = field(default_factory=list)
+    overlap: CopyOverlap | None = None
+    outside_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    num_alloc_retries: int = 0
+    remark: str = ""
+
+    def figures(self) -> Measured:
+        """Return what a record keeps."""
+        return Measured(
+            build_s=round(self.build_s, 3),
+            steps=tuple(
+                StepEvidence(
+                    step=step.result.step, loss=step.result.loss, grad_norm=step.result.grad_norm,
+                    seconds=step.seconds, peak_allocated_bytes=step.peak_allocated_bytes,
+                    peak_reserved_bytes=step.peak_reserved_bytes,
+                )
+                for step in self.steps
+            ),
+            outside_bytes=self.outside_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes,
+            num_alloc_retries=self.num_alloc_retries, overlap=self.overlap,
+        )  # fmt: skip
+
+
+def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: float) -> None:
+    """Train, and write into ``trained`` what is found on the way.
+
+    Args:
+        job: What to train.
+        corpus: Text for it.
+        trained: Filled.
+        begin_s: When the process began, by ``time.monotonic``.
+
+    Raises:
+        torch.OutOfMemoryError: the cap refused a request.
+        HostMemoryError: the host has too little memory.
+        DivergenceError: the loss is no number.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    use = DeviceUse(device, job.used_before_bytes)
+    cap_memory(device, job.cap_bytes - job.context_bytes)
+    transfer = open_transfer(
+        device, disk_folder=Path(tempfile.gettempdir()), host_limit_bytes=job.host_limit_bytes
+    )  # fmt: skip
+    try:
+        trainer = _train(job, corpus, trained, transfer, begin_s + job.limit_s)
+        _read_peaks(trained, use, transfer)  # now: the profiler takes memory of the card too
+        if job.part.profiles and not trained.remark:
+            try:
+                _profile(job, corpus, trained, trainer, begin_s + job.limit_s)
+            except Exception as error:  # noqa: BLE001  the steps are measured; some machines refuse profilers
+                trained.remark = f"not profiled: {error}"
+    except BaseException:
+        with suppress(RuntimeError):  # of a device that failed; what failed is told already
+            _read_peaks(trained, use, transfer)
+        raise
+    finally:
+        with suppress(RuntimeError):
+            transfer.close()
+        use.close()
+
+
+def _train(job: TrainJob, corpus: Corpus, trained: TrainedPart, transfer: Transfer, deadline_s: float) -> Trainer:
+    begin = time.perf_counter()
+    trainer = Trainer(model_preset(job.part.model), job.planned.stack.plan(), TrainerConfig(), transfer)
+    torch.cuda.synchronize(transfer.device)
+    trained.build_s = time.perf_counter() - begin
+    for step in range(job.part.num_steps):
+        if trained.steps and time.monotonic() + _NEXT_STEP * trained.steps[-1].seconds > deadline_s:
+            trained.remark = f"{len(trained.steps)} of {job.part.num_steps} steps: no time for more"
+            break
+        trained.steps.append(run_step(trainer, _batches(job, corpus, step), transfer.device))
+    return trainer
+
+
+def _batches(job: TrainJob, corpus: Corpus, step: int) -> list[TokenBatch]:
+    planned = job.planned
+    sampler = BatchSampler(
+        corpus.train, micro_batch_size=planned.micro_batch_size, seq_len=job.part.seq_len, seed=0
+    )  # fmt: skip
+    return [sampler.batch(step, micro_batch) for micro_batch in range(planned.accum_steps)]
+
+
+def _profile(job: TrainJob, corpus: Corpus, trained: TrainedPart, trainer: Trainer, deadline_s: float) -> None:
+    """Run one more step under the profiler, which records the card's work only: what Python calls is of no interest."""
+    if time.monotonic() + _PROFILED_STEP * trained.steps[-1].seconds > deadline_s:
+        trained.remark = "not profiled: no time for it"
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run_step(trainer, _batches(job, corpus, job.part.num_steps), trainer.transfer.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        trained.overlap = copy_overlap(read_chrome_trace(path))
+
+
+def _read_peaks(trained: TrainedPart, use: DeviceUse, transfer: Transfer) -> None:
+    """Read what is known at the end, also after a refused request."""
+    trained.outside_bytes = use.outside_bytes()
+    trained.num_alloc_retries = num_alloc_retries(transfer.device)
+    trained.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
+    trained.disk_bytes = transfer.tiers.peak_bytes(Placement.DISK)

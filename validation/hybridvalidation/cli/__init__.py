@@ -1,0 +1,1 @@
+"""The ``hybridtrain`` command."""

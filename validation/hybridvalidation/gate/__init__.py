@@ -1,0 +1,1 @@
+"""Today against committed baselines."""

@@ -1,0 +1,153 @@
+"""The kernel gate: what each Triton kernel takes of each card, compiled ahead of time, against the baseline."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+
+from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
+from hybridkernels.compile_case import CAPABILITIES
+from hybridvalidation.gate.baseline_file import read_baseline
+from hybridvalidation.gate.gate import Finding, GateExit
+
+NAME = "kernels"
+"""What stands for all kernels where scenarios are named, and the baseline's file name."""
+_COMPILER_SETTINGS = ("TRITON_", "PTXAS_", "DISABLE_", "LLVM_", "MLIR_")
+"""Beginnings of the environment variables that change what Triton compiles."""
+_CACHE_SETTING = "TRITON_CACHE_DIR"
+_MEANING = {
+    "registers": "registers a thread",
+    "spill_bytes": "B a thread spilled to memory",
+    "shared_bytes": "B of shared memory a block",
+    "code_bytes": "B of code",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBaseline:
+    """The baseline file: resources by card (``sm_90``) and case."""
+
+    triton: str
+    """Version of triton, whose compiler made these figures; another one makes others."""
+    resources: Mapping[str, Mapping[str, KernelResources]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelGateResult:
+    """All findings, and the baseline that today's kernels would make; None where nothing could be compiled."""
+
+    findings: tuple[Finding, ...]
+    replacement: KernelBaseline | None
+    num_compiled: int
+
+
+def run_kernel_gate(
+    baselines: Path, on_kernel: Callable[[str], None], *, kernels: tuple[str, ...] = KERNELS, jobs: int | None = None
+) -> KernelGateResult:
+    """Compile every case of every kernel for every card and compare; ``on_kernel`` hears of each that is done.
+
+    Args:
+        baselines: Folder of ``kernels.json``.
+        on_kernel: Called with ``sm_90 swiglu``, once a kernel and card.
+        kernels: Folders of ``hybridkernels``.
+        jobs: Processes; None takes one a core.
+    """
+    if find_spec("triton") is None:
+        reason = "triton is not installed, nothing was compiled; pip install triton (Linux)"
+        return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "TRITON_INTERPRET=1: kernels are interpreted, nothing was compiled; unset it"
+        return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
+    recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
+    findings: list[Finding] = []
+    compiled: dict[str, dict[str, KernelResources]] = {_card(capability): {} for capability in CAPABILITIES}
+    for capability, kernel, results in _compile_all(kernels, jobs or len(os.sched_getaffinity(0))):
+        card = _card(capability)
+        on_kernel(f"{card} {kernel}")
+        for name, result in results.items():
+            if isinstance(result, str):
+                findings.append(_not_measured(f"{card} {name}", result, settled=False))
+            else:
+                compiled[card][name] = result
+    num_compiled = sum(map(len, compiled.values()))
+    here = version("triton")
+    if recorded is None:
+        findings.append(_not_measured("", "there is no baseline to compare with"))
+    elif recorded.triton != here:
+        reason = f"the baseline is of triton {recorded.triton}, this is {here}: another compiler, nothing to compare"
+        findings.append(_not_measured("", f"{reason}; install triton=={recorded.triton}"))
+    else:
+        findings += _compare(recorded, compiled, failed={finding.stack for finding in findings})
+    ordered = {card: dict(sorted(cases.items())) for card, cases in compiled.items()}
+    return KernelGateResult(
+        findings=tuple(sorted(findings, key=lambda finding: finding.stack)),
+        replacement=KernelBaseline(triton=here, resources=ordered),
+        num_compiled=num_compiled,
+    )
+
+
+def _compile_all(kernels: tuple[str, ...], jobs: int) -> Iterator[tuple[int, str, Mapping[str, KernelResources | str]]]:
+    """Yield capability, kernel and its cases as they are done; one process sets the compiler up many times over."""
+    work = [(capability, kernel) for kernel in kernels for capability in CAPABILITIES]
+    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
+        futures = {
+            pool.submit(_compile_kernel, capability, kernel): (capability, kernel) for capability, kernel in work
+        }
+        for future in as_completed(futures):
+            yield *futures[future], future.result()
+
+
+def _compile_kernel(capability: int, kernel: str) -> dict[str, KernelResources | str]:
+    """Return resources by case, or why it could not be compiled."""
+    for name in [name for name in os.environ if name.startswith(_COMPILER_SETTINGS) and name != _CACHE_SETTING]:
+        del os.environ[name]  # a process of the gate's own; its baseline knows no settings
+    results: dict[str, KernelResources | str] = {}
+    for case in compile_cases(capability, (kernel,)):
+        try:
+            results[case.name] = compile_ahead(case, capability)
+        except Exception as error:  # noqa: BLE001  a compiler fails in many ways; the finding names the kernel
+            results[case.name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def _compare(
+    recorded: KernelBaseline, compiled: Mapping[str, Mapping[str, KernelResources]], *, failed: set[str]
+) -> Iterator[Finding]:
+    for card in {*recorded.resources, *compiled}:
+        old, new = recorded.resources.get(card, {}), compiled.get(card, {})
+        for name in old.keys() - new.keys():
+            if f"{card} {name}" not in failed:
+                yield _not_measured(f"{card} {name}", "stands in the baseline but is not compiled any more")
+        for name in new.keys() - old.keys():
+            yield _not_measured(f"{card} {name}", "there is no baseline to compare with")
+        for name in old.keys() & new.keys():
+            yield from _differences(f"{card} {name}", old[name], new[name])
+
+
+def _differences(case: str, old: KernelResources, new: KernelResources) -> Iterator[Finding]:
+    """Yield one finding for all figures that moved: the compiler is deterministic, so any change is one of the code."""
+    moved = [
+        (figure.name, before, after)
+        for figure in fields(KernelResources)
+        if (before := getattr(old, figure.name)) != (after := getattr(new, figure.name))
+    ]
+    if moved:
+        worse = any(after > before for _, before, after in moved)
+        changes = ", ".join(f"{_MEANING[name]}: {before:,} -> {after:,}" for name, before, after in moved)
+        yield Finding(
+            scenario=NAME, stack=case, exit=GateExit.REGRESSED if worse else GateExit.IMPROVED, message=changes
+        )
+
+
+def _not_measured(case: str, reason: str, *, settled: bool = True) -> Finding:
+    return Finding(
+        scenario=NAME, stack=case, exit=GateExit.COULD_NOT_MEASURE, message=reason, settled_by_accept=settled
+    )
+
+
+def _card(capability: int) -> str:
+    return f"sm_{capability}"

@@ -1,0 +1,1 @@
+"""From records to verdicts on stated figures."""

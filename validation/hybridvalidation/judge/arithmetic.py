@@ -1,0 +1,154 @@
+"""Stated figures derived anew from a model's shape, each beside what a dry run plans."""
+
+from dataclasses import replace
+
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
+from hybridkernels.int8_quantize import GROUP_SIZE
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.units import GB, format_count
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.judge.case import Case, Decider, Metric
+from hybridvalidation.judge.planned import kept_bytes_reduction, optimizer_reduction, weight_peak_reduction
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.scenario import StatedParts
+
+_BACKWARD_SHARE = 0.3
+"""Of all steps, as stated (20-30 %); the upper end."""
+_PREDICT_SHARE = 0.8
+"""Of all steps, as stated."""
+_INT8_BYTES = 1 + 4 / GROUP_SIZE
+"""A weight's code and its part of a float32 scale."""
+_MOMENT_BYTES = 1 + 4 / QUANT_GROUP_SIZE
+"""A moment's code and its part of a float32 scale."""
+_HALF_BYTES = 2.0
+"""A weight in 16 bits."""
+_MB = 10**6
+
+
+def sum_of_parts_gb(case: Case) -> Metric:
+    """Return a stated total of GB with the preset's number of parameters."""
+    parts, num_params = _parts(case), case.model.num_params
+    value = parts.bytes_per_param * num_params / GB + parts.activation_gb
+    remark = (
+        f"{parts.weight:g} + {parts.grad:g} + {parts.optim_state:g} bytes for each of {num_params / 1e9:.2f}B "
+        f"parameters and {parts.activation_gb:g} GB of activations as stated"
+    )
+    if case.memory is not None:
+        remark += f"; planned: {_planned_parts(case.memory)}"
+    return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark)
+
+
+def heavier_card_gb(case: Case) -> Metric:
+    """Return the larger share of a stated total when the blocks are dealt out to two cards."""
+    parts, model = _parts(case), case.model
+    num_blocks = -(-model.num_blocks // 2)
+    num_params = num_blocks * block_params(model) + model.vocab_size * model.width
+    weights = parts.weight * num_params / GB
+    value = parts.bytes_per_param * num_params / GB + parts.activation_gb / 2
+    remark = (
+        f"{num_blocks} blocks and an embedding are {num_params / 1e9:.2f}B parameters: {weights:.2f} GB of weights, "
+        f"and the gradients of all of them before an update that is not fused"
+    )
+    return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark)
+
+
+def bytes_per_layer_mb(case: Case) -> Metric:
+    """Return MB of one block's weights, gradients and optimizer state."""
+    parts, num_params = _parts(case), block_params(case.model)
+    value = parts.bytes_per_param * num_params / _MB
+    remark = (
+        f"{format_count(num_params)} parameters a block, its weights alone {parts.weight * num_params / _MB:.0f} MB, "
+        f"{case.model.num_blocks} blocks {case.model.num_blocks * value / 1000:.1f} GB"
+    )
+    return Metric(value, Evidence.ARITHMETIC, "MB", remark=remark)
+
+
+def stored_activation_reduction(case: Case) -> Metric | None:
+    """Return by how much checkpointing cuts the number of kept block inputs."""
+    return _activation_saving(case, 1.0, "counts kept block inputs only")
+
+
+def averaged_activation_reduction(case: Case) -> Metric | None:
+    """Return the saving of kept block inputs, averaged over steps of which few run backward."""
+    return _activation_saving(
+        case, _BACKWARD_SHARE, f"is an average over steps, {100 * _BACKWARD_SHARE:.0f} % with backward pass"
+    )
+
+
+def int8_weight_reduction(case: Case) -> Metric | None:
+    """Return what int8 codes and scales save of 16-bit weights."""
+    planned = weight_peak_reduction(case)
+    if planned is None:
+        return None
+    value = 100 * (1 - _INT8_BYTES / _HALF_BYTES)
+    scales = 4 / GROUP_SIZE * case.model.num_params / _MB
+    decider = Decider(
+        planned.value, planned.evidence, "counts stored codes only",
+        "the largest sum of codes, blocks widened for their visit, embedding and head",
+    )  # fmt: skip
+    remark = f"a float32 scale per {GROUP_SIZE} weights, {scales:.0f} MB of scales"
+    return Metric(value, Evidence.ARITHMETIC, "%", remark=remark, decider=decider)
+
+
+def int8_state_reduction(case: Case) -> Metric | None:
+    """Return what codes and scales of 8-bit moments save of fp32 ones, beside what is planned."""
+    planned = optimizer_reduction(case)
+    if planned is None:
+        return None
+    before, after = (2 * size * case.model.num_params / GB for size in (4.0, _MOMENT_BYTES))
+    remark = (
+        f"{before:.2f} to {after:.2f} GB; planned: {planned.value:.2f} %, with small tensors that stay fp32 and the "
+        f"allocator's rounding"
+    )
+    return Metric(100 * (1 - after / before), Evidence.ARITHMETIC, "%", fits=planned.fits, remark=remark)
+
+
+def phase_aware_weight_reduction(case: Case) -> Metric:
+    """Return what int8 weights in most steps save of 16-bit ones: on average, and in the phase that decides."""
+    full, predict = (size * case.model.num_params / GB for size in (_HALF_BYTES, 1.0))
+    average = _PREDICT_SHARE * predict + (1 - _PREDICT_SHARE) * full
+    decider = Decider(
+        100 * (1 - max(full, predict) / full), Evidence.ARITHMETIC,
+        f"is an average over steps, {100 * _PREDICT_SHARE:.0f} % of them in Predict", "the phase that stores most",
+    )  # fmt: skip
+    scaled = 100 * _PREDICT_SHARE * (1 - _INT8_BYTES / _HALF_BYTES)
+    remark = (
+        f"{predict:.2f} GB of weights in Predict, {full:.2f} GB in Full; on average {scaled:.1f} % with a scale per "
+        f"{GROUP_SIZE} weights"
+    )
+    return Metric(100 * (1 - average / full), Evidence.ARITHMETIC, "%", remark=remark, decider=decider)
+
+
+def block_params(model: ModelConfig) -> int:
+    """Return the parameters of one block."""
+    return replace(model, num_blocks=model.num_blocks + 1).num_params - model.num_params
+
+
+def _activation_saving(case: Case, backward_share: float, stated_is: str) -> Metric | None:
+    planned = kept_bytes_reduction(case)
+    if planned is None or case.dry_run is None:
+        return None
+    interval = max(1, int(case.dry_run.plan["recompute_every"]))
+    num_blocks = case.model.num_blocks
+    kept = -(-num_blocks // interval)
+    decider = Decider(planned.value, planned.evidence, stated_is, "activations and kept block inputs at their peak")
+    remark = f"{kept} of {num_blocks} block inputs are kept"
+    return Metric(
+        100 * (1 - backward_share * kept / num_blocks), Evidence.ARITHMETIC, "%", remark=remark, decider=decider
+    )
+
+
+def _parts(case: Case) -> StatedParts:
+    assert case.target.parts is not None, f"target {case.target.id} states no parts"
+    return case.target.parts
+
+
+def _planned_parts(memory: MemoryFigures) -> str:
+    kept = memory.by_class[TensorClass.BOUNDARY] + memory.by_class[TensorClass.ACTIVATION]
+    state = memory.by_class[TensorClass.OPTIM_STATE] + memory.by_class[TensorClass.MASTER]
+    return (
+        f"{memory.peak_allocated_bytes / GB:.2f} GB allocated at the peak, of it weights "
+        f"{memory.by_class[TensorClass.WEIGHT] / GB:.2f}, gradients {memory.by_class[TensorClass.GRAD] / GB:.2f}, "
+        f"optimizer {state / GB:.2f}, activations {kept / GB:.2f}"
+    )

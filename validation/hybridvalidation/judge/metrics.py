@@ -1,0 +1,149 @@
+"""From records to the metrics of targets: a value, its interval where it has one, and how it was got."""
+
+from collections.abc import Callable
+from math import exp
+
+from hybridtrain.units import GB, GIB
+from hybridvalidation.judge import arithmetic, planned, predict_metrics
+from hybridvalidation.judge.case import Case, Metric
+from hybridvalidation.judge.statistics import Interval, mean_interval
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.record import AccuracyFigures, Record, SeedResult
+from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.scenario import BASELINE_STACK
+
+_LARGEST_EXPONENT = 700.0
+"""A difference of losses whose exponential is still a float64."""
+
+_SHOWN_BYTES = 10**8
+"""Less on host or disk is not worth a word: the batch on its way."""
+
+
+def compute_metric(case: Case) -> Metric | None:
+    """Return the metric of a target for a stack, None where there is no evidence."""
+    name = case.target.metric
+    return METRICS[name](case) if name in METRICS else None
+
+
+def accuracy_retention(run: ScenarioRun, stack: str, baseline: str = BASELINE_STACK) -> Interval | None:
+    """Return validation top-1 accuracy against the baseline's in percent, paired by seed."""
+    pairs = _seed_pairs(run, stack, baseline)
+    if any(other.validation_accuracy == 0 for _, other in pairs):
+        return None
+    return _interval([100 * own.validation_accuracy / other.validation_accuracy for own, other in pairs])
+
+
+def perplexity_ratio(run: ScenarioRun, stack: str) -> Interval | None:
+    """Return validation perplexity against the baseline's in percent, paired by seed; above 100 is worse."""
+    pairs = _seed_pairs(run, stack, BASELINE_STACK)
+    return _interval(
+        [100 * exp(min(own.validation_loss - baseline.validation_loss, _LARGEST_EXPONENT)) for own, baseline in pairs]
+    )
+
+
+def _seed_pairs(run: ScenarioRun, stack: str, baseline: str) -> list[tuple[SeedResult, SeedResult]]:
+    """Return each seed's run and its baseline; nothing when the two were not made with the same seeds."""
+    own, other = _accuracy(run, stack), _accuracy(run, baseline)
+    if own is None or other is None or [seed.seed for seed in own.seeds] != [seed.seed for seed in other.seeds]:
+        return []
+    return list(zip(own.seeds, other.seeds, strict=True))
+
+
+def _interval(samples: list[float]) -> Interval | None:
+    return mean_interval(samples) if len(samples) > 1 else None
+
+
+def _accuracy(run: ScenarioRun, stack: str) -> AccuracyFigures | None:
+    record = run.get("accuracy", stack)
+    return None if record is None else record.accuracy
+
+
+def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
+    def metric(case: Case) -> Metric | None:
+        record, memory = case.run.get("measured", case.stack), case.memory
+        if record is not None and record.measured is not None:
+            return Metric(record.measured.device_used_bytes / divisor, Evidence.MEASURED, unit)
+        if memory is None:
+            return None
+        if _was_refused(record):
+            value = memory.device_used_bytes / divisor
+            return Metric(value, Evidence.PLANNED, unit, fits=False, remark="the card refused it")
+        sizes = {"host": memory.host_peak_bytes, "disk": memory.disk_peak_bytes}
+        remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
+            f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
+        )
+        return Metric(memory.device_used_bytes / divisor, Evidence.PLANNED, unit, fits=memory.fits, remark=remark)
+
+    return metric
+
+
+def _tokens_per_s(case: Case) -> Metric | None:
+    record, memory = case.run.get("measured", case.stack), case.memory
+    if record is not None and record.measured is not None:
+        return Metric(record.measured.tokens_per_s, Evidence.MEASURED, "tokens/s")
+    if memory is None:
+        return None
+    fits = memory.fits and not _was_refused(record)
+    return Metric(memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", fits=fits)
+
+
+def _was_refused(record: Record | None) -> bool:
+    """Return whether a card ran out of memory where the plan may have said it fits."""
+    return record is not None and record.outcome is Outcome.OUT_OF_MEMORY
+
+
+def _retention(case: Case) -> Metric | None:
+    interval = accuracy_retention(case.run, case.stack, case.baseline)
+    figures = _accuracy(case.run, case.stack)
+    if interval is None or figures is None:
+        return None
+    remark = (
+        f"proxy of {figures.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds, {figures.num_tokens} tokens"
+    )
+    return Metric(interval.mean, Evidence.EXECUTED, "%", interval=interval, remark=remark)
+
+
+def _accuracy_loss(case: Case) -> Metric | None:
+    kept = _retention(case)
+    if kept is None or kept.interval is None:
+        return None
+    interval = Interval(100 - kept.interval.mean, 100 - kept.interval.high, 100 - kept.interval.low)
+    return Metric(interval.mean, kept.evidence, "%", interval=interval, remark=kept.remark)
+
+
+def _weight_difference(case: Case) -> Metric | None:
+    figures = _accuracy(case.run, case.stack)
+    if figures is None or figures.accumulation_difference is None:
+        return None
+    remark = (
+        f"norm of the difference over norm of the weights, {figures.num_tokens} tokens, {figures.num_params} weights"
+    )
+    return Metric(figures.accumulation_difference, Evidence.EXECUTED, "of the weights", remark=remark)
+
+
+METRICS: dict[str, Callable[[Case], Metric | None]] = {
+    "peak_vram_gib": _peak(GIB, "GiB"),
+    "peak_vram_gb": _peak(GB, "GB"),
+    "tokens_per_s": _tokens_per_s,
+    "accuracy_retention_pct": _retention,
+    "accuracy_loss_pct": _accuracy_loss,
+    "relative_weight_difference": _weight_difference,
+    "relative_throughput_x": planned.relative_throughput,
+    "slowdown_x": planned.slowdown,
+    "step_time_overhead_pct": planned.time_overhead,
+    "peak_vram_reduction_pct": planned.peak_reduction,
+    "optimizer_bytes_reduction_pct": arithmetic.int8_state_reduction,
+    "parameter_peak_reduction_pct": planned.weight_peak_reduction,
+    "activation_peak_reduction_pct": planned.kept_bytes_reduction,
+    "stored_activation_reduction_pct": arithmetic.stored_activation_reduction,
+    "time_averaged_activation_reduction_pct": arithmetic.averaged_activation_reduction,
+    "weight_bytes_reduction_pct": arithmetic.int8_weight_reduction,
+    "time_averaged_weight_reduction_pct": arithmetic.phase_aware_weight_reduction,
+    "bytes_per_layer_mb": arithmetic.bytes_per_layer_mb,
+    "sum_of_parts_gb": arithmetic.sum_of_parts_gb,
+    "predict_phase_vram_reduction_pct": predict_metrics.predict_reduction,
+    "predict_phase_model_vram_gib": predict_metrics.predict_gib,
+    "delta_bytes_reduction_pct": predict_metrics.delta_reduction,
+    "peak_vram_gb_per_gpu": arithmetic.heavier_card_gb,
+}
+"""By the name in ``targets.toml``."""

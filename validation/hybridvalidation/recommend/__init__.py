@@ -1,0 +1,1 @@
+"""The fastest stack that fits."""

@@ -1,0 +1,1 @@
+"""What a run left behind: one line each, written once."""

@@ -1,0 +1,109 @@
+"""The record of an executed run: what the card would have held, counted while the arithmetic was real."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
+from hybridvalidation.records.environment import Environment
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.store import append_line, read_lines
+
+SCHEMA = 1
+_FILE = "executed.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedStep:
+    """One optimizer step."""
+
+    step: int
+    """True steps done."""
+    loss: float | None
+    """Nats per token, mean over the micro-batches, before the step's update; None in PREDICT."""
+    grad_norm: float | None
+    """Global L2 norm before clipping."""
+    seconds: float
+    device_peak_bytes: int
+    """Most bytes at once that a card would have held."""
+    planned_device_peak_bytes: int
+    phase: str = Phase.FULL.value
+    predicted_steps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPeaks:
+    """Most bytes at once, the building of the model included."""
+
+    device_bytes: int
+    host_bytes: int
+    """Offloaded tensors."""
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedRun:
+    """One run on the CPU, and the dry run of the same steps."""
+
+    model: str
+    shape: ModelConfig
+    num_params: int
+    stack: str
+    plan: Mapping[str, str]
+    micro_batch_size: int
+    seq_len: int
+    accum_steps: int
+    lr: float
+    """Constant, no warm-up."""
+    seed: int
+    corpus: str
+    corpus_digest: str
+    evidence: Evidence = Evidence.EXECUTED
+    started_at: str
+    """UTC, ISO 8601."""
+    duration_s: float
+    build_s: float
+    """Of it: drawing the initial weights."""
+    environment: Environment
+    num_threads: int
+    steps: tuple[ExecutedStep, ...]
+    executed: TierPeaks
+    planned: TierPeaks
+    process_peak_bytes: int
+    """Largest resident set of the whole process: tensors of every tier but the disk, Python, torch."""
+    num_events: int
+    """Allocations and releases of the execution."""
+    difference: str
+    """First place in which the dry run differs from the execution; empty: nowhere."""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.schema != SCHEMA:
+            faults.append(f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
+        if not self.steps:
+            faults.append("steps: empty; a run has at least one")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.micro_batch_size * self.seq_len * self.accum_steps
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the dry run counted what the execution held, event by event."""
+        return not self.difference
+
+
+def append_executed(records: Path, run: ExecutedRun) -> Path:
+    """Add a run to the folder's ``executed.jsonl``; raises ``RecordError`` when its last line was cut short."""
+    append_line(records / _FILE, run)
+    return records / _FILE
+
+
+def read_executed(records: Path) -> list[ExecutedRun]:
+    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    return read_lines(records / _FILE, ExecutedRun)

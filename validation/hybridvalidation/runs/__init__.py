@@ -1,0 +1,1 @@
+"""What produces a record: jobs, workers, the runs themselves."""

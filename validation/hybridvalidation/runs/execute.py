@@ -1,0 +1,230 @@
+"""``hybridtrain execute``: real training on the CPU, every byte of the card counted, beside the dry run of it."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from hybridtrain.data.batches import BatchSampler
+from hybridtrain.data.corpus import Corpus
+from hybridtrain.dry_run import Workload, check_workload, cycle_config
+from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
+from hybridtrain.memory.run_folder import remove_left_folders
+from hybridtrain.memory.tier import available_host_bytes
+from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
+from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.hybrid_result import HybridResult
+from hybridtrain.phases.hybrid_trainer import HybridTrainer
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.placement import Placement
+from hybridtrain.profiler.process_memory import read_process_memory
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import format_bytes, format_seconds
+from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
+from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.runs.trace_difference import first_difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecuteSpec:
+    """What is run."""
+
+    model: str
+    """For the record: a preset, or the name of a shape."""
+    shape: ModelConfig
+    stack: str
+    plan: MemoryPlan
+    workload: Workload
+    num_steps: int
+    """Optimizer steps; of a cycle phase steps, PREDICT included."""
+    lr: float
+    seed: int = 0
+    disk_folder: Path | None = None
+    host_limit_bytes: int | None = None
+    """Host memory for offloaded tensors; None: what the machine has available."""
+    runs_cycle: bool = False
+    """Whether WARMUP, FULL, PREDICT and CORRECT follow one another; the stack keeps a slow average."""
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.plan.for_phase(Phase.FULL).grad_accum_steps
+
+    @property
+    def config(self) -> TrainerConfig:
+        """Everything else the trainer wants."""
+        return TrainerConfig(
+            optimizer=AdamWConfig(lr=self.lr),
+            schedule=LrSchedule(kind="constant", warmup_steps=0, total_steps=max(self.num_steps, 1)),
+            seed=self.seed,
+        )
+
+    @property
+    def hybrid(self) -> HybridConfig | None:
+        """The cycle."""
+        return cycle_config() if self.runs_cycle else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    result: HybridResult
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passage:
+    """All steps on one device, virtual or real."""
+
+    trace: LedgerTrace
+    build_s: float
+    steps: tuple[_Step, ...]
+    peaks: TierPeaks
+
+
+def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> ExecutedRun:
+    """Dry-run the steps, train them, compare; tell each step.
+
+    Raises:
+        ConfigError: the workload does not suit the model, or the plan uses the disk and no folder was named.
+        HostMemoryError, DiskSpaceError: the machine holds less than planned; nothing was built.
+        DivergenceError: the loss is no number any more.
+        DataError: the corpus is shorter than a sequence.
+    """
+    check_workload(spec.shape, spec.workload)
+    sampler = BatchSampler(
+        corpus.train, micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len, seed=spec.seed
+    )
+    started, begin = datetime.now(UTC), time.perf_counter()
+    environment = read_environment()  # now: nobody edits the sources that are loaded
+    planned = _pass(spec, sampler, VirtualTransfer(), lambda _: None)
+    _check_room(spec, planned.peaks)
+    say(f"planned: {_told(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
+    transfer = DirectTransfer(torch.device("cpu"), disk_folder=spec.disk_folder, host_limit_bytes=spec.host_limit_bytes)
+    try:
+        executed = _pass(spec, sampler, transfer, lambda step: say(_step_told(step, spec.num_steps)))
+    finally:
+        transfer.close()
+    process = read_process_memory()
+    return ExecutedRun(
+        model=spec.model, shape=spec.shape, num_params=spec.shape.num_params, stack=spec.stack,
+        plan=plan_figures(spec.plan), micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
+        accum_steps=spec.accum_steps, lr=spec.lr, seed=spec.seed, corpus=corpus.name, corpus_digest=corpus.digest,
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
+        build_s=round(executed.build_s, 3), environment=environment, num_threads=torch.get_num_threads(),
+        steps=tuple(map(_recorded, executed.steps, planned.steps)), executed=executed.peaks, planned=planned.peaks,
+        process_peak_bytes=0 if process is None else process.peak_rss_bytes, num_events=len(executed.trace.events),
+        difference=_difference(planned, executed),
+    )  # fmt: skip
+
+
+def _pass(spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, on_step: Callable[[_Step], None]) -> _Passage:
+    ledger = StorageLedger()
+    steps: list[_Step] = []
+    begin = time.perf_counter()
+    with ledger:
+        trainer = Trainer(spec.shape, spec.plan, spec.config, transfer, ledger)
+        runner = HybridTrainer(trainer, spec.hybrid)
+        build_s, peak_bytes = time.perf_counter() - begin, ledger.peak_bytes
+        for _ in range(spec.num_steps):
+            if runner.phase is Phase.PREDICT:  # what leaves the device for it belongs to the step before
+                trainer.enter_phase(Phase.PREDICT)
+            ledger.begin_step()
+            begin = time.perf_counter()
+            result = runner.advance(lambda step: [sampler.batch(step, part) for part in range(spec.accum_steps)])
+            steps.append(_Step(result=result, seconds=time.perf_counter() - begin, peak_bytes=ledger.peak_bytes))
+            on_step(steps[-1])
+    return _Passage(
+        trace=ledger.trace(), build_s=build_s, steps=tuple(steps),
+        peaks=TierPeaks(
+            device_bytes=max(peak_bytes, *(step.peak_bytes for step in steps)),
+            host_bytes=transfer.tiers.peak_bytes(Placement.HOST),
+            disk_bytes=transfer.tiers.peak_bytes(Placement.DISK),
+        ),
+    )  # fmt: skip
+
+
+def _check_room(spec: ExecuteSpec, planned: TierPeaks) -> None:
+    """Refuse what the machine cannot hold before hours are spent on it."""
+    available = available_host_bytes()
+    limit = available if spec.host_limit_bytes is None else spec.host_limit_bytes
+    if limit is not None and planned.host_bytes > limit:
+        raise HostMemoryError(
+            f"host memory: {spec.model} under '{spec.stack}' offloads {format_bytes(planned.host_bytes)} (planned), "
+            f"{format_bytes(limit)} are allowed; raise --host-limit-gib, or choose a stack with disk tiers or 8-bit "
+            f"weights and state."
+        )
+    total = planned.host_bytes + planned.device_bytes
+    if available is not None and total > available:
+        raise HostMemoryError(
+            f"memory: an execution holds the card's tensors in this machine's memory too, {format_bytes(total)} in all "
+            f"(planned), {format_bytes(available)} are available; close other programs, choose a smaller model or "
+            f"workload, or a stack that moves more to disk. A dry run needs none of it."
+        )
+    if planned.disk_bytes:
+        _check_disk(spec, planned.disk_bytes)
+
+
+def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
+    folder = spec.disk_folder
+    if folder is None:
+        raise ConfigError(
+            "--disk",
+            [f"stack '{spec.stack}' keeps {format_bytes(num_bytes)} (planned) on disk; name a folder: --disk FOLDER"],
+        )
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if there.is_dir():
+        remove_left_folders(there)
+    free = shutil.disk_usage(there).free
+    if num_bytes > free:
+        raise DiskSpaceError(
+            f"{folder}: stack '{spec.stack}' keeps {format_bytes(num_bytes)} (planned) on disk, {format_bytes(free)} "
+            f"are free; free some, or name a folder on a larger disk (--disk)."
+        )
+
+
+def _difference(planned: _Passage, executed: _Passage) -> str:
+    found = first_difference(planned.trace, executed.trace)
+    if not found and planned.peaks != executed.peaks:
+        found = f"peaks: the dry run {_told(planned.peaks)}; the execution {_told(executed.peaks)}"
+    return found
+
+
+def _recorded(executed: _Step, planned: _Step) -> ExecutedStep:
+    return ExecutedStep(
+        step=executed.result.step, loss=executed.result.loss if executed.result.num_tokens else None,
+        grad_norm=executed.result.grad_norm, seconds=round(executed.seconds, 3), device_peak_bytes=executed.peak_bytes,
+        planned_device_peak_bytes=planned.peak_bytes, phase=executed.result.phase.value,
+        predicted_steps=executed.result.predicted_steps,
+    )  # fmt: skip
+
+
+def _step_told(step: _Step, num_steps: int) -> str:
+    result = step.result
+    norm = "" if result.grad_norm is None else f", gradient norm {result.grad_norm:.3g}"
+    loss = f"{result.predicted_steps:.2f} steps predicted"
+    if result.num_tokens and result.loss is not None:
+        loss = f"loss {result.loss:.3f}"
+    return (
+        f"step {result.step}/{num_steps} {result.phase}: {loss}{norm}, {format_seconds(step.seconds)}, "
+        f"device {format_bytes(step.peak_bytes)}"
+    )
+
+
+def _told(peaks: TierPeaks) -> str:
+    return (
+        f"device {format_bytes(peaks.device_bytes)}, host {format_bytes(peaks.host_bytes)}, "
+        f"disk {format_bytes(peaks.disk_bytes)}"
+    )

@@ -1,0 +1,1 @@
+"""From records to tables, plots, reports and files of other viewers."""

@@ -1,0 +1,88 @@
+"""A dry run for other people's viewers: memory_viz snapshots and Chrome traces."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hybridtrain.dry_run import DryRun
+from hybridtrain.units import GIB
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.observer import Lane
+from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.snapshot_format import Frame
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
+
+_STREAMS = {lane: number for number, lane in enumerate(Lane)}
+_STREAM_NAMES = {number: lane.value for lane, number in _STREAMS.items()}
+
+
+def write_run_snapshot(run: DryRun, path: Path, config: AllocatorConfig) -> None:
+    """Write what https://pytorch.org/memory_viz opens; frames name the unit and the op that asked for the memory."""
+    replay, trace = run.uncapped, run.trace
+    snapshot = build_snapshot(
+        replay.history,
+        replay.segments,
+        config=config,
+        categories=lambda ordinal: (
+            trace.classes[replay.owners[ordinal]].value if ordinal in replay.owners else TensorClass.WORKSPACE.value
+        ),
+        frames=_frames(run),
+    )
+    write_snapshot(path, snapshot)
+
+
+def write_run_trace(run: DryRun, path: Path) -> None:
+    """Write the last step's estimated timeline, memory counters beside it."""
+    slices = [
+        Slice(
+            name=timed.op.name, category=timed.bound, stream=_STREAMS[timed.op.lane], start_us=timed.start_s * 1e6,
+            duration_us=timed.duration_s * 1e6,
+            args={
+                "stage": timed.op.stage, "unit": timed.op.unit, "flops": timed.op.flops, "bytes": timed.op.bytes_moved,
+            },
+        )
+        for timed in run.time.ops
+    ]  # fmt: skip
+    slices.append(
+        Slice(
+            name="batch",
+            category="transfer",
+            stream=_STREAMS[Lane.COPY_IN],
+            start_us=0.0,
+            duration_us=run.time.upload_seconds * 1e6,
+        )
+    )
+    write_trace(
+        path,
+        build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=_STREAM_NAMES),
+    )
+
+
+def _counters(run: DryRun) -> list[Counter]:
+    counters: list[Counter] = []
+    for clock, by_class in run.moments():
+        values = {tensor_class.value: size / GIB for tensor_class, size in by_class.items()}
+        counter = Counter(name="allocated GiB", time_us=clock * 1e6, values=values)
+        if counters and counters[-1].time_us == counter.time_us:
+            counters[-1] = counter
+        else:
+            counters.append(counter)
+    return counters
+
+
+def _frames(run: DryRun) -> Callable[[int], Sequence[Frame]]:
+    replay, trace = run.uncapped, run.trace
+    op_names: list[str] = [""] * len(trace.events)
+    for op, following in zip(trace.ops, [*trace.ops[1:], None], strict=True):
+        end = len(trace.events) if following is None else following.event
+        op_names[op.event : end] = [op.name] * (end - op.event)
+    position_of = {event: position for position, event in enumerate(trace.events) if event >= 0}
+
+    def frames(ordinal: int) -> list[Frame]:
+        index = replay.owners.get(ordinal)
+        if index is None:
+            return []
+        name = op_names[position_of[index]]
+        return [{"filename": trace.units[index] or "run", "line": 0, "name": name}]
+
+    return frames

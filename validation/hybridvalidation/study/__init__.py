@@ -1,0 +1,1 @@
+"""Protocols of time to loss, registered before the first run."""

@@ -1,0 +1,210 @@
+"""What the records of a study say: compute factors by interpolation on AdamW's horizon curve, seed by seed."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from hybridvalidation.judge.statistics import Interval, mean_interval
+from hybridvalidation.study.plan import Made, chosen
+from hybridvalidation.study.protocol import BASELINE, Betas, StudyFile, StudyRecord, StudyRun
+from hybridvalidation.study.run import run_key
+
+_TRUE_STEP_COST = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A compute factor: cost at which AdamW ends at the same loss, over the method's own cost."""
+
+    value: float
+    bound: str = ""
+    """``>`` or ``<`` where the loss lies beyond AdamW's longest or shortest horizon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFigures:
+    """One method over its seeds, beside AdamW of the same seeds."""
+
+    name: str
+    lr: float
+    seeds: tuple[int, ...]
+    losses: tuple[float, ...]
+    test_losses: tuple[float, ...]
+    gains: tuple[float, ...]
+    """AdamW's validation loss minus the method's, nats per token."""
+    factors: tuple[Factor, ...]
+    cost: float
+    """Mean, in true steps."""
+    cpu_ratio: float
+    """Processor time of a true step over AdamW's, mean over seeds."""
+    wall_ratio: float
+    jumps: float
+    predicted_steps: float
+    rollbacks: int
+    planned_device_bytes: int
+    planned_host_bytes: int
+
+    @property
+    def gain(self) -> Interval:
+        """Mean gain with its 95 % interval."""
+        return interval_of(self.gains)
+
+    @property
+    def factor(self) -> Interval:
+        """Mean compute factor with its 95 % interval, open towards where a factor was beyond the horizons."""
+        return self.opened(interval_of([factor.value for factor in self.factors]), least=0.0)
+
+    def opened(self, interval: Interval, *, least: float) -> Interval:
+        """Return an interval without the ends that nobody measured.
+
+        Counting a ``>`` as its value makes mean and lower end too low at most: both still bound the truth from below,
+        the upper end says nothing. The other way round for a ``<``.
+        """
+        low, high = interval.low, interval.high
+        if "<" in self.bounds:
+            low = min(low, least)
+        return Interval(interval.mean, low, math.inf if ">" in self.bounds else high)
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """On which sides factors lie beyond the horizons, so that the mean is a bound."""
+        return frozenset(factor.bound for factor in self.factors if factor.bound)
+
+
+def record_of(study: StudyFile, made: Made, method: str, seed: int, num_steps: int) -> StudyRecord | None:
+    """Return the finished run of a method at its chosen learning rate."""
+    lr, pair = chosen(study, made, method)
+    run = StudyRun(
+        method=method, lr=lr, beta1=pair.beta1, beta2=pair.beta2, seed=seed, num_steps=num_steps
+    )  # fmt: skip
+    record = made.get(run_key(study, run))
+    return None if record is None or record.validation_loss is None else record
+
+
+def horizon_curve(study: StudyFile, made: Made, seed: int) -> list[tuple[float, float]]:
+    """Return (steps, final validation loss) of AdamW, shortest first; of one run's way under a constant rate."""
+    if study.is_constant:
+        record = record_of(study, made, BASELINE, seed, max(study.horizons))
+        return [] if record is None else [(float(point.step), point.loss) for point in record.curve]
+    horizons = {*study.horizons, *(study.tuning_horizons if seed == study.tuning_seed else ())}
+    found = [(steps, record_of(study, made, BASELINE, seed, steps)) for steps in sorted(horizons)]
+    return [(float(steps), _loss(record)) for steps, record in found if record is not None]
+
+
+def compute_factor(curve: Sequence[tuple[float, float]], loss: float, steps: float) -> Factor:
+    """Return the steps at which the curve passes ``loss`` over ``steps``.
+
+    Between two horizons the loss is linear in the logarithm of the steps. Where noise lets a longer horizon end higher,
+    the curve is levelled first: neighbours are averaged until it falls (isotonic regression).
+    """
+    falling = _levelled(curve)
+    if loss > falling[0][1]:
+        return Factor(falling[0][0] / steps, "<")
+    for (first, high), (second, low) in itertools.pairwise(falling):
+        if low <= loss <= high:
+            share = 0.0 if high == low else (high - loss) / (high - low)
+            at = math.exp(math.log(first) + share * (math.log(second) - math.log(first)))
+            return Factor(at / steps)
+    return Factor(falling[-1][0] / steps, ">")
+
+
+def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | None:
+    """Return a method's figures over the seeds that ended with a loss; None without one. See ``lost_seeds``."""
+    rows: list[tuple[int, StudyRecord, StudyRecord]] = []
+    for seed in study.seeds_of(name):
+        record = record_of(study, made, name, seed, study.num_steps)
+        base = _baseline(study, made, seed)
+        if record is not None and base is not None and len(horizon_curve(study, made, seed)) > 1:
+            rows.append((seed, record, base))
+    if not rows:
+        return None
+    lr, _ = chosen(study, made, name)
+    return MethodFigures(
+        name=name, lr=lr, seeds=tuple(seed for seed, _, _ in rows),
+        losses=tuple(_loss(record) for _, record, _ in rows),
+        test_losses=tuple(math.nan if record.test_loss is None else record.test_loss for _, record, _ in rows),
+        gains=tuple(_loss_at(study, made, seed) - _loss(record) for seed, record, _ in rows),
+        factors=tuple(
+            compute_factor(horizon_curve(study, made, seed), _loss(record), record.cost / _TRUE_STEP_COST)
+            for seed, record, _ in rows
+        ),
+        cost=fmean(record.cost / _TRUE_STEP_COST for _, record, _ in rows),
+        cpu_ratio=fmean(_per_step(record.cpu_seconds, record, base.cpu_seconds, base) for _, record, base in rows),
+        wall_ratio=fmean(_per_step(record.seconds, record, base.seconds, base) for _, record, base in rows),
+        jumps=fmean(record.jumps for _, record, _ in rows),
+        predicted_steps=fmean(record.predicted_steps for _, record, _ in rows),
+        rollbacks=sum(record.rollbacks for _, record, _ in rows),
+        planned_device_bytes=rows[0][1].planned_device_bytes, planned_host_bytes=rows[0][1].planned_host_bytes,
+    )  # fmt: skip
+
+
+def lost_seeds(study: StudyFile, made: Made, name: str) -> tuple[int, ...]:
+    """Return the seeds that figures leave out because a run diverged, the method's or AdamW's; none may be hidden."""
+    figures = method_figures(study, made, name)
+    kept = () if figures is None else figures.seeds
+    return tuple(seed for seed in study.seeds_of(name) if seed not in kept)
+
+
+def noise_floor(study: StudyFile, made: Made) -> float | None:
+    """Return the standard deviation of AdamW's final loss over seeds; None without two of them."""
+    records = [_baseline(study, made, seed) for seed in study.seeds]
+    losses = [_loss(record) for record in records if record is not None]
+    return stdev(losses) if len(losses) > 1 else None
+
+
+def lr_curve(study: StudyFile, made: Made, name: str) -> list[tuple[float, float | None]]:
+    """Return (learning rate, validation loss at the tuning seed) of every rate tried; None where it diverged."""
+    method = study.method(name)
+    lrs = study.lrs if method is None else method.lrs
+    pair = Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2)  # AdamW's rates are tried before its betas
+    if method is not None:
+        _, pair = chosen(study, made, BASELINE)
+    curve: list[tuple[float, float | None]] = []
+    for lr in sorted(lrs):
+        run = StudyRun(
+            method=name, lr=lr, beta1=pair.beta1, beta2=pair.beta2, seed=study.tuning_seed, num_steps=study.num_steps
+        )
+        record = made.get(run_key(study, run))
+        if record is not None:
+            curve.append((lr, record.validation_loss))
+    return curve
+
+
+def _baseline(study: StudyFile, made: Made, seed: int) -> StudyRecord | None:
+    steps = max(study.horizons) if study.is_constant else study.num_steps
+    return record_of(study, made, BASELINE, seed, steps)
+
+
+def _loss_at(study: StudyFile, made: Made, seed: int) -> float:
+    """Return AdamW's loss at the study's length."""
+    curve = horizon_curve(study, made, seed)
+    return next(loss for steps, loss in curve if steps == study.num_steps)
+
+
+def _loss(record: StudyRecord) -> float:
+    assert record.validation_loss is not None, "only finished runs are asked"
+    return record.validation_loss
+
+
+def _per_step(seconds: float, record: StudyRecord, base_seconds: float, base: StudyRecord) -> float:
+    return (seconds / record.run.num_steps) / (base_seconds / base.run.num_steps)
+
+
+def _levelled(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the curve with non-increasing losses (pool adjacent violators)."""
+    pools: list[tuple[list[float], float]] = []
+    for steps, loss in curve:
+        pools.append(([steps], loss))
+        while len(pools) > 1 and pools[-1][1] > pools[-2][1]:
+            (last, high), (before, low) = pools.pop(), pools.pop()
+            pools.append((before + last, (len(before) * low + len(last) * high) / (len(before) + len(last))))
+    return [(steps, loss) for group, loss in pools for steps in group]
+
+
+def interval_of(samples: Sequence[float]) -> Interval:
+    """Return mean and 95 % interval; unbounded with one sample."""
+    if len(samples) < 2:
+        return Interval(samples[0], -math.inf, math.inf)
+    return mean_interval(samples)

@@ -1,0 +1,85 @@
+"""Runs a study: processes side by side, every run written down as it ends, so that a stopped study goes on."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.errors import RecordError
+from hybridtrain.units import MIB
+from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.study.plan import next_runs
+from hybridvalidation.study.protocol import StudyFile, StudyRecord
+from hybridvalidation.study.run import make_run
+
+
+def read_study(results: Path, name: str) -> dict[str, StudyRecord]:
+    """Return the runs made so far by key; a later record of a run replaces an earlier one."""
+    return {record.key: record for record in read_lines(record_path(results, name), StudyRecord)}
+
+
+def record_path(results: Path, name: str) -> Path:
+    """Return the file of a study's records."""
+    return results / "records" / "studies" / f"{name}.jsonl"
+
+
+def run_study(
+    study: StudyFile, results: Path, *, jobs: int, max_runs: int | None, say: Callable[[str], None]
+) -> dict[str, StudyRecord]:
+    """Make all runs that are missing, ``jobs`` at a time, and return all records.
+
+    Args:
+        study: What to run.
+        results: Folder of results.
+        jobs: Processes side by side, one thread each.
+        max_runs: Stop after so many; None: when the study is complete.
+        say: Told of every run.
+
+    Raises:
+        RecordError: the runs made so far had another corpus.
+    """
+    made = read_study(results, study.name)
+    count = 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        while runs := next_runs(study, made):
+            left = None if max_runs is None else max_runs - count
+            if left is not None:
+                runs = runs[:left]
+            if not runs:
+                break
+            if not count:
+                _check_corpus(study, made, record_path(results, study.name))
+            say(f"{study.name}: {len(runs)} runs of this stage are missing")
+            futures = [pool.submit(make_run, study, run) for run in runs]
+            try:
+                for future in as_completed(futures):
+                    record = future.result()
+                    append_line(record_path(results, study.name), record)
+                    made[record.key] = record
+                    count += 1
+                    say(_told(record))
+            except BaseException:  # begin no more runs that nobody would write down
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return made
+
+
+def _check_corpus(study: StudyFile, made: Mapping[str, StudyRecord], path: Path) -> None:
+    """Refuse to compare runs on different texts: the corpus is that of this machine's Python."""
+    digest = embedded_corpus(study.corpus_mib * MIB).digest
+    others = sorted({record.corpus_digest[:8] for record in made.values()} - {digest[:8]})
+    if others:
+        raise RecordError(
+            f"{path}: its runs had the corpus {', '.join(others)}, this machine has {digest[:8]}; go on with the same "
+            "version of Python, or begin anew with other --results"
+        )
+
+
+def _told(record: StudyRecord) -> str:
+    run = record.run
+    loss = record.message if record.validation_loss is None else f"{record.validation_loss:.4f}"
+    return (
+        f"{run.method} lr {run.lr:g} betas {run.beta1:g} {run.beta2:g} seed {run.seed} {run.num_steps} steps: "
+        f"{loss}, {record.jumps} jumps, {record.cpu_seconds:.0f} s"
+    )
