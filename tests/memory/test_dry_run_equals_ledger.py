@@ -33,8 +33,8 @@ from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 from stack_optimizer import ADAFACTOR
+from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3
 WORKSPACE_BYTES = 8_519_680

@@ -7,8 +7,8 @@ import torch
 
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
 from hybridtrain.engine import parameter_pass
-from hybridtrain.optim import adamw
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import adamw
 from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization

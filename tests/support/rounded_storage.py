@@ -15,8 +15,8 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization
-from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 from stack_optimizer import ADAFACTOR
+from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 
 GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
 """Its matrices have 4096 elements and more, so their moments are 8-bit codes."""
