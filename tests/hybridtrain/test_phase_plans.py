@@ -15,6 +15,8 @@ from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
@@ -32,9 +34,6 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec, Placement

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.divergence import DivergenceLevel
 from hybridtrain.phase import Phase
-from hybridtrain.phases.controller import PhaseController
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.predictor.divergence import DivergenceLevel
 
 NORMAL, WARNING = DivergenceLevel.NORMAL, DivergenceLevel.WARNING
 

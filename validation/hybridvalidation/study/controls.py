@@ -12,10 +12,10 @@ from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
 from hybridtrain.engine.slow_momentum import LARGEST_RATIO, SlowStep, move
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.slow_gradient import SlowGradient
-from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.trainer import Trainer
 
 _AVERAGE_DECAY = 0.99

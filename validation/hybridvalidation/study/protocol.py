@@ -7,8 +7,8 @@ from hybridtrain.config.rules import below_least
 from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"

@@ -1,21 +1,27 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
+from typing import ClassVar, Self
+
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
+from hybridtrain.engine.slow_momentum import MoveNorm
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
 from hybridtrain.memory.history_codec import read_history, write_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.trainer import Trainer
 
 
-class Linear:
+class Linear(WeightPredictor):
     """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
 
     Args:
         trainer: Whose weights move; its stack keeps the anchor.
         strength: a, in units of the last K steps' displacement.
     """
+
+    kind: ClassVar[str] = "linear"
+    _state = ("_has_anchor", "_full_steps", "_num_pieces")
 
     def __init__(self, trainer: Trainer, strength: float) -> None:
         self._trainer = trainer
@@ -25,10 +31,10 @@ class Linear:
         self._num_pieces = 0
         """How often the move in the anchor's place was made."""
 
-    def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
-        """Return None: the update keeps nothing for this predictor."""
-        assert not predicted_steps, f"step {number}: a jump along a line is no part of an update"
-        return None
+    @classmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return it."""
+        return cls(trainer, config.strength)
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return a K; 0 before there is an anchor."""
@@ -44,9 +50,6 @@ class Linear:
 
         self._trainer.sweep.run(work, self._settings(writes_weights=False, writes_history=True))
         self._has_anchor = True
-
-    def after_step(self, full_steps: int) -> None:
-        """Do nothing."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
@@ -70,10 +73,6 @@ class Linear:
         self._has_anchor = False
         return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
 
-    def fused_jump(self, step: SlowStep, lr: float) -> Jump:
-        """Never called: nothing is fused."""
-        raise AssertionError(f"{step} at {lr}: a jump along a line is no part of an update")
-
     def undo(self, jump: Jump) -> None:
         """Subtract the kept move."""
         assert jump.step == self._trainer.steps_done, "before another true step"
@@ -84,18 +83,6 @@ class Linear:
 
         settings = SweepSettings(rounds_to_nearest=True, seed=self._trainer.predict_key(self._trainer.steps_done))
         self._trainer.sweep.run(work, settings)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return whether there is an anchor."""
-        return {
-            "has_anchor": float(self._has_anchor), "full_steps": float(self._full_steps),
-            "num_pieces": float(self._num_pieces),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
-        self._has_anchor, self._full_steps = bool(state["has_anchor"]), int(state["full_steps"])
-        self._num_pieces = int(state["num_pieces"])
 
     def _settings(self, *, writes_weights: bool, writes_history: bool) -> SweepSettings:
         key = random_key(self._trainer.predict_key(self._trainer.steps_done), self._num_pieces)

@@ -1,13 +1,15 @@
 """A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
 
 import math
+from typing import ClassVar, Self
 
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
 from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
 from hybridtrain.memory.history_codec import read_history
 from hybridtrain.memory.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
 
@@ -17,7 +19,7 @@ _SMALLEST_RMS = 1e-6
 _FULL_MOVE_STEPS = 10
 
 
-class SlowGradient:
+class SlowGradient(WeightPredictor):
     """w = w - lr P s / (sqrt(vhat) + eps); undone by adding the same, as s, v and lr are unchanged.
 
     Args:
@@ -28,6 +30,9 @@ class SlowGradient:
         max_relative_move: The same over the root mean square of the weights: a learning rate that is too high makes
             jumps larger than good ones too.
     """
+
+    kind: ClassVar[str] = "slow_gradient"
+    _state = ("_rms_of_one", "_weight_rms")
 
     def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float, max_relative_move: float) -> None:
         self._trainer = trainer
@@ -41,6 +46,13 @@ class SlowGradient:
         self._jumped_at = -1
         self._piece = 0
         """Of a jump in pieces: each is rounded by other random numbers."""
+
+    @classmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return it; the guard bounds its decay."""
+        total = trainer.config.schedule.total_steps
+        slow = config.slow.within_bounds(total) if config.guard else config.slow
+        return cls(trainer, slow, config.max_move, config.max_relative_move)
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
@@ -60,12 +72,6 @@ class SlowGradient:
             limit = min(limit, self._max_relative_move * self._weight_rms / lr)
         return scale * min(steps, limit / max(self._rms_of_one, _SMALLEST_RMS))
 
-    def begin_block(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, full_steps: int) -> None:
-        """Do nothing: the average was updated with the weights."""
-
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights in one pass over weights, second moment and slow average."""
         step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
@@ -81,14 +87,6 @@ class SlowGradient:
     def undo(self, jump: Jump) -> None:
         """Add what was subtracted."""
         self._pass(-jump.predicted_steps * jump.lr, None, None)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the size of a predicted step."""
-        return {"rms_of_one": self._rms_of_one, "weight_rms": self._weight_rms}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
-        self._rms_of_one, self._weight_rms = state["rms_of_one"], state["weight_rms"]
 
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
         trainer = self._trainer
