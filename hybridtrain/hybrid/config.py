@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.slow_momentum import SlowMomentum
 from hybridtrain.errors import ConfigError
+from hybridtrain.optim import Optimizer
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.plan.memory_plan import check_history
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
@@ -118,13 +118,16 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
         raise ConfigError("hybrid", faults)
 
 
-def rival_faults(optimizer: AdamWConfig, config: HybridConfig) -> list[str]:
+def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
     """Return a sentence where the optimizer uses what the predictor needs for itself."""
-    if optimizer.slow is None:
+    if config.follows_slow and not optimizer.second_moment_names:
+        owner = f"hybrid.predictor: '{config.predictor}'"
+        return [f"{owner} divides by a second moment, which {optimizer.kind} does not keep"]
+    if optimizer.kind != "ademamix":
         return []
     if config.follows_slow:
-        return ["optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them"]
-    return [f"optimizer.slow: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
+        return ["optimizer.kind: AdEMAMix and jumps along the same slow average do the same; use one of them"]
+    return [f"optimizer.kind: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
 
 
 def refuses_in_time(trainer: Trainer) -> bool:

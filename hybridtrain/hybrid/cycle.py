@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.slow_momentum import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
@@ -18,9 +17,10 @@ from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import TrainingSignal
 from hybridtrain.hybrid.predictors import make_predictor
 from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy
 from hybridtrain.hybrid.stateful import State, Stateful
 from hybridtrain.hybrid.watch import LossWatch, read_moments
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.phase import Phase
 from hybridtrain.trainer import Trainer
 
@@ -219,14 +219,14 @@ class HybridTrainer(Stateful):
             ratio = self._config.divergence_threshold / 10.0
             bounds = StepLimits(limits[0], limits[1] * ratio)
         try:
-            done = self.trainer.step(batches, slow=slow, limits=bounds, lr_factor=controller.state.lr_factor)
+            done = self.trainer.step(batches, hook=slow, limits=bounds, lr_factor=controller.state.lr_factor)
         except DivergenceError:
             if not guards:
                 raise
             self.undo()
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
-            done = self.trainer.step(batches, slow=slow, lr_factor=controller.state.lr_factor)
+            done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
             self._pending = None
             return done, True
         self._pending = None
@@ -270,7 +270,7 @@ class HybridTrainer(Stateful):
         if steps <= 0:
             return Jump(self.trainer.steps_done, 0.0, self._last_lr, 0.0), math.nan
         if self._config.rollback == "copy" and self._rollback is None:
-            self._rollback = self.trainer.sweep.new_rollback()
+            self._rollback = RollbackCopy(self.trainer)
         pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
         jumps: list[Jump] = []
         loss = math.nan
@@ -290,7 +290,7 @@ class HybridTrainer(Stateful):
         """Take the last jump back: by computing it again, or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
-            self.trainer.give_back(self._rollback)
+            self._rollback.give_back()
         else:
             self.predictor.undo(self._pending)
         self._pending = None

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
@@ -21,6 +21,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from stack_optimizer import settings_of
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 
@@ -90,6 +91,7 @@ def fresh_hybrid(
 ) -> HybridTrainer:
     """Return a hybrid trainer on the CPU; a probe is the batch of the step before: a jump on helps there."""
     plan = compose(stack)
+    settings = settings_of(stack, settings)
     trainer = Trainer(model, plan, settings, transfer or DirectTransfer(torch.device("cpu")), observer)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
 
@@ -148,7 +150,7 @@ def stored_trajectory(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
     for unit in trainer.model.units():
         for (name, _), state in zip(unit.parameters, trainer.states.of(unit.name), strict=True):
-            for index, tensor in enumerate(state.history):
+            for index, tensor in enumerate(tensor for slot in state.extra for tensor in slot.tensors):
                 found[f"{name}.history{index}"] = read_stored(tensor).flatten()
     return found
 
@@ -161,7 +163,7 @@ def exact_values(trainer: Trainer) -> dict[str, Tensor]:
         for (name, _), state, parts in zip(unit.parameters, trainer.states.of(unit.name), stored, strict=True):
             weight = tuple(read_stored(part).flatten() for part in parts)
             companion = None if state.companion is None else read_stored(state.companion).flatten()
-            found[name] = trainer.states.codecs.of(weight).load(weight, companion).clone()
+            found[name] = trainer.states.formats.of(weight).load(weight, companion).clone()
     return found
 
 

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
 from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.rollback_copy import RollbackCopy
 from hybridtrain.hybrid.stateful import Stateful
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.optim.slow_average import MoveNorm, SlowStep
 from hybridtrain.trainer import Trainer
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hybrid_runs import fresh_hybrid, hybrid_config, remembers
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.slow_momentum import SlowMomentum
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.optimizations import PredictMemory
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer

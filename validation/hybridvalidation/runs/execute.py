@@ -12,7 +12,6 @@ import torch
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.dry_run import Workload, check_workload, cycle_config
-from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
@@ -21,6 +20,7 @@ from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
