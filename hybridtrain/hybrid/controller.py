@@ -48,8 +48,6 @@ class ControllerState:
     num_jumps: int = 0
     rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))
     """Of the probe loss over the latest jumps."""
-    forced: Phase | None = None
-    """To stay in."""
 
 
 class PhaseController(Stateful):
@@ -71,21 +69,11 @@ class PhaseController(Stateful):
     @property
     def phase(self) -> Phase:
         """The phase that comes next."""
-        return self.state.forced or self.state.phase
-
-    def force(self, phase: Phase | None) -> None:
-        """Stay in a phase whatever happens; None: decide again.
-
-        Raises:
-            ValueError: only FULL can last.
-        """
-        if phase not in {None, Phase.FULL}:
-            raise ValueError(f"phase: {phase} cannot be forced; allowed: {Phase.FULL}, or None to decide again")
-        self.state.forced = phase
+        return self.state.phase
 
     def jumps_after(self, step: int, level: DivergenceLevel) -> bool:
         """Return whether a jump follows ``step``, which is about to be run."""
-        if self.state.forced is not None or step <= self._warmup_steps:
+        if step <= self._warmup_steps:
             return False
         return self.state.block_steps + 1 >= self.state.full_steps and self._may_jump(level)
 

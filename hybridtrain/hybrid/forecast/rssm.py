@@ -36,6 +36,8 @@ _SAMPLES = 8
 _FEWEST_TICKS = 8
 _LR = 1e-4
 _KL_WEIGHT = 0.1
+_TRAIN_EVERY = 10
+"""Steps between updates; an update cost about 90 ms of one shared core."""
 _FEATURE_NOISE = 0.3
 """Deviation added to features in training, which are of unit size: a run has too few ticks to learn them by heart."""
 _SCRATCH_BYTES = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
@@ -48,7 +50,6 @@ class RssmForecaster(Forecaster):
     Args:
         seed: Of weights and samples.
         budget_mib: Most memory for weights, optimizer, replay and activations.
-        train_every: Steps between updates; an update cost about 90 ms of one shared core.
 
     Raises:
         ValueError: the budget is too little.
@@ -57,14 +58,13 @@ class RssmForecaster(Forecaster):
     kind: ClassVar[str] = "rssm"
     _state = ("_replay", "_ensemble", "_steps_until_training")
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, train_every: int = 10) -> None:
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib)
         require_budget(self.kind, self.num_bytes(), budget_mib)
         self._seed = seed
-        self._train_every = train_every
         self._replay = TickReplay()
         self._ensemble = Ensemble(cell.LAYERS, cell.ZERO_LAYERS, num_members=NUM_MEMBERS, seed=seed, lr=_LR)
-        self._steps_until_training = train_every
+        self._steps_until_training = _TRAIN_EVERY
 
     @staticmethod
     def num_bytes() -> int:
@@ -75,7 +75,7 @@ class RssmForecaster(Forecaster):
         self._replay.observe(signal)
         self._steps_until_training -= 1
         if self._steps_until_training <= 0:
-            self._steps_until_training = self._train_every
+            self._steps_until_training = _TRAIN_EVERY
             if len(self._replay) >= _FEWEST_TICKS:
                 self._train()
 

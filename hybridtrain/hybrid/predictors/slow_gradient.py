@@ -14,6 +14,8 @@ from hybridtrain.trainer import Trainer
 _FIRST_RMS = 0.15
 """Assumed before the first jump: 0.13 to 0.16 was seen there."""
 _SMALLEST_RMS = 1e-6
+_BETA1 = 0.9
+"""The average's first decay where the optimizer has no first moment."""
 _FULL_MOVE_STEPS = 10
 
 
@@ -55,7 +57,8 @@ class SlowGradient(WeightPredictor):
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
         total = self._trainer.config.schedule.total_steps
-        beta = self._slow.beta_at(number, total, self._trainer.config.optimizer.beta1)
+        beta1: float = getattr(self._trainer.config.optimizer, "beta1", _BETA1)
+        beta = self._slow.beta_at(number, total, beta1)
         if not predicted_steps:
             return SlowStep(beta)
         return SlowStep(beta, predicted_steps, self._new_norm(), self._new_norm())
