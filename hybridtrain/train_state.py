@@ -9,10 +9,10 @@ from torch import Tensor
 from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 
 _SCHEMA = 4

@@ -14,6 +14,8 @@ from torch import Tensor
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
@@ -31,9 +33,6 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec, Placement
@@ -45,7 +44,6 @@ from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer
 from memory_span import ComputeWatch
-from stack_optimizer import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_batch, random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 
@@ -53,6 +51,7 @@ CYCLE = HybridConfig(warmup_steps=1, full_steps=1, fuse=False, forecaster="ema")
 SETTINGS = TrainerConfig(
     optimizer=AdamWConfig(lr=3e-3, max_grad_norm=0.25), schedule=LrSchedule(warmup_steps=1, total_steps=20)
 )
+from stack_optimizer import ADAFACTOR
 
 NUM_STEPS = 4
 WARMUP, FULL, PREDICT, CORRECT = Phase

@@ -10,14 +10,24 @@ a model that knows nothing answers 0 and is the baseline. T ticks, F features.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridkernels.state_encoding import NUM_FEATURES
-from hybridtrain.predictor.ema import EmaForecaster, damped_reach
-from hybridtrain.predictor.forecast import State
-from hybridtrain.predictor.signal import TrainingSignal
-from hybridtrain.predictor.state_encoder import StateEncoder
+from hybridkernels.state_encoding import (
+    GRAD_NORM_STEPS,
+    LOSS_STEPS,
+    NUM_FEATURES,
+    NUM_MOMENT_STATISTICS,
+    NUM_PHASES,
+    NUM_SCALARS,
+    encode_state,
+    moments_of_sums,
+)
+from hybridtrain.hybrid.forecast.base import MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.ema import EmaForecaster, damped_reach
+from hybridtrain.hybrid.stateful import Stateful
+from hybridtrain.phase import Phase
 
 TICK_STEPS = 25
 GAIN = 20.0
@@ -31,10 +41,96 @@ _FIRST_ORIGIN = 4
 """Ticks before it are the start of the run, of which nothing later is like."""
 _LR_GAIN = 5.0
 """Of changes of ln lr within one tick, which are some hundredths."""
+_PHASES = tuple(Phase)
 
 
-class TickReplay:
+def moments_from_sums(sums: Tensor) -> MomentStatistics:
+    """Return the means that the sums of ``moment_statistics`` stand for; (8,), float64, on any device."""
+    m_mean, m_rms, v_mean, v_rms, slow_rms, slow_cosine = moments_of_sums(sums).tolist()
+    return MomentStatistics(
+        m_mean=m_mean, m_rms=m_rms, v_mean=v_mean, v_rms=v_rms, slow_rms=slow_rms, slow_cosine=slow_cosine
+    )
+
+
+class _Ring(Stateful):
+    """The last values in a buffer twice their number, so that they always lie in one piece."""
+
+    _state = ("_values", "count")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values = np.zeros(2 * size, dtype=np.float32)
+        self.count = 0
+        """How many values were ever pushed."""
+
+    def push(self, value: float) -> None:
+        if self.count == 0:
+            self._values[:] = value
+        slot = self.count % self._size
+        self._values[slot] = self._values[slot + self._size] = value
+        self.count += 1
+
+    def latest(self) -> np.ndarray:
+        """Return the values, oldest first; those not yet known repeat the first one."""
+        start = self.count % self._size
+        return self._values[start : start + self._size]
+
+
+class StateEncoder(Stateful):
+    """Ring buffers of a run's recent scalars, encoded on demand.
+
+    Args:
+        betas: Decay rates of the optimizer's moments, for the bias corrections.
+        phase_steps: Length that makes the position within a phase 1.
+    """
+
+    _state = ("_losses", "_norms", "_step", "_lr", "_phase", "_steps_in_phase", "_moments")
+
+    def __init__(self, betas: tuple[float, float] = (0.9, 0.95), phase_steps: int = 100) -> None:
+        self._betas = betas
+        self._phase_steps = phase_steps
+        self._losses, self._norms = _Ring(LOSS_STEPS), _Ring(GRAD_NORM_STEPS)
+        self._step = 0
+        self._lr = 0.0
+        self._phase = Phase.WARMUP
+        self._steps_in_phase = 0
+        self._moments = [0.0] * NUM_MOMENT_STATISTICS
+
+    def observe(self, signal: TrainingSignal) -> None:
+        """Take in one true step; a gradient norm that is not known repeats the last one."""
+        self._losses.push(signal.loss)
+        if signal.grad_norm is not None:
+            self._norms.push(signal.grad_norm)
+        elif not self._norms.count:
+            self._norms.push(1.0)
+        self._steps_in_phase = self._steps_in_phase + 1 if signal.phase is self._phase else 0
+        self._step, self._lr, self._phase = signal.step, signal.lr, signal.phase
+        if signal.moments is not None:
+            of = signal.moments
+            self._moments = [of.m_mean, of.m_rms, of.v_mean, of.v_rms, of.slow_rms, of.slow_cosine]
+
+    def encode(self) -> Tensor:
+        """Return the features of the present state: (F,), float32."""
+        scalars = [
+            self._lr, self._betas[0] ** self._step, self._betas[1] ** self._step,
+            min(1.0, self._steps_in_phase / self._phase_steps),
+        ]  # fmt: skip
+        assert len(scalars) == NUM_SCALARS
+        one_hot = [float(phase is self._phase) for phase in _PHASES]
+        assert len(one_hot) == NUM_PHASES
+        return encode_state(
+            torch.from_numpy(self._losses.latest())[None],
+            torch.from_numpy(self._norms.latest())[None],
+            torch.tensor([self._moments]),
+            torch.tensor([scalars]),
+            torch.tensor([one_hot]),
+        )[0]
+
+
+class TickReplay(Stateful):
     """The latest ticks of the run, at most ``capacity``; bounded memory."""
+
+    _state = ("encoder", "base", "features_TF", "_scalars", "_open", "peak_log_lr")
 
     def __init__(self, capacity: int = 512) -> None:
         self.encoder = StateEncoder()
@@ -120,25 +216,3 @@ class TickReplay:
         level, trend = self._scalars[origins, _LEVEL, None], self._scalars[origins, _TREND, None]
         losses = self._scalars[wanted.clamp_max(len(self) - 1), _LOSS]
         return ((losses - level - trend * reach) / level * GAIN).clamp(-_TARGET_LIMIT, _TARGET_LIMIT), over
-
-    def state_dict(self) -> State:
-        """Return everything kept."""
-        return {
-            "encoder": self.encoder.state_dict(), "base": self.base.state_dict(), "features": self.features_TF.clone(),
-            "scalars": self._scalars.clone(), "open": list(self._open), "peak_log_lr": self.peak_log_lr,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: State) -> None:
-        """Take up a saved state."""
-        encoder, base, features, scalars = state["encoder"], state["base"], state["features"], state["scalars"]
-        part, peak = state["open"], state["peak_log_lr"]
-        assert isinstance(encoder, dict)
-        assert isinstance(base, dict)
-        assert isinstance(features, Tensor)
-        assert isinstance(scalars, Tensor)
-        assert isinstance(part, list)
-        assert isinstance(peak, float)
-        self.encoder.load_state_dict(encoder)
-        self.base.load_state_dict(base)
-        self.features_TF, self._scalars = features.clone(), scalars.clone()
-        self._open, self.peak_log_lr = list(part), peak

@@ -6,12 +6,12 @@ gradients of the next steps correct it. One call of ``advance`` is one phase ste
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step_result import StepLimits, StepResult
+<<<<<<< HEAD:hybridtrain/phases/hybrid_trainer.py
 from hybridtrain.errors import DivergenceError
 from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.phase import Phase
@@ -25,6 +25,19 @@ from hybridtrain.phases.moment_watch import read_moments
 from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.predictor.signal import TrainingSignal
+=======
+from hybridtrain.errors import ConfigError, DivergenceError
+from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.predictors import make_predictor
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy
+from hybridtrain.hybrid.stateful import State, Stateful
+from hybridtrain.hybrid.watch import LossWatch, read_moments
+from hybridtrain.optim.slow_average import SlowStep
+from hybridtrain.phase import Phase
+>>>>>>> hybrid:hybridtrain/hybrid/cycle.py
 from hybridtrain.trainer import Trainer
 
 Batches = Sequence[TokenBatch]
@@ -35,18 +48,77 @@ _FORWARD, _TRUE_STEP = 1.0, 3.0
 """Cost in forward passes; a backward pass is two (measured 1.9 to 2.0)."""
 
 
-class HybridTrainer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridResult:
+    """One phase step: a true step, or a jump of its own."""
+
+    step: int
+    """True steps done."""
+    phase: Phase
+    loss: float | None
+    """Nats per token of the step's batch; of PREDICT the forecast one, None where nothing forecasts."""
+    lr: float
+    grad_norm: float | None
+    num_tokens: int
+    """Trained on; 0 in PREDICT."""
+    predicted_steps: float = 0.0
+    """P jumped in this call, within the update or on its own."""
+    move_rms: float = 0.0
+    """Root mean square of that jump, in learning rates."""
+    prediction_error: float | None = None
+    """Mean loss of the block that ended with this step minus what was forecast; None in between."""
+    confidence: float = 1.0
+    scale: float = 1.0
+    """Strength of jumps in force, 1 unless the controller is careful."""
+    is_rolled_back: bool = False
+    """The jump before this step was taken back."""
+    cost: float = 3.0
+    """Forward passes' worth of work: a forward pass of the step's batch is 1, a backward pass 2."""
+    seconds: float = 0.0
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the call made a jump."""
+        return self.predicted_steps > 0
+
+
+@dataclass(slots=True)
+class HybridStatistics(Stateful):
+    """Sums over a run. Predicted steps and avoided backward passes are diagnostics: they are no speed-up."""
+
+    steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
+    predicted_steps: float = 0.0
+    """Backward passes that as many true steps would have taken."""
+    jumps: int = 0
+    rollbacks: int = 0
+    divergences: int = 0
+    """Steps refused right after a jump."""
+    cost: float = 0.0
+
+    def count(self, result: HybridResult) -> None:
+        """Add one result."""
+        self.steps_by_phase[result.phase.value] += 1
+        self.predicted_steps += result.predicted_steps
+        self.jumps += result.is_predicted
+        self.rollbacks += result.is_rolled_back
+        self.cost += result.cost
+
+
+class HybridTrainer(Stateful):
     """Runs a trainer through the cycle.
 
     Args:
         trainer: Does the steps; its stack keeps what the predictor remembers.
         config: Phases, predictor, guard; None: plain training, bit-equal to the trainer's own.
         load_probe: Batches of the probe split, which is no part of the training data, by number of use from 0; needed
-            by monitors, by drift and by probe gradients.
+            by monitors, by linear and by probe gradients.
 
     Raises:
         ConfigError: the stack does not keep what the predictor needs, or there is no probe split.
     """
+
+    _pending: Jump | None
+    """That can still be taken back."""
 
     def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
         self.trainer = trainer
@@ -55,7 +127,7 @@ class HybridTrainer:
         self._load_probe = load_probe
         self._num_probes = 0
         self._last_lr = 0.0
-        self._pending: Jump | None = None
+        self._pending = None
         self._rollback: RollbackCopy | None = None
         self.controller: PhaseController | None = None
         if config is None:
@@ -64,7 +136,7 @@ class HybridTrainer:
         warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
         self.controller = PhaseController(config, warmup)
         self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
-        self.predictor = make_predictor(config, trainer, self._probe_loss)
+        self.predictor = make_predictor(config, trainer)
 
     @property
     def phase(self) -> Phase:
@@ -106,8 +178,6 @@ class HybridTrainer:
         )  # fmt: skip
         error = self.watch.observe(signal, controller)
         controller.count_step(number)
-        if controller.state.block_steps:
-            self.predictor.after_step(controller.state.full_steps)
         if controller.state.block_steps == 1:
             self.predictor.begin_block()
         jump = None
@@ -228,7 +298,7 @@ class HybridTrainer:
                 if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece
                     break
         made = sum(jump.predicted_steps for jump in jumps)
-        forwards = sum(jump.num_forwards for jump in jumps) + (len(jumps) if probe else 0)
+        forwards = len(jumps) if probe else 0
         rms = sum(jump.rms for jump in jumps)
         return Jump(self.trainer.steps_done, made, self._last_lr, rms, forwards), loss
 
@@ -253,11 +323,6 @@ class HybridTrainer:
         self._num_probes += 1
         return self._load_probe(self._num_probes - 1)
 
-    def _probe_loss(self) -> Callable[[], float]:
-        """Return the loss on one probe batch, to be asked again and again."""
-        probe = self._next_probe()
-        return lambda: self.trainer.loss(probe)
-
     @property
     def _encodes(self) -> bool:
         return self.watch.forecaster.kind in {"mlp", "rssm"}
@@ -267,28 +332,22 @@ class HybridTrainer:
         assert self.config is not None, "only plain training has none"
         return self.config
 
-    def state_dict(self) -> dict[str, object]:
-        """Return what the next call depends on, beside the trainer's own state."""
-        state: dict[str, object] = {"statistics": self.statistics.state_dict()}
-        if self.controller is None:
-            return state
-        return state | {
-            "controller": self.controller.state_dict(), "watch": self.watch.state_dict(),
-            "predictor": self.predictor.state_dict(), "num_probes": self._num_probes, "last_lr": self._last_lr,
-            "pending": None if self._pending is None else asdict(self._pending),
-        }  # fmt: skip
+    def load_state_dict(self, state: State) -> None:
+        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back."""
-        self.statistics.load_state_dict(state["statistics"])
-        if self.controller is None:
-            return
-        self.controller.load_state_dict(state["controller"])
-        self.watch.load_state_dict(state["watch"])
-        self.predictor.load_state_dict(state["predictor"])
-        self._num_probes, self._last_lr = state["num_probes"], state["last_lr"]
-        pending = state["pending"]
-        self._pending = None if pending is None or self._config.rollback == "copy" else Jump(**pending)
+        Raises:
+            ConfigError: the state is damaged, or of another version.
+        """
+        try:
+            super().load_state_dict(state)
+        except ValueError as error:
+            raise ConfigError("saved state of the cycle", [str(error)]) from error
+        if self.config is not None and self.config.rollback == "copy":
+            self._pending = None
+
+    def _state_names(self) -> Iterable[str]:
+        names = ("controller", "watch", "predictor", "_num_probes", "_last_lr", "_pending")
+        return ("statistics", *(() if self.controller is None else names))
 
 
 def _plain(done: StepResult) -> HybridResult:

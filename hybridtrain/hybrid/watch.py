@@ -1,20 +1,28 @@
-"""Watches the loss: how far each step is from the run's own past, and how each block ends beside its forecast."""
+"""Watches the run: how each block's loss ends beside its forecast, how far each step is from the run's own past.
+
+Forecasters that encode the whole state of a training are told statistics of the optimizer's moments too.
+"""
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.phases.controller import PhaseController
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.predictor.divergence import DivergenceMonitor
-from hybridtrain.predictor.forecast import LossForecast
-from hybridtrain.predictor.registry import DEFAULT_FORECASTER, make_forecaster
-from hybridtrain.predictor.residual_store import ResidualStore
-from hybridtrain.predictor.signal import TrainingSignal
+from hybridkernels.state_encoding import Moments, moment_statistics
+from hybridtrain.engine.step_result import StepResult
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.divergence import DivergenceMonitor
+from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, make_forecaster
+from hybridtrain.hybrid.forecast.base import LossForecast, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.residual_store import ResidualStore
+from hybridtrain.hybrid.forecast.ticks import moments_from_sums
+from hybridtrain.hybrid.stateful import State, Stateful
+from hybridtrain.trainer import Trainer
 from hybridtrain.units import MIB
 
 _MAX_RESIDUALS = 4096
@@ -25,7 +33,7 @@ _LEVEL_RATE = 0.1
 _SMALLEST = 1e-12
 
 
-class LossWatch:
+class LossWatch(Stateful):
     """Holds the divergence monitor, the forecaster and the forecast of the block at work.
 
     Args:
@@ -37,6 +45,13 @@ class LossWatch:
         ValueError: the forecaster does not fit its budget.
     """
 
+    _state = (
+        "monitor", "forecaster", "forecast", "_block_losses", "_residuals", "_features", "_correction", "_log_level",
+        "_log_norm",
+    )  # fmt: skip
+    forecast: LossForecast | None
+    """Of the block at work."""
+
     def __init__(self, config: HybridConfig, seed: int, lr_at: Callable[[int], float]) -> None:
         self.monitor = DivergenceMonitor()
         own = config.predictor if config.predictor in {"mlp", "rssm"} else DEFAULT_FORECASTER
@@ -47,7 +62,7 @@ class LossWatch:
             self._residuals = ResidualStore(_MAX_RESIDUALS)
             budget_mib -= ResidualStore.num_bytes(_MAX_RESIDUALS, _NUM_FEATURES) / MIB
         self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib)
-        self.forecast: LossForecast | None = None
+        self.forecast = None
         self._features: list[float] = []
         """Of the state in which the forecast was made."""
         self._correction = 0.0
@@ -104,26 +119,25 @@ class LossWatch:
         if signal.grad_norm is not None:
             self._log_norm += rate * (math.log(max(signal.grad_norm, _SMALLEST)) - self._log_norm)
 
-    def state_dict(self) -> dict[str, object]:
-        """Return the state as plain values and tensors."""
-        return {
-            "monitor": self.monitor.state_dict(),
-            "forecaster": self.forecaster.state_dict(),
-            "forecast": None if self.forecast is None else asdict(self.forecast),
-            "block_losses": list(self._block_losses),
-            "residuals": None if self._residuals is None else self._residuals.state_dict(),
-            "features": list(self._features), "correction": self._correction, "log_level": self._log_level,
-            "log_norm": self._log_norm,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.monitor.load_state_dict(state["monitor"])
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state; what forecasts is no part of the card's memory."""
         with _disable_current_modes():
-            self.forecaster.load_state_dict(state["forecaster"])
-        self.forecast = None if state["forecast"] is None else LossForecast(**state["forecast"])
-        self._block_losses = list(state["block_losses"])
-        if self._residuals is not None:
-            self._residuals.load_state_dict(state["residuals"])
-        self._features, self._correction = list(state["features"]), state["correction"]
-        self._log_level, self._log_norm = state["log_level"], state["log_norm"]
+            super().load_state_dict(state)
+
+
+def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
+    """Return means over all moments that are floating-point tensors on the device; None where there are none.
+
+    Every moment is read once. Moments in 8 bits, factored ones and those below the device are left out.
+    """
+    if not math.isfinite(done.loss):  # a dry run
+        return None
+    found: list[Moments] = []
+    with _disable_current_modes(), torch.no_grad():  # no part of the card's memory, no gradient
+        for state in [state for _, states in trainer.states.items() for state in states]:
+            kept = [tensor for slot in (*state.slots, *state.extra) for tensor in slot.tensors]
+            tensors = [stored for stored in kept if isinstance(stored, Tensor) and stored.is_floating_point()]
+            names = tuple(slot.spec.name for slot in state.slots)
+            if names == ("exp_avg", "exp_avg_sq") and len(tensors) == len(kept):
+                found.append(Moments(*tensors[:3]))
+        return moments_from_sums(moment_statistics(found)) if found else None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hybridtrain.predictor.forecast import State
+from hybridtrain.hybrid.stateful import State, Stateful
 
 TEMPERATURE = 0.5
 """In squared standard deviations: entries one apart in every feature weigh exp(-2), an eighth. Two random states are 2
@@ -24,7 +24,7 @@ _FARTHEST = 1e6
 Array = npt.NDArray[np.float64]
 
 
-class ResidualStore:
+class ResidualStore(Stateful):
     """The latest pairs of state and residual; a new one takes the place of the oldest.
 
     Args:
@@ -34,6 +34,8 @@ class ResidualStore:
     Raises:
         ValueError: the budget or the temperature is not positive.
     """
+
+    _state = ("_features_NF", "_residuals_N", "_next")
 
     def __init__(self, max_entries: int, temperature: float = TEMPERATURE) -> None:
         faults = []
@@ -95,31 +97,18 @@ class ResidualStore:
         weight_N = np.exp((distance_N.min() - distance_N) / self._temperature)
         return float(weight_N @ self._residuals_N / weight_N.sum())
 
-    def state_dict(self) -> State:
-        """Return all entries as numbers and lists."""
-        return {
-            "features": self._features_NF.tolist(), "residuals": self._residuals_N.tolist(), "next": self._next,
-        }  # fmt: skip
-
     def load_state_dict(self, state: State) -> None:
         """Take up the state of a store with the same budget.
 
         Raises:
-            ValueError: it holds more than the budget.
+            ValueError: it holds more than the budget, or is damaged.
         """
-        residuals, following = state["residuals"], state["next"]
-        assert isinstance(residuals, list)
-        assert isinstance(following, int)
-        if len(residuals) > self._max_entries:
+        super().load_state_dict(state)
+        if len(self) > self._max_entries:
             raise ValueError(
-                f"residuals: {len(residuals)} entries are too many; at most {self._max_entries} are allowed here: "
+                f"residuals: {len(self)} entries are too many; at most {self._max_entries} are allowed here: "
                 "resume with the budget that was saved"
             )
-        self._residuals_N = np.array(residuals, dtype=np.float64)
-        self._features_NF = np.array(state["features"], dtype=np.float64).reshape(
-            len(residuals), -1 if residuals else 0
-        )
-        self._next = following
 
     def _row(self, features: Sequence[float]) -> Array:
         row_F = np.array(features, dtype=np.float64)

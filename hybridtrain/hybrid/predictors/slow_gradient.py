@@ -1,21 +1,25 @@
 """A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
 
 import math
+from typing import ClassVar, Self
 
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
-from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
-from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.trainer import Trainer
 
 _FIRST_RMS = 0.15
 """Assumed before the first jump: 0.13 to 0.16 was seen there."""
 _SMALLEST_RMS = 1e-6
+_BETA1 = 0.9
+"""The average's first decay where the optimizer has no first moment."""
 _FULL_MOVE_STEPS = 10
 
 
-class SlowGradient:
+class SlowGradient(WeightPredictor):
     """w = w - lr P s / (sqrt(vhat) + eps); undone by adding the same, as s, v and lr are unchanged.
 
     Args:
@@ -26,6 +30,9 @@ class SlowGradient:
         max_relative_move: The same over the root mean square of the weights: a learning rate that is too high makes
             jumps larger than good ones too.
     """
+
+    kind: ClassVar[str] = "slow_gradient"
+    _state = ("_rms_of_one", "_weight_rms")
 
     def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float, max_relative_move: float) -> None:
         self._trainer = trainer
@@ -40,10 +47,18 @@ class SlowGradient:
         self._piece = 0
         """Of a jump in pieces: each is rounded by other random numbers."""
 
+    @classmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return it; the guard bounds its decay."""
+        total = trainer.config.schedule.total_steps
+        slow = config.slow.within_bounds(total) if config.guard else config.slow
+        return cls(trainer, slow, config.max_move, config.max_relative_move)
+
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
         total = self._trainer.config.schedule.total_steps
-        beta = self._slow.beta_at(number, total, self._trainer.config.optimizer.beta1)
+        beta1: float = getattr(self._trainer.config.optimizer, "beta1", _BETA1)
+        beta = self._slow.beta_at(number, total, beta1)
         if not predicted_steps:
             return SlowStep(beta)
         return SlowStep(beta, predicted_steps, self._new_norm(), self._new_norm())
@@ -57,12 +72,6 @@ class SlowGradient:
         if self._weight_rms and lr:
             limit = min(limit, self._max_relative_move * self._weight_rms / lr)
         return scale * min(steps, limit / max(self._rms_of_one, _SMALLEST_RMS))
-
-    def begin_block(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, full_steps: int) -> None:
-        """Do nothing: the average was updated with the weights."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights in one pass over weights, second moment and slow average."""
@@ -79,14 +88,6 @@ class SlowGradient:
     def undo(self, jump: Jump) -> None:
         """Add what was subtracted."""
         self._pass(-jump.predicted_steps * jump.lr, None, None)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the size of a predicted step."""
-        return {"rms_of_one": self._rms_of_one, "weight_rms": self._weight_rms}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
-        self._rms_of_one, self._weight_rms = state["rms_of_one"], state["weight_rms"]
 
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
         trainer = self._trainer

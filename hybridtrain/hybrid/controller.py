@@ -2,13 +2,13 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.divergence import DivergenceLevel
+from hybridtrain.hybrid.stateful import Stateful
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.predictor.divergence import DivergenceLevel
 
 _LARGEST_STRETCH = 4
 """K grows to at most so many times the configured one."""
@@ -46,9 +46,11 @@ class ControllerState:
     """Step until which the strength stays low."""
     correct_left: int = 0
     num_jumps: int = 0
+    rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))
+    """Of the probe loss over the latest jumps."""
 
 
-class PhaseController:
+class PhaseController(Stateful):
     """Decides from counts, forecasts and divergence levels.
 
     Args:
@@ -56,32 +58,22 @@ class PhaseController:
         warmup_steps: True steps before the first block.
     """
 
+    _state = ("state",)
+
     def __init__(self, config: HybridConfig, warmup_steps: int) -> None:
         self.config = config
         self.state = ControllerState(full_steps=config.full_steps)
         self._warmup_steps = warmup_steps
-        self._forced: Phase | None = None
-        self._rises: deque[float] = deque(maxlen=_PROBE_MEMORY)
         self.update(0, DivergenceLevel.NORMAL)
 
     @property
     def phase(self) -> Phase:
         """The phase that comes next."""
-        return self._forced or self.state.phase
-
-    def force(self, phase: Phase | None) -> None:
-        """Stay in a phase whatever happens; None: decide again.
-
-        Raises:
-            ValueError: only FULL can last.
-        """
-        if phase not in {None, Phase.FULL}:
-            raise ValueError(f"phase: {phase} cannot be forced; allowed: {Phase.FULL}, or None to decide again")
-        self._forced = phase
+        return self.state.phase
 
     def jumps_after(self, step: int, level: DivergenceLevel) -> bool:
         """Return whether a jump follows ``step``, which is about to be run."""
-        if self._forced is not None or step <= self._warmup_steps:
+        if step <= self._warmup_steps:
             return False
         return self.state.block_steps + 1 >= self.state.full_steps and self._may_jump(level)
 
@@ -140,9 +132,9 @@ class PhaseController:
             return True
         rise = after - before
         limit = _LARGEST_RISE * abs(before)
-        if len(self._rises) >= _FEWEST_PROBES:  # a fall is no harm, however much further others fell
-            limit = min(limit, max(0.0, fmean(self._rises) + 3 * pstdev(self._rises)))
-        self._rises.append(rise)
+        if len(self.state.rises) >= _FEWEST_PROBES:  # a fall is no harm, however much further others fell
+            limit = min(limit, max(0.0, fmean(self.state.rises) + 3 * pstdev(self.state.rises)))
+        self.state.rises.append(rise)
         return rise > limit
 
     def note_rollback(self, steps_done: int) -> None:
@@ -154,25 +146,6 @@ class PhaseController:
     def scale_at(self, step: int) -> float:
         """Return the strength in force."""
         return min(self.state.scale, 0.5) if step < self.state.calm_until else self.state.scale
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the state as plain values."""
-        state = self.state
-        return {
-            "phase": state.phase.value, "block_steps": state.block_steps, "full_steps": state.full_steps,
-            "scale": state.scale, "lr_factor": state.lr_factor, "confidence": state.confidence,
-            "bad_blocks": state.bad_blocks, "calm_until": state.calm_until,
-            "correct_left": state.correct_left, "num_jumps": state.num_jumps, "rises": list(self._rises),
-            "forced": None if self._forced is None else self._forced.value,
-        }  # fmt: skip
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Take over a state."""
-        content = dict(values)
-        self._rises = deque(content.pop("rises"), maxlen=_PROBE_MEMORY)
-        forced = content.pop("forced")
-        self._forced = None if forced is None else Phase(forced)
-        self.state = ControllerState(**content | {"phase": Phase(content["phase"])})
 
     def _may_jump(self, level: DivergenceLevel) -> bool:
         return level < DivergenceLevel.WARNING and self.state.confidence >= self.config.confidence_threshold

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
 
-from hybridtrain.predictor.forecast import LossForecast, LossForecaster
-from hybridtrain.predictor.registry import make_forecaster
-from hybridtrain.predictor.signal import TrainingSignal
+from hybridtrain.hybrid.forecast import make_forecaster
+from hybridtrain.hybrid.forecast.base import Forecaster, LossForecast, TrainingSignal
 
 FIRST_STEP = 300
 EVERY = 50
@@ -40,7 +39,7 @@ class _Made:
     actual: float
 
 
-def _run(forecaster: LossForecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int) -> \
+def _run(forecaster: Forecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int) -> \
         Iterable[_Made]:  # fmt: skip
     for index, signal in enumerate(signals, start=1):
         forecaster.observe(signal)

@@ -8,16 +8,13 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hybridtrain.predictor.calibrated import CalibratedForecaster, RawForecast
-from hybridtrain.predictor.forecast import State
-from hybridtrain.predictor.signal import TrainingSignal
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
 
 _LEVEL_RATE = 0.03
 _TREND_RATE = 0.01
 _DAMPING = 0.997
 _NOISE_RATE = 0.02
 _FEWEST_STEPS = 20
-_FIELDS = ("count", "level", "trend", "variance")
 
 
 def damped_reach(horizon: float) -> float:
@@ -25,13 +22,14 @@ def damped_reach(horizon: float) -> float:
     return _DAMPING * (1 - math.pow(_DAMPING, horizon)) / (1 - _DAMPING)
 
 
-class EmaForecaster(CalibratedForecaster):
-    """Four numbers of state. Calibrated as all are (calibration.py); its own scale grows with the root of h."""
+class EmaForecaster(Forecaster):
+    """Four numbers of state. Calibrated as all are (base.py); its own scale grows with the root of h."""
 
     kind: ClassVar[str] = "ema"
+    _state = ("_count", "_level", "_trend", "_variance")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib)
         self._count = 0.0
         self._level = 0.0
         self._trend = 0.0
@@ -65,10 +63,3 @@ class EmaForecaster(CalibratedForecaster):
             aleatoric=noise / math.sqrt(window),
             epistemic=noise * _LEVEL_RATE * math.sqrt(horizon),
         )
-
-    def _model_state(self) -> State:
-        return {name: getattr(self, f"_{name}") for name in _FIELDS}
-
-    def _load_model_state(self, state: State) -> None:
-        for name in _FIELDS:
-            setattr(self, f"_{name}", state[name])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridtrain.predictor.forecast import State
+from hybridtrain.hybrid.stateful import Stateful
 
 BYTES_PER_WEIGHT = 32
 """Float32 weight, running mean, first and second moment, root of the second, and the gradient: in one, in parts, and
@@ -28,6 +28,16 @@ def linear(inputs_EBI: Tensor, weights: Mapping[str, Tensor], name: str) -> Tens
     return torch.baddbmm(weights[f"{name}.bias"], inputs_EBI, weights[f"{name}.weight"])
 
 
+def gaussian_loss(mean: Tensor, log_variance: Tensor, target: Tensor) -> Tensor:
+    """Return the negative log-likelihood without its constant, elementwise."""
+    return 0.5 * (log_variance + (target - mean).square() * (-log_variance).exp())
+
+
+def bounded(log_variance: Tensor) -> Tensor:
+    """Return a log-variance within [-6, 4], smoothly."""
+    return 5 * torch.tanh(log_variance / 5) - 1
+
+
 def require_budget(kind: str, needed_bytes: int, budget_mib: float) -> None:
     """Refuse a forecaster that does not fit.
 
@@ -42,7 +52,7 @@ def require_budget(kind: str, needed_bytes: int, budget_mib: float) -> None:
         )
 
 
-class Ensemble:
+class Ensemble(Stateful):
     """Weights, Adam and random numbers of several affine maps.
 
     Args:
@@ -52,6 +62,8 @@ class Ensemble:
         seed: Of weights and of everything drawn from ``generator``.
         lr: Of Adam.
     """
+
+    _state = ("_flat", "_mean", "_m", "_v", "num_updates", "generator")
 
     def __init__(
         self, layers: Mapping[str, tuple[int, int]], zero: Sequence[str], *, num_members: int, seed: int, lr: float
@@ -109,23 +121,3 @@ class Ensemble:
         self._flat.addcdiv_(self._m, root, value=-self._lr / (1 - _BETAS[0] ** self.num_updates))
         self._mean.lerp_(self._flat, max(1 / _MEAN_UPDATES, 1 / self.num_updates))
         return float(loss.detach())
-
-    def state_dict(self) -> State:
-        """Return weights, moments and the state of the random numbers."""
-        return {
-            "flat": self._flat.clone(), "mean": self._mean.clone(), "m": self._m.clone(), "v": self._v.clone(),
-            "num_updates": self.num_updates,
-            "generator": self.generator.get_state(),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: State) -> None:
-        """Take up a saved state."""
-        for name in ("flat", "mean", "m", "v"):
-            own, saved = getattr(self, f"_{name}"), state[name]
-            assert isinstance(saved, Tensor)
-            own.copy_(saved)
-        count, random = state["num_updates"], state["generator"]
-        assert isinstance(count, int)
-        assert isinstance(random, Tensor)
-        self.num_updates = count
-        self.generator.set_state(random)

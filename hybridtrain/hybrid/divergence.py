@@ -10,7 +10,7 @@ from collections import deque
 from enum import IntEnum
 from statistics import median
 
-from hybridtrain.predictor.forecast import State
+from hybridtrain.hybrid.stateful import Stateful
 
 WINDOW = 100
 FEWEST_STEPS = 20
@@ -21,7 +21,7 @@ _LONGEST_CRITICAL = 50
 _CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
 _WARNING_NORM_Z = 9.0
 """Log norms have heavy tails: single harmless batches were measured at 6.8."""
-_CAUTION_DRIFT_Z, _WARNING_DRIFT_Z = 2.0, 3.5
+_CAUTION_MEAN_Z, _WARNING_MEAN_Z = 2.0, 3.5
 """Of the mean of the last 16 losses: a slow rise, which no single step betrays."""
 _LOSS_FLOOR = 0.005
 """Smallest sigma, as a fraction of the median loss."""
@@ -40,15 +40,9 @@ class DivergenceLevel(IntEnum):
     CRITICAL = 3
 
 
-class _Past:
-    """The last healthy values, and their median and sigma."""
-
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=WINDOW)
-
-    def centre_and_sigma(self, floor: float) -> tuple[float, float]:
-        centre = median(self.values)
-        return centre, max(_SIGMA_OF_MAD * median(abs(value - centre) for value in self.values), floor)
+def _centre_and_sigma(values: deque[float], floor: float) -> tuple[float, float]:
+    centre = median(values)
+    return centre, max(_SIGMA_OF_MAD * median(abs(value - centre) for value in values), floor)
 
 
 def _grade(z: float, caution: float, warning: float) -> DivergenceLevel:
@@ -57,13 +51,15 @@ def _grade(z: float, caution: float, warning: float) -> DivergenceLevel:
     return DivergenceLevel.CAUTION if z > caution else DivergenceLevel.NORMAL
 
 
-class DivergenceMonitor:
+class DivergenceMonitor(Stateful):
     """Grades every step; state is a few hundred numbers."""
+
+    _state = ("level", "_losses", "_log_norms", "_calm_steps", "_critical_steps")
 
     def __init__(self) -> None:
         self.level = DivergenceLevel.NORMAL
-        self._losses = _Past()
-        self._log_norms = _Past()
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._log_norms: deque[float] = deque(maxlen=WINDOW)
         self._calm_steps = 0
         self._critical_steps = 0
 
@@ -78,28 +74,28 @@ class DivergenceMonitor:
         is_finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))
         self._critical_steps = self._critical_steps + 1 if grade is DivergenceLevel.CRITICAL else 0
         if self._critical_steps > _LONGEST_CRITICAL:
-            self._losses.values.clear()
-            self._log_norms.values.clear()
+            self._losses.clear()
+            self._log_norms.clear()
             self._critical_steps = 0
         elif grade is not DivergenceLevel.CRITICAL and is_finite:
-            self._losses.values.append(loss)
+            self._losses.append(loss)
             if grad_norm is not None and grad_norm > 0:
-                self._log_norms.values.append(math.log(grad_norm))
+                self._log_norms.append(math.log(grad_norm))
         self._settle(grade)
         return self.level
 
     def limits(self) -> tuple[float, float] | None:
         """Return the loss and the gradient norm beyond which the next step is critical; None in the first 20 steps."""
-        if len(self._losses.values) < FEWEST_STEPS:
+        if len(self._losses) < FEWEST_STEPS:
             return None
         centre, sigma = self._loss_law()
         max_norm = math.inf
-        if len(self._log_norms.values) >= FEWEST_STEPS:
-            max_norm = _CRITICAL_NORM_RATIO * math.exp(median(self._log_norms.values))
+        if len(self._log_norms) >= FEWEST_STEPS:
+            max_norm = _CRITICAL_NORM_RATIO * math.exp(median(self._log_norms))
         return centre + _CRITICAL_Z * sigma, max_norm
 
     def _loss_law(self) -> tuple[float, float]:
-        return self._losses.centre_and_sigma(_LOSS_FLOOR * abs(median(self._losses.values)))
+        return _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))
 
     def _grade_step(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
         if not math.isfinite(loss) or not (grad_norm is None or math.isfinite(grad_norm)):
@@ -110,13 +106,13 @@ class DivergenceMonitor:
         if loss > limits[0] or (grad_norm is not None and grad_norm > limits[1]):
             return DivergenceLevel.CRITICAL
         centre, sigma = self._loss_law()
-        recent = [*self._losses.values, loss][-_RECENT:]
+        recent = [*self._losses, loss][-_RECENT:]
         grades = [
             _grade((loss - centre) / sigma, _CAUTION_Z, _WARNING_Z),
-            _grade((sum(recent) / len(recent) - centre) / sigma, _CAUTION_DRIFT_Z, _WARNING_DRIFT_Z),
+            _grade((sum(recent) / len(recent) - centre) / sigma, _CAUTION_MEAN_Z, _WARNING_MEAN_Z),
         ]
-        if grad_norm is not None and grad_norm > 0 and len(self._log_norms.values) >= FEWEST_STEPS:
-            centre, sigma = self._log_norms.centre_and_sigma(_LOG_NORM_FLOOR)
+        if grad_norm is not None and grad_norm > 0 and len(self._log_norms) >= FEWEST_STEPS:
+            centre, sigma = _centre_and_sigma(self._log_norms, _LOG_NORM_FLOOR)
             grades.append(_grade((math.log(grad_norm) - centre) / sigma, _CAUTION_Z, _WARNING_NORM_Z))
         return max(grades)
 
@@ -128,23 +124,3 @@ class DivergenceMonitor:
         self._calm_steps += 1
         if self._calm_steps >= _CALM_STEPS:
             self.level, self._calm_steps = DivergenceLevel(self.level - 1), 0
-
-    def state_dict(self) -> State:
-        """Return a state made of numbers and lists, fit for JSON."""
-        return {
-            "level": int(self.level), "losses": list(self._losses.values), "log_norms": list(self._log_norms.values),
-            "calm_steps": self._calm_steps, "critical_steps": self._critical_steps,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: State) -> None:
-        """Take up a saved state."""
-        losses, log_norms = state["losses"], state["log_norms"]
-        level, calm, critical = state["level"], state["calm_steps"], state["critical_steps"]
-        assert isinstance(losses, list)
-        assert isinstance(log_norms, list)
-        assert isinstance(level, int)
-        assert isinstance(calm, int)
-        assert isinstance(critical, int)
-        self.level, self._calm_steps, self._critical_steps = DivergenceLevel(level), calm, critical
-        self._losses.values = deque(losses, maxlen=WINDOW)
-        self._log_norms.values = deque(log_norms, maxlen=WINDOW)

@@ -1,13 +1,13 @@
 """RSSM-lite: a recurrent state-space model of the run that corrects the exponential baseline.
 
-One tick of the model is a tick of tick_replay.py (25 steps). It is trained the way it is used: a few ticks with their
+One tick of the model is a tick of ticks.py (25 steps). It is trained the way it is used: a few ticks with their
 features seen (posterior), then as many as the horizon needs with nothing seen but the actions, the learning rates
 (prior); the head answers the correction y of every unseen tick against the baseline of the last seen one. Members draw
 their own windows from a small replay. Random numbers come from its own generators only: training draws on one that is
 saved, a forecast on one that is made of seed and step, so that asking changes nothing.
 
 Aleatoric is the head's deviation and the spread over sampled states; epistemic the spread of the members' means;
-entropy that of the last prior. Their sum's scale is calibrated as all are (calibration.py).
+entropy that of the last prior. Their sum's scale is calibrated as all are (base.py).
 
 Executed on two held-out runs of 3000 steps of a small byte model it was no better than its baseline: mean error 400
 steps ahead 0.069 nats against 0.067, the power law 0.039. It is here to be compared; it is not the default.
@@ -23,13 +23,10 @@ import torch
 from torch import Tensor
 
 from hybridkernels.rssm_gru import rssm_rollout
-from hybridtrain.predictor import rssm_cell as cell
-from hybridtrain.predictor.calibrated import CalibratedForecaster, RawForecast
-from hybridtrain.predictor.ensemble import Ensemble, require_budget
-from hybridtrain.predictor.forecast import State
-from hybridtrain.predictor.mlp import bounded, gaussian_loss
-from hybridtrain.predictor.signal import TrainingSignal
-from hybridtrain.predictor.tick_replay import GAIN, TICK_STEPS, TickReplay
+from hybridtrain.hybrid.forecast import rssm_cell as cell
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
+from hybridtrain.hybrid.forecast.ensemble import Ensemble, bounded, gaussian_loss, require_budget
+from hybridtrain.hybrid.forecast.ticks import GAIN, TICK_STEPS, TickReplay
 
 NUM_MEMBERS = 3
 _SEEN_TICKS = 3
@@ -39,34 +36,35 @@ _SAMPLES = 8
 _FEWEST_TICKS = 8
 _LR = 1e-4
 _KL_WEIGHT = 0.1
+_TRAIN_EVERY = 10
+"""Steps between updates; an update cost about 90 ms of one shared core."""
 _FEATURE_NOISE = 0.3
 """Deviation added to features in training, which are of unit size: a run has too few ticks to learn them by heart."""
 _SCRATCH_BYTES = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
 """Activations of one update: about 12 tensors of the stochastic state's size a tick."""
 
 
-class RssmForecaster(CalibratedForecaster):
+class RssmForecaster(Forecaster):
     """An ensemble of 3, GRU state 256, categorical state 32 x 32.
 
     Args:
         seed: Of weights and samples.
         budget_mib: Most memory for weights, optimizer, replay and activations.
-        train_every: Steps between updates; an update cost about 90 ms of one shared core.
 
     Raises:
         ValueError: the budget is too little.
     """
 
     kind: ClassVar[str] = "rssm"
+    _state = ("_replay", "_ensemble", "_steps_until_training")
 
-    def __init__(self, *, seed: int, budget_mib: float, train_every: int = 10) -> None:
-        super().__init__()
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib)
         require_budget(self.kind, self.num_bytes(), budget_mib)
         self._seed = seed
-        self._train_every = train_every
         self._replay = TickReplay()
         self._ensemble = Ensemble(cell.LAYERS, cell.ZERO_LAYERS, num_members=NUM_MEMBERS, seed=seed, lr=_LR)
-        self._steps_until_training = train_every
+        self._steps_until_training = _TRAIN_EVERY
 
     @staticmethod
     def num_bytes() -> int:
@@ -77,7 +75,7 @@ class RssmForecaster(CalibratedForecaster):
         self._replay.observe(signal)
         self._steps_until_training -= 1
         if self._steps_until_training <= 0:
-            self._steps_until_training = self._train_every
+            self._steps_until_training = _TRAIN_EVERY
             if len(self._replay) >= _FEWEST_TICKS:
                 self._train()
 
@@ -152,18 +150,3 @@ class RssmForecaster(CalibratedForecaster):
             epistemic=unit * float(mean_EB.mean(1).std()),
             entropy=float(cell.entropy(cell.probabilities_of(rollout.logits_EBZ))),
         )
-
-    def _model_state(self) -> State:
-        return {
-            "replay": self._replay.state_dict(), "ensemble": self._ensemble.state_dict(),
-            "steps_until_training": self._steps_until_training,
-        }  # fmt: skip
-
-    def _load_model_state(self, state: State) -> None:
-        replay, ensemble, steps = state["replay"], state["ensemble"], state["steps_until_training"]
-        assert isinstance(replay, dict)
-        assert isinstance(ensemble, dict)
-        assert isinstance(steps, int)
-        self._replay.load_state_dict(replay)
-        self._ensemble.load_state_dict(ensemble)
-        self._steps_until_training = steps

@@ -1,7 +1,7 @@
 """A small ensemble of perceptrons that corrects the exponential baseline; trained online on the run's own past.
 
 Inputs are the state encoding, the planned action over the horizon and the logarithm of the horizon; outputs are mean
-and log-variance of the correction y of tick_replay.py; the loss is the Gaussian negative log-likelihood. Each member
+and log-variance of the correction y of ticks.py; the loss is the Gaussian negative log-likelihood. Each member
 draws its own examples. E members, B examples, F features, I inputs.
 """
 
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridkernels.state_encoding import NUM_FEATURES
-from hybridtrain.predictor.calibrated import CalibratedForecaster, RawForecast
-from hybridtrain.predictor.ensemble import Ensemble, linear, require_budget
-from hybridtrain.predictor.forecast import State
-from hybridtrain.predictor.signal import TrainingSignal
-from hybridtrain.predictor.tick_replay import GAIN, NUM_ACTIONS, TICK_STEPS, TickReplay
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
+from hybridtrain.hybrid.forecast.ensemble import Ensemble, bounded, gaussian_loss, linear, require_budget
+from hybridtrain.hybrid.forecast.ticks import GAIN, NUM_ACTIONS, TICK_STEPS, TickReplay
 
 _NUM_MEMBERS = 5
 _HIDDEN = 32
@@ -31,27 +29,18 @@ _LAYERS = {"first": (_NUM_INPUTS, _HIDDEN), "second": (_HIDDEN, _HIDDEN), "head"
 _SCRATCH_BYTES = 2 * 2**20
 
 
-def gaussian_loss(mean: Tensor, log_variance: Tensor, target: Tensor) -> Tensor:
-    """Return the negative log-likelihood without its constant, elementwise."""
-    return 0.5 * (log_variance + (target - mean).square() * (-log_variance).exp())
-
-
-def bounded(log_variance: Tensor) -> Tensor:
-    """Return a log-variance within [-6, 4], smoothly."""
-    return 5 * torch.tanh(log_variance / 5) - 1
-
-
-class MlpForecaster(CalibratedForecaster):
-    """Five perceptrons on ticks of 25 steps. Their own spread is calibrated as all are (calibration.py).
+class MlpForecaster(Forecaster):
+    """Five perceptrons on ticks of 25 steps. Their own spread is calibrated as all are (base.py).
 
     Raises:
         ValueError: ``budget_mib`` is too little.
     """
 
     kind: ClassVar[str] = "mlp"
+    _state = ("_replay", "_ensemble")
 
-    def __init__(self, *, seed: int, budget_mib: float) -> None:
-        super().__init__()
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib)
         needed = Ensemble.num_bytes(_LAYERS, _NUM_MEMBERS) + TickReplay.capacity_bytes() + _SCRATCH_BYTES
         require_budget(self.kind, needed, budget_mib)
         self._replay = TickReplay()
@@ -98,16 +87,6 @@ class MlpForecaster(CalibratedForecaster):
             aleatoric=unit * math.sqrt(variance),
             epistemic=unit * float(mean.std()),
         )
-
-    def _model_state(self) -> State:
-        return {"replay": self._replay.state_dict(), "ensemble": self._ensemble.state_dict()}
-
-    def _load_model_state(self, state: State) -> None:
-        replay, ensemble = state["replay"], state["ensemble"]
-        assert isinstance(replay, dict)
-        assert isinstance(ensemble, dict)
-        self._replay.load_state_dict(replay)
-        self._ensemble.load_state_dict(ensemble)
 
 
 def _inputs(features_EBF: Tensor, actions: Tensor, reach_EB: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""What moves weights in PREDICT: one protocol, one file per predictor. P predicted steps, K true steps of a block."""
+"""What moves weights in PREDICT: one base, one file per predictor. P predicted steps, K true steps of a block."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Self
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.rollback_copy import RollbackCopy
+from hybridtrain.hybrid.stateful import Stateful
 from hybridtrain.optim.slow_average import MoveNorm, SlowStep
-from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.trainer import Trainer
 
 
@@ -20,7 +23,7 @@ class Jump:
     rms: float
     """Root mean square of the weights' move, in learning rates; NaN in a dry run."""
     num_forwards: int = 0
-    """Forward passes on probe batches that the predictor itself needed."""
+    """Forward passes on probe batches between its pieces."""
 
 
 def read_rms(trainer: Trainer, norm: MoveNorm) -> float:
@@ -28,41 +31,36 @@ def read_rms(trainer: Trainer, norm: MoveNorm) -> float:
     return norm.rms(trainer.transfer.read(norm.on_device), trainer.model.config.num_params)
 
 
-class WeightPredictor(Protocol):
+class WeightPredictor(Stateful, ABC):
     """Remembers the trajectory and moves along it."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return the predictor that a configuration asks for; the trainer's stack keeps what it remembers."""
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return what the update of true step ``number`` does for the predictor, the jump included; None: nothing."""
-        ...
+        assert not predicted_steps, f"step {number}: a jump of '{self.kind}' is no part of an update"
+        return None
 
+    @abstractmethod
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return P of the jump after true step ``number``; ``scale`` is the controller's, 1 unless it is careful."""
-        ...
 
-    def begin_block(self) -> None:
-        """Note that a block of true steps begins."""
-        ...
+    def begin_block(self) -> None:  # most remember nothing of it
+        """Note that the first true step of a block was applied."""
 
-    def after_step(self, full_steps: int) -> None:
-        """Note that a true step of a block of ``full_steps`` was applied."""
-        ...
-
+    @abstractmethod
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights; moments stay as they are."""
-        ...
 
     def fused_jump(self, step: SlowStep, lr: float) -> Jump:
         """Return the jump that the update did with ``step``."""
-        ...
+        raise AssertionError(f"{step} at {lr}: a jump of '{self.kind}' is no part of an update")
 
+    @abstractmethod
     def undo(self, jump: Jump) -> None:
         """Take the last jump back, before another true step."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the numbers that the next jump depends on, beside the stores."""
-        ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take them over."""
-        ...

@@ -1,20 +1,26 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
+from typing import ClassVar, Self
+
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.optim.slow_average import MoveNorm, SlowStep
-from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
-from hybridtrain.phases.weight_predictor import Jump, read_rms
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
+from hybridtrain.optim.slow_average import MoveNorm
 from hybridtrain.trainer import Trainer
 
 
-class Linear:
+class Linear(WeightPredictor):
     """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
 
     Args:
         trainer: Whose weights move; its stack keeps the anchor.
         strength: a, in units of the last K steps' displacement.
     """
+
+    kind: ClassVar[str] = "linear"
+    _state = ("_has_anchor", "_full_steps", "_num_pieces")
 
     def __init__(self, trainer: Trainer, strength: float) -> None:
         self._trainer = trainer
@@ -24,10 +30,10 @@ class Linear:
         self._num_pieces = 0
         """How often the move in the anchor's place was made."""
 
-    def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
-        """Return None: the update keeps nothing for this predictor."""
-        assert not predicted_steps, f"step {number}: a jump along a line is no part of an update"
-        return None
+    @classmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return it."""
+        return cls(trainer, config.strength)
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return a K; 0 before there is an anchor."""
@@ -43,9 +49,6 @@ class Linear:
 
         self._trainer.parameters.visit(work, self._settings(writes_weights=False, writes_extra=True))
         self._has_anchor = True
-
-    def after_step(self, full_steps: int) -> None:
-        """Do nothing."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
@@ -68,10 +71,6 @@ class Linear:
         self._has_anchor = False
         return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
 
-    def fused_jump(self, step: SlowStep, lr: float) -> Jump:
-        """Never called: nothing is fused."""
-        raise AssertionError(f"{step} at {lr}: a jump along a line is no part of an update")
-
     def undo(self, jump: Jump) -> None:
         """Subtract the kept move."""
         assert jump.step == self._trainer.steps_done, "before another true step"
@@ -81,18 +80,6 @@ class Linear:
 
         settings = PassSettings(rounds_to_nearest=True, seed=self._trainer.border_key(self._trainer.steps_done))
         self._trainer.parameters.visit(work, settings)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return whether there is an anchor."""
-        return {
-            "has_anchor": float(self._has_anchor), "full_steps": float(self._full_steps),
-            "num_pieces": float(self._num_pieces),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
-        self._has_anchor, self._full_steps = bool(state["has_anchor"]), int(state["full_steps"])
-        self._num_pieces = int(state["num_pieces"])
 
     def _settings(self, *, writes_weights: bool, writes_extra: bool) -> PassSettings:
         key = random_key(self._trainer.border_key(self._trainer.steps_done), self._num_pieces)

@@ -1,18 +1,23 @@
-"""Options of hybrid predictive training, one flat section."""
+"""Options of hybrid predictive training, one flat section; and whether a trainer can run the cycle they ask for."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
+from hybridtrain.errors import ConfigError
+from hybridtrain.optim import Optimizer
 from hybridtrain.optim.slow_average import SlowMomentum
+from hybridtrain.plan.memory_plan import check_history
+from hybridtrain.plan.placement import Placement
+from hybridtrain.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
     """How long phases are, what predicts, what guards."""
 
-    predictor: Literal["slow_gradient", "linear", "drift", "mlp", "rssm"] = "slow_gradient"
+    predictor: Literal["slow_gradient", "linear", "mlp", "rssm"] = "slow_gradient"
     """Where a jump goes. mlp and rssm forecast losses and choose the strength of slow_gradient's jumps by them: they
     see scalars and cannot hold a direction in millions of dimensions."""
     warmup_steps: int | None = None
@@ -29,8 +34,7 @@ class HybridConfig:
     slow: SlowMomentum = field(default_factory=SlowMomentum)
     """Of slow_gradient."""
     strength: float = 0.5
-    """Of linear: the jump in units of the displacement since the first step of the block. Of drift: the largest step
-    of its search."""
+    """Of linear: the jump in units of the displacement since the first step of the block."""
     forecaster: Literal["ema", "power_law", "mlp", "rssm"] | None = None
     """Model of the loss whose surprises lower the strength; None: the predictor's own, else the one that forecasts
     best (see results)."""
@@ -72,10 +76,6 @@ class HybridConfig:
             faults.append(
                 "full_steps: 1 leaves linear no displacement, which is that since a block's first step; use 2"
             )
-        if self.predictor == "drift" and self.rollback != "copy":
-            faults.append("rollback: 'undo' cannot take a jump of drift back; use rollback = 'copy' with it")
-        if self.predictor == "drift" and self.monitor == "every_step":
-            faults.append("monitor: 'every_step' cannot look into the search of drift; use 'off' or 'probe'")
         for name, low, high in (
             ("confidence_threshold", 0.0, 1.0),
             ("max_predict_steps", 0.0, math.inf),
@@ -93,7 +93,7 @@ class HybridConfig:
     @property
     def needs_probe(self) -> bool:
         """Whether batches of a probe split are used."""
-        return self.monitor != "off" or self.predictor in {"linear", "drift"} or self.correction == "probe_gradients"
+        return self.monitor != "off" or self.searches or self.correction == "probe_gradients"
 
     @property
     def searches(self) -> bool:
@@ -101,11 +101,37 @@ class HybridConfig:
         return self.predictor == "linear"
 
     @property
-    def num_history(self) -> int:
-        """Tensors per parameter that the predictor needs."""
-        return 2 if self.predictor == "drift" else 1
-
-    @property
     def follows_slow(self) -> bool:
         """Whether jumps go along the slow average of the gradients."""
         return self.predictor in {"slow_gradient", "mlp", "rssm"}
+
+
+def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> None:
+    """Raise ``ConfigError`` unless the stack keeps what the predictor needs, and all else is there."""
+    owner = f"hybrid.predictor = '{config.predictor}'"
+    check_history(trainer.plan, is_needed=True, owner=owner)
+    faults = []
+    if config.needs_probe and not has_probe:
+        faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
+    faults += rival_faults(trainer.config.optimizer, config)
+    if faults:
+        raise ConfigError("hybrid", faults)
+
+
+def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
+    """Return a sentence where the optimizer uses what the predictor needs for itself."""
+    if config.follows_slow and not optimizer.second_moment_names:
+        owner = f"hybrid.predictor: '{config.predictor}'"
+        return [f"{owner} divides by a second moment, which {optimizer.kind} does not keep"]
+    if optimizer.kind != "ademamix":
+        return []
+    if config.follows_slow:
+        return ["optimizer.kind: AdEMAMix and jumps along the same slow average do the same; use one of them"]
+    return [f"optimizer.kind: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
+
+
+def refuses_in_time(trainer: Trainer) -> bool:
+    """Return whether a step that diverges is refused before it has changed anything, and so can be run again."""
+    optimizer = trainer.config.optimizer
+    is_exact = optimizer.max_grad_norm > 0 and optimizer.clip == "exact"
+    return trainer.plan.grad.placement is not Placement.DROPPED or is_exact

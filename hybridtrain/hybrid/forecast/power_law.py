@@ -13,15 +13,14 @@ the present loss. B blocks of the history, G fits on the grid, J = 3 coefficient
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridtrain.predictor.calibrated import CalibratedForecaster, RawForecast
-from hybridtrain.predictor.forecast import State
-from hybridtrain.predictor.signal import TrainingSignal
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
 
 Array = NDArray[np.float64]
 
@@ -67,10 +66,6 @@ class _LrSums:
         self.s1 += lr * worth
         self.last_lr = lr
 
-    def copy(self) -> "_LrSums":
-        """Return sums that go on by themselves."""
-        return _LrSums(self.s1, self.last_lr, self.has_fallen, list(self.momentum), list(self.s2))
-
 
 @dataclass(frozen=True, slots=True)
 class _Fits:
@@ -82,19 +77,21 @@ class _Fits:
     """Of the coefficients."""
 
 
-class PowerLawForecaster(CalibratedForecaster):
-    """Refits at every forecast. Scale: noise and spread of the fits, calibrated as all are (calibration.py)."""
+class PowerLawForecaster(Forecaster):
+    """Refits at every forecast. Scale: noise and spread of the fits, calibrated as all are (base.py)."""
 
     kind: ClassVar[str] = "power_law"
+    _state = ("_sums", "_peak_lr", "_block_steps", "_blocks", "_last_loss", "_noise", "_count")
+    _blocks: list[list[float]]
+    """Sums over the steps of a block: count, step, loss, s1, s2 per lambda. The last one may be unfinished."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib)
         zeros = [0.0] * len(_LAMBDAS)
         self._sums = _LrSums(0.0, 0.0, has_fallen=False, momentum=list(zeros), s2=list(zeros))
         self._peak_lr = 0.0
         self._block_steps = _FIRST_BLOCK_STEPS
-        self._blocks: list[list[float]] = []
-        """Sums over the steps of a block: count, step, loss, s1, s2 per lambda. The last one may be unfinished."""
+        self._blocks = []
         self._last_loss = math.nan
         self._noise = 0.0
         """Variance of one step's loss, from differences of neighbours."""
@@ -160,7 +157,7 @@ class PowerLawForecaster(CalibratedForecaster):
 
     def _asked(self, future_lrs: Sequence[float], window: int) -> Array:
         """Return the mean design over the window: (G, J)."""
-        sums = self._sums.copy()
+        sums = deepcopy(self._sums)
         s1, s2 = [], []
         for lr in future_lrs:
             sums.step(lr, 1.0)
@@ -185,24 +182,6 @@ class PowerLawForecaster(CalibratedForecaster):
         own_G = np.einsum("gj,gjk,gk->g", asked_GJ, fits.variance_GJJ, asked_GJ)
         spread = float(fits.weights_G @ ((forecast_G - mean) ** 2 + own_G))
         return RawForecast(mean=mean, aleatoric=math.sqrt(self._noise / window), epistemic=math.sqrt(max(spread, 0.0)))
-
-    def _model_state(self) -> State:
-        sums = self._sums
-        return {
-            "s1": sums.s1, "last_lr": sums.last_lr, "has_fallen": sums.has_fallen, "momentum": list(sums.momentum),
-            "s2": list(sums.s2), "peak_lr": self._peak_lr, "block_steps": self._block_steps,
-            "blocks": [list(block) for block in self._blocks], "last_loss": self._last_loss, "noise": self._noise,
-            "count": self._count,
-        }  # fmt: skip
-
-    def _load_model_state(self, state: State) -> None:
-        sums = {name: state[name] for name in ("s1", "last_lr", "has_fallen", "momentum", "s2")}
-        self._sums = _LrSums(**sums).copy()  # type: ignore[arg-type]
-        blocks = state["blocks"]
-        assert isinstance(blocks, list)
-        self._blocks = [list(block) for block in blocks]
-        for name in ("peak_lr", "block_steps", "last_loss", "noise", "count"):
-            setattr(self, f"_{name}", state[name])
 
 
 def _added(first: list[float], second: list[float]) -> list[float]:

@@ -20,8 +20,8 @@ from torch.nn.functional import silu
 
 from hybridkernels.rssm_gru import draw_classes, gru_cell, unimix
 from hybridkernels.state_encoding import NUM_FEATURES
-from hybridtrain.predictor.ensemble import linear
-from hybridtrain.predictor.tick_replay import NUM_ACTIONS
+from hybridtrain.hybrid.forecast.ensemble import linear
+from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
 
 HIDDEN = 256
 NUM_CATEGORICALS, NUM_CLASSES = 32, 32
