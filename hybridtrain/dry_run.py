@@ -18,13 +18,11 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory, replay_trace
 from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 

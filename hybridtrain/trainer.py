@@ -29,7 +29,7 @@ from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models import build_model
 from hybridtrain.models.block_model import Unit
-from hybridtrain.models.initialize import fill_initial
+from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history

@@ -4,11 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
-from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.segment_view import Segment
+from hybridtrain.virtual_gpu.segments import AllocatorEvent
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 ClassBytes = dict[TensorClass, int]

@@ -20,8 +20,8 @@ from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 

@@ -34,8 +34,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from rounded_storage import GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
 

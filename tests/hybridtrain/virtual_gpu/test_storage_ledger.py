@@ -17,10 +17,9 @@ from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, I
 from hybridtrain.plan.compose import compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.meta_cache import MetaCache
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.op_rules import MetaCache
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 

@@ -25,12 +25,11 @@ from hybridtrain.phases.hybrid_result import HybridResult
 from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
-from hybridtrain.profiler.process_memory import read_process_memory
+from hybridtrain.profiler.memory_reader import read_process_memory
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.figures import plan_figures
