@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, OP_SCRATCH, MetaCache, count_bytes, count_flops, tensors_in
+from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, count_flops, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -171,9 +171,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event = len(self._events)
         for tensor in tensors_in([out]):
             self._enter(tensor)
-        scratch = OP_SCRATCH.get(func)
-        if scratch is not None:
-            self._enter_scratch(scratch(args))
+        scratch = scratch_bytes(func, args)
+        if scratch:
+            self._release(self._allocate(scratch, Stage.UPDATE), scratch)
         if self._record and not func.is_view:
             self._last_compute = len(self._ops)
             self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
@@ -264,10 +264,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= size
         if self._record:
             self._events.append(~index)
-
-    def _enter_scratch(self, size: int) -> None:
-        if size:
-            self._release(self._allocate(size, Stage.UPDATE), size)
 
     def _op_record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int

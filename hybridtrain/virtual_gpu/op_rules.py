@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hybridkernels.adamw_int8 import adamw_int8_  # noqa: F401  registers the op
-from hybridkernels.flash_attention import backward_workspace_bytes
-
 _ATEN = torch.ops.aten
 _NO_TRAFFIC = frozenset(
     {
@@ -79,19 +76,31 @@ def _operand(func: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwar
     return args[position] if position < len(args) else None
 
 
-def _attention_backward(args: Sequence[Tensor]) -> int:
-    return backward_workspace_bytes(args[1], args[2])
+ScratchRule = Callable[[Sequence[Any]], int]
+"""Bytes of scratch by the op's positional arguments."""
+_SCRATCH_RULES: dict[torch._ops.OpOverload, ScratchRule] = {}
 
 
-def _adamw_int8(args: Sequence[Tensor]) -> int:
-    param, grad = args[0], args[1]
-    return 0 if grad.dtype == param.dtype else param.numel() * param.element_size()
+def register_scratch(func: torch._ops.OpOverload, rule: ScratchRule) -> None:
+    """Say how much a CUDA kernel takes from the allocator inside one op, where no dispatcher sees it.
+
+    The rule is the kernel's own. It is counted on every device, so that a CPU run, a dry run and a plan speak of the
+    same bytes. Whoever owns an op registers its rule once, beside the op or where it is used:
+
+        register_scratch(torch.ops.mylib.sort.default, lambda args: 2 * args[0].nbytes)
+
+    Raises:
+        ValueError: The op has another rule already.
+    """
+    if _SCRATCH_RULES.setdefault(func, rule) is not rule:
+        raise ValueError(f"{func}: its scratch has a rule already; an op has one; register it in one place.")
 
 
-OP_SCRATCH: dict[torch._ops.OpOverload, Callable[[Sequence[Tensor]], int]] = {
-    torch.ops.hybridkernels.causal_attention_backward.default: _attention_backward,
-    torch.ops.hybridkernels.adamw_int8_.default: _adamw_int8,
-}
+def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any]) -> int:
+    """Return the scratch of one call; 0 for an op without a rule."""
+    rule = _SCRATCH_RULES.get(func)
+    return 0 if rule is None else rule(args)
+
 
 MATMUL_OPS = frozenset(
     {
@@ -107,6 +116,8 @@ MATMUL_OPS = frozenset(
 
 _Key = tuple[Hashable, ...]
 _UNSEEN = object()
+_COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
+"""Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,11 @@ class _Meta:
 
 
 class MetaCache:
-    """Calls ops, or answers for them."""
+    """Calls ops, or answers for them: on meta tensors the same few shapes are asked for thousands of times.
+
+    Only shapes, strides and dtypes are remembered, and only of ops that change nothing and return nothing of their
+    inputs' memory; a remembered op makes the same storages in the same order as the op itself.
+    """
 
     def __init__(self) -> None:
         self._known: dict[_Key, _Meta | tuple[_Meta, ...] | None] = {}
@@ -146,12 +161,24 @@ class MetaCache:
 def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
     """Return what the result depends on; None for operands that are not on the meta device."""
     parts: list[Hashable] = [func]
-    for value in (*args, *kwargs.items()):
-        part = _part(value)
+    for name, value in (*enumerate(args), *kwargs.items()):
+        kind = type(value)
+        is_operand = (kind is float or kind is int) and name in _operands(func)
+        part = kind if is_operand else _part(value)
         if part is None:
             return None
-        parts.append(part)
+        parts.append(part if type(name) is int else (name, part))
     return tuple(parts)
+
+
+@cache
+def _operands(func: torch._ops.OpOverload) -> frozenset[int | str]:
+    """Return places and names of operands: a number there decides values (a step, a rate), no shape."""
+    if func._overloadpacket in _COUNTED_BY_OPERANDS:
+        return frozenset()
+    arguments = enumerate(func._schema.arguments)
+    found = [(i, item.name) for i, item in arguments if str(item.type) in {"number", "Optional[number]", "Tensor"}]
+    return frozenset(name for names in found for name in names)
 
 
 def _part(value: Any) -> Hashable | None:
