@@ -133,13 +133,15 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
             which a training run of any length can afford.
+        device: Count only what lives on this type of device (``meta``, ``cpu``, ``cuda``); None: everything.
     """
 
-    def __init__(self, *, record: bool = True) -> None:
+    def __init__(self, *, record: bool = True, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._record = record
+        self._device = device
         self._meta_cache = MetaCache()
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
@@ -170,11 +172,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._meta_cache.call(func, args, kwargs or {})
         event = len(self._events)
         for tensor in tensors_in([out]):
-            self._enter(tensor)
+            self.enter(tensor)
         scratch = scratch_bytes(func, args)
         if scratch:
             self._release(self._allocate(scratch, Stage.UPDATE), scratch)
-        if self._record and not func.is_view:
+        if self._record and not func.is_view and (self._device is None or self._is_counted(args, kwargs, out)):
             self._last_compute = len(self._ops)
             self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
         return out
@@ -229,7 +231,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self._events), tuple(self._ops), tuple(self._steps),
         )  # fmt: skip
 
-    def _enter(self, tensor: Tensor) -> None:
+    def enter(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` from now on, unless it is counted already; ops' results are entered so."""
+        if self._device is not None and tensor.device.type != self._device:
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._alive:
@@ -264,6 +269,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= size
         if self._record:
             self._events.append(~index)
+
+    def _is_counted(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> bool:
+        """Return whether an op has anything to do with the device that is counted."""
+        tensors = tensors_in([*args, *(kwargs or {}).values(), out])
+        return any(tensor.device.type == self._device for tensor in tensors)
 
     def _op_record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
