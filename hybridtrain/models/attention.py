@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridkernels.flash_attention.op import causal_attention
 from hybridkernels.flash_attention.unfused import unfused_attention
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of q_BTNH, k_BTKH and v_BTKH: out_BTNH."""

@@ -9,7 +9,7 @@ from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.head import Head
 from hybridtrain.models.layers import LayerNorm, Linear, dropout
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class Gpt2Embedding(nn.Module):

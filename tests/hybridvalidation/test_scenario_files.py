@@ -53,7 +53,7 @@ says = "in four pieces"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 4
+grad_accum_steps = 4
 """
 TARGETS = """\
 [[target]]

@@ -426,7 +426,7 @@ kind = "mixed_precision"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 """,
 }
 

@@ -27,7 +27,7 @@ STACKS: dict[str, tuple[Optimization, ...]] = {
     "leaves": (PredictorState(), PredictMemory(optimizer_state="cpu")),
     "codes": (PredictorState(codec="int8"), PredictMemory(optimizer_state="compress")),
     "drift": (PredictorState(predictor="drift"),),
-    "recompute": (GradientCheckpointing(interval=1),),
+    "recompute": (GradientCheckpointing(recompute_every=1),),
 }
 CYCLE = ["warmup", "full", "predict", "correct"]
 PHASES = """\
