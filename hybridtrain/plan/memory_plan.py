@@ -66,7 +66,8 @@ def setting(
 
     A young one was not known to the first records, which therefore keep it only where it is not the default.
     """
-    allowed = {"placement": placements, "codec": codecs, "": codecs}
+    names = tuple(map(str, codecs))
+    allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
     return field(default=default, metadata={"says": says, "least": least, "allowed": allowed, "is_young": is_young})
 
 
@@ -177,15 +178,17 @@ def describe_settings() -> Iterator[Setting]:
     """Yield every path of the plan with its default, its meaning and what is allowed."""
     for item in fields(PhasePlan):
         default = cast("PlanValue | Cell", item.default)
-        columns = (
-            {"placement": default.placement, "codec": default.codec} if isinstance(default, Cell) else {"": default}
-        )
+        columns: dict[str, PlanValue] = {}
+        if isinstance(default, Cell):
+            columns = {"placement": default.placement, "codec": default.codec}
+        else:
+            columns[""] = default
         for column, value in columns.items():
             members = () if isinstance(value, int) else type(value)
             yield Setting(
                 path=f"{item.name}.{column}" if column else item.name,
                 default=value,
-                allowed=tuple(map(str, item.metadata["allowed"][column] or members)),
+                allowed=item.metadata["allowed"][column] or tuple(map(str, members)),
                 least=item.metadata["least"],
                 says=item.metadata["says"],
                 is_young=item.metadata["is_young"],
