@@ -15,7 +15,6 @@ from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
     ChunkedLoss,
-    FactoredOptimizer,
     FlashAttention,
     FusedUpdate,
     GradAccumulation,
@@ -34,6 +33,7 @@ from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from stack_optimizer import ADAFACTOR
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3
@@ -99,7 +99,7 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
         Int8Weights(),
         MixedPrecision(master="absent"),
         WeightStreaming(),
-        FactoredOptimizer(),
+        ADAFACTOR,
         ActivationOffload(),
     ],
     "fused-all-away": [
