@@ -22,8 +22,7 @@ from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.memory_plan import Cell, PhasePlan
+from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

@@ -105,7 +105,7 @@ def test_streamed_cycles_equal_resident_ones(stack: str, config: str, tmp_path: 
 @cache
 def plain_cycles(config: str) -> HybridHistory:
     memory = memory_of(CONFIGS[config], "int8")
-    return hybrid_history(GPT2_TIED_DROPOUT, [GradAccumulation(steps=2), memory], CONFIGS[config])
+    return hybrid_history(GPT2_TIED_DROPOUT, [GradAccumulation(grad_accum_steps=2), memory], CONFIGS[config])
 
 
 @pytest.mark.parametrize("config", ["slow-copy", "linear-every-step"])

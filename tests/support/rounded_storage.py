@@ -23,7 +23,7 @@ GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
 LLAMA = replace(LLAMA_GROUPED, width=64, ffn_width=96, num_blocks=4)
 """6144 elements of a feed-forward matrix: whole groups of 256; 2048 of a key's: fp32 moments."""
 ACCUM_STEPS = 2
-BASE = (GradAccumulation(steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(interval=2))
+BASE = (GradAccumulation(grad_accum_steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(recompute_every=2))
 
 STORAGE: dict[str, list[Optimization]] = {
     "bf16-master": [MixedPrecision()],

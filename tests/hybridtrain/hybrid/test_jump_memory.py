@@ -39,11 +39,11 @@ from rounded_storage import GPT2
 from stack_optimizer import ADAFACTOR
 from tiny_models import LLAMA_GROUPED, random_steps
 
-VERTICAL = GradAccumulation(steps=2, schedule="vertical")
+VERTICAL = GradAccumulation(grad_accum_steps=2, schedule="vertical")
 PLANNED: dict[str, list[Optimization]] = {
     "vanilla": [],
     "mixed": [MixedPrecision()],
-    "split-vertical": [MixedPrecision(master="split16"), VERTICAL, GradientCheckpointing(interval=2)],
+    "split-vertical": [MixedPrecision(master="split16"), VERTICAL, GradientCheckpointing(recompute_every=2)],
     "absent-int8": [MixedPrecision(master="absent"), Int8Optimizer()],
     "streamed": [WeightStreaming(), MixedPrecision()],
     "streamed-one-slot-disk": [WeightStreaming(max_active_layers=1, tier="disk")],
@@ -52,12 +52,12 @@ PLANNED: dict[str, list[Optimization]] = {
     "updated-on-host": [OptimizerOffload(update_on="host"), MixedPrecision(), WeightStreaming(resident_layers=1)],
     "int8-weights": [Int8Weights(), MixedPrecision(), WeightStreaming(), Int8Optimizer()],
     "factored": [ADAFACTOR, OptimizerOffload(offload_grads=False), MixedPrecision()],
-    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(interval=1), OptimizerOffload(offload_grads=False)],
+    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(recompute_every=1), OptimizerOffload(offload_grads=False)],
     "predict-cpu": [PredictMemory(), MixedPrecision()],
     "predict-compress": [PredictMemory(optimizer_state="compress"), MixedPrecision(), WeightStreaming()],
     "predict-factored": [PredictMemory(), ADAFACTOR],
     "all-away": [
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="split16"),
         WeightStreaming(max_active_layers=3),
         OptimizerOffload(),

@@ -247,8 +247,8 @@ def allocations(trace: LedgerTrace, step: int) -> list[int]:
 STACKS = {
     "plain": [],
     "tight": [
-        GradAccumulation(steps=2, schedule="vertical"),
-        GradientCheckpointing(interval=2),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
+        GradientCheckpointing(recompute_every=2),
         MixedPrecision(master="split16"),
         Int8Optimizer(),
     ],

@@ -26,7 +26,7 @@ STACKS: dict[str, tuple[Optimization, ...]] = {
     "stays": (PredictorState(),),
     "leaves": (PredictorState(), PredictMemory(optimizer_state="cpu")),
     "codes": (PredictorState(codec="int8"), PredictMemory(optimizer_state="compress")),
-    "recompute": (GradientCheckpointing(interval=1),),
+    "recompute": (GradientCheckpointing(recompute_every=1),),
 }
 CYCLE = ["warmup", "full", "predict", "correct"]
 PHASES = """\
