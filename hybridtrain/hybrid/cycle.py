@@ -11,21 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step_result import StepLimits, StepResult
-<<<<<<< HEAD:hybridtrain/phases/hybrid_trainer.py
-from hybridtrain.errors import DivergenceError
-from hybridtrain.optim.slow_average import SlowStep
-from hybridtrain.phase import Phase
-from hybridtrain.phases.check_hybrid import check_hybrid, refuses_in_time
-from hybridtrain.phases.controller import PhaseController
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult, HybridStatistics
-from hybridtrain.phases.loss_watch import LossWatch
-from hybridtrain.phases.make_predictor import make_predictor
-from hybridtrain.phases.moment_watch import read_moments
-from hybridtrain.phases.rollback_copy import RollbackCopy
-from hybridtrain.phases.weight_predictor import Jump
-from hybridtrain.predictor.signal import TrainingSignal
-=======
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
 from hybridtrain.hybrid.controller import PhaseController
@@ -37,7 +22,6 @@ from hybridtrain.hybrid.stateful import State, Stateful
 from hybridtrain.hybrid.watch import LossWatch, read_moments
 from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.phase import Phase
->>>>>>> hybrid:hybridtrain/hybrid/cycle.py
 from hybridtrain.trainer import Trainer
 
 Batches = Sequence[TokenBatch]
