@@ -180,6 +180,14 @@ class StateStore:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
 
+    def loaded(self, *, is_fresh: bool, extra_is_fresh: bool) -> None:
+        """Say that saved values were written into what exists; state that never was is allocated anew."""
+        for state in (state for _, states in self.items() for state in states):
+            for slots, never_written in ((state.slots, is_fresh), (state.extra, extra_is_fresh)):
+                for slot in slots:
+                    slot.is_fresh = never_written
+                    slot.tensors = () if is_fresh else slot.tensors
+
     def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
         """Give slots tensors of zeros on the device, or unset ones in one buffer below it."""
         for slot in slots:

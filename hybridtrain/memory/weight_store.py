@@ -30,7 +30,7 @@ from hybridtrain.memory.weight_slots import (
     widen,
 )
 from hybridtrain.models.block_model import BlockModel, Unit
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Head
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec

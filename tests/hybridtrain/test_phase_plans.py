@@ -39,11 +39,12 @@ from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer
 from memory_span import ComputeWatch
+from stack_optimizer import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_batch, random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 
@@ -51,7 +52,6 @@ CYCLE = HybridConfig(warmup_steps=1, full_steps=1, fuse=False, forecaster="ema")
 SETTINGS = TrainerConfig(
     optimizer=AdamWConfig(lr=3e-3, max_grad_norm=0.25), schedule=LrSchedule(warmup_steps=1, total_steps=20)
 )
-from stack_optimizer import ADAFACTOR
 
 NUM_STEPS = 4
 WARMUP, FULL, PREDICT, CORRECT = Phase

@@ -12,8 +12,7 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""

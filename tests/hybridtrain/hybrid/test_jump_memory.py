@@ -34,8 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from rounded_storage import GPT2
 from stack_optimizer import ADAFACTOR
 from tiny_models import LLAMA_GROUPED, random_steps

@@ -24,12 +24,11 @@ from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
-from hybridtrain.profiler.process_memory import read_process_memory
+from hybridtrain.profiler.memory_reader import read_process_memory
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.figures import plan_figures

@@ -22,7 +22,7 @@ from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.runs.run_monitor import Monitoring, RunMonitor
 from hybridvalidation.runs.train_file import TrainFile

@@ -5,20 +5,118 @@ and on CUDA. The rule not to break: storages are watched through weak references
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, OpRecord, StepMark
-from hybridtrain.virtual_gpu.meta_cache import MetaCache
 from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_cost import count_bytes, count_flops, tensors_in
-from hybridtrain.virtual_gpu.op_scratch import MATMUL_OPS, OP_SCRATCH
+from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, count_flops, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One op as the dispatcher saw it."""
+
+    name: str
+    event: int
+    """Events recorded before it; its outputs come next."""
+    stage: Stage
+    unit: str
+    is_matmul: bool
+    flops: int
+    """Floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    bytes_moved: int
+    """Bytes of inputs and outputs."""
+    dtype: str
+    """Element type of the first floating point operand."""
+    lane: Lane = Lane.COMPUTE
+    waits: tuple[int, ...] = ()
+    """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """The state at the beginning of a step."""
+
+    event: int
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTrace:
+    """The whole story. A storage is its index; an event is ``index`` for an allocation and ``~index`` for a release."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each storage, as requested."""
+    classes: tuple[TensorClass, ...]
+    units: tuple[str, ...]
+    """``embedding``, ``block.3``, ``head`` or empty."""
+    events: tuple[int, ...]
+    ops: tuple[OpRecord, ...]
+    steps: tuple[StepMark, ...]
+    """Where each optimizer step begins."""
+
+    def step_range(self, step: int) -> range:
+        """Return the events of one step, counted from 0."""
+        end = self.steps[step + 1].event if step + 1 < len(self.steps) else len(self.events)
+        return range(self.steps[step].event, end)
+
+    def step_ops(self, step: int) -> tuple[OpRecord, ...]:
+        """Return the ops of one step, counted from 0."""
+        end = self.steps[step + 1].op if step + 1 < len(self.steps) else len(self.ops)
+        return self.ops[self.steps[step].op : end]
+
+    def live_bytes(self) -> Iterator[int]:
+        """Yield the live bytes after each event."""
+        live = 0
+        for event in self.events:
+            live += self.sizes[event] if event >= 0 else -self.sizes[~event]
+            yield live
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment with the most live bytes."""
+
+    total_bytes: int
+    event: int
+    by_class: dict[TensorClass, int]
+    by_unit: dict[tuple[TensorClass, str], int]
+
+
+def find_peak(trace: LedgerTrace, events: range) -> Peak:
+    """Return the first moment of greatest live bytes within ``events``, and who held them."""
+    live = peak = 0
+    peak_event = events.start - 1
+    for position, event in enumerate(trace.events[: events.stop]):
+        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        if position >= events.start - 1 and live > peak:
+            peak, peak_event = live, position
+    return Peak(peak, peak_event, *holders(trace, peak_event))
+
+
+def holders(trace: LedgerTrace, event: int) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
+    """Return live bytes by class, and by class and unit, right after ``event``."""
+    alive: set[int] = set()
+    for entry in trace.events[: event + 1]:
+        if entry >= 0:
+            alive.add(entry)
+        else:
+            alive.discard(~entry)
+    by_class: dict[TensorClass, int] = dict.fromkeys(TensorClass, 0)
+    by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
+    for index in alive:
+        by_class[trace.classes[index]] += trace.sizes[index]
+        by_unit[trace.classes[index], trace.units[index]] += trace.sizes[index]
+    return by_class, dict(by_unit)
+
 
 _DEFAULT_CLASS = {
     Stage.BUILD: TensorClass.WEIGHT,
@@ -35,13 +133,15 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
             which a training run of any length can afford.
+        device: Count only what lives on this type of device (``meta``, ``cpu``, ``cuda``); None: everything.
     """
 
-    def __init__(self, *, record: bool = True) -> None:
+    def __init__(self, *, record: bool = True, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._record = record
+        self._device = device
         self._meta_cache = MetaCache()
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
@@ -72,11 +172,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._meta_cache.call(func, args, kwargs or {})
         event = len(self._events)
         for tensor in tensors_in([out]):
-            self._enter(tensor)
-        scratch = OP_SCRATCH.get(func)
-        if scratch is not None:
-            self._enter_scratch(scratch(args))
-        if self._record and not func.is_view:
+            self.enter(tensor)
+        scratch = scratch_bytes(func, args)
+        if scratch:
+            self._release(self._allocate(scratch, Stage.UPDATE), scratch)
+        if self._record and not func.is_view and (self._device is None or self._is_counted(args, kwargs, out)):
             self._last_compute = len(self._ops)
             self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
         return out
@@ -131,7 +231,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self._events), tuple(self._ops), tuple(self._steps),
         )  # fmt: skip
 
-    def _enter(self, tensor: Tensor) -> None:
+    def enter(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` from now on, unless it is counted already; ops' results are entered so."""
+        if self._device is not None and tensor.device.type != self._device:
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._alive:
@@ -167,9 +270,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._record:
             self._events.append(~index)
 
-    def _enter_scratch(self, size: int) -> None:
-        if size:
-            self._release(self._allocate(size, Stage.UPDATE), size)
+    def _is_counted(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> bool:
+        """Return whether an op has anything to do with the device that is counted."""
+        tensors = tensors_in([*args, *(kwargs or {}).values(), out])
+        return any(tensor.device.type == self._device for tensor in tensors)
 
     def _op_record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
