@@ -21,7 +21,8 @@ from hybridtrain.errors import ConfigError, near_name
 T = TypeVar("T")
 
 Unions: TypeAlias = Mapping[type, Mapping[str, type]]
-"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``; of ``""``: of a table without one."""
+"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``; ``""``: of a table that
+has none."""
 
 _NO_UNIONS: Final[Unions] = {}
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value

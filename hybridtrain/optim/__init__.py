@@ -1,4 +1,4 @@
-"""Optimizers: one file each, found by itself. A setting of training; how their state is stored is a setting of memory."""
+"""Optimizers: one file each, found by itself. They are a setting of training; their state's format is one of memory."""
 
 from collections.abc import Iterator
 from importlib import import_module
