@@ -161,13 +161,19 @@ class MetaCache:
 def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
     """Return what the result depends on; None for operands that are not on the meta device."""
     parts: list[Hashable] = [func]
-    for name, value in (*enumerate(args), *kwargs.items()):
-        kind = type(value)
-        is_operand = (kind is float or kind is int) and name in _operands(func)
-        part = kind if is_operand else _part(value)
+    for position, value in enumerate(args):
+        part = _part(value)
         if part is None:
             return None
-        parts.append(part if type(name) is int else (name, part))
+        parts.append(part)
+        if (type(value) is float or type(value) is int) and position in _operands(func):
+            parts[-1] = type(value)
+    for name, value in kwargs.items():
+        part = _part(value)
+        if part is None:
+            return None
+        is_operand = (type(value) is float or type(value) is int) and name in _operands(func)
+        parts.append((name, type(value) if is_operand else part))
     return tuple(parts)
 
 
