@@ -116,6 +116,7 @@ MATMUL_OPS = frozenset(
 
 _Key = tuple[Hashable, ...]
 _UNSEEN = object()
+_NUMBERS = frozenset({float, int})
 _COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
 """Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
 
@@ -162,18 +163,17 @@ def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     """Return what the result depends on; None for operands that are not on the meta device."""
     parts: list[Hashable] = [func]
     for position, value in enumerate(args):
-        part = _part(value)
+        kind: Hashable = type(value)
+        part = kind if kind in _NUMBERS and position in _operands(func) else _part(value)
         if part is None:
             return None
         parts.append(part)
-        if (type(value) is float or type(value) is int) and position in _operands(func):
-            parts[-1] = type(value)
     for name, value in kwargs.items():
-        part = _part(value)
+        kind = type(value)
+        part = kind if kind in _NUMBERS and name in _operands(func) else _part(value)
         if part is None:
             return None
-        is_operand = (type(value) is float or type(value) is int) and name in _operands(func)
-        parts.append((name, type(value) if is_operand else part))
+        parts.append((name, part))
     return tuple(parts)
 
 
