@@ -163,14 +163,14 @@ def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     """Return what the result depends on; None for operands that are not on the meta device."""
     parts: list[Hashable] = [func]
     for position, value in enumerate(args):
-        kind: Hashable = type(value)
-        part = kind if kind in _NUMBERS and position in _operands(func) else _part(value)
+        kind = type(value)
+        part = (kind,) if kind in _NUMBERS and position in _operands(func) else _part(value)
         if part is None:
             return None
         parts.append(part)
     for name, value in kwargs.items():
         kind = type(value)
-        part = kind if kind in _NUMBERS and name in _operands(func) else _part(value)
+        part = (kind,) if kind in _NUMBERS and name in _operands(func) else _part(value)
         if part is None:
             return None
         parts.append((name, part))
