@@ -8,11 +8,11 @@ import numpy as np
 from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
@@ -124,6 +124,7 @@ def dry_run(
     *,
     host: Host | None = None,
     num_steps: int = 2,
+    config: TrainerConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
 ) -> DryRun:
@@ -139,6 +140,7 @@ def dry_run(
         workload: One micro-batch.
         host: The machine around the card; None: one with enough of everything.
         num_steps: Optimizer steps, at least 1.
+        config: Optimizer and schedule; None: AdamW.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
 
@@ -153,7 +155,7 @@ def dry_run(
     phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
     num_steps = len(phases) or num_steps
     hybrid = cycle_config() if phases else None
-    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, hybrid=hybrid)
+    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid)
     uncapped, capped = replay_on_card(trace, card, config=allocator, record_history=record_history)
     return DryRun(
         num_params=model.num_params,

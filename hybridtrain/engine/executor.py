@@ -20,8 +20,7 @@ from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.layers import ATTENTION
-from hybridtrain.plan.claim import Schedule
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 

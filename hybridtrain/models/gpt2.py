@@ -7,7 +7,7 @@ from torch.nn import functional
 from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.layers import ATTENTION, AttentionFunction, Head, LayerNorm, Linear, dropout
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class Gpt2Embedding(nn.Module):

@@ -18,7 +18,7 @@ from hybridkernels.layer_norm import layer_norm
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
 from hybridkernels.rms_norm import rms_norm
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class Linear(nn.Module):

@@ -12,7 +12,7 @@ from hybridkernels.swiglu import swiglu
 from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.layers import ATTENTION, AttentionFunction, Head, Linear, RmsNorm, RotaryTable, add_linear
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class LlamaEmbedding(nn.Module):

@@ -45,7 +45,7 @@ STACKS: dict[str, list[Optimization]] = {
     "float32 master": [MixedPrecision()],
     "split16 master": [MixedPrecision(master="split16")],
     "int8": [Int8Optimizer()],
-    "recompute": [GradientCheckpointing(interval=2), GradAccumulation(steps=3, schedule="vertical")],
+    "recompute": [GradientCheckpointing(recompute_every=2), GradAccumulation(grad_accum_steps=3, schedule="vertical")],
 }
 
 

@@ -27,16 +27,16 @@ STACKS: dict[str, list[Optimization]] = {
     "vanilla": [],
     "mixed": [MixedPrecision()],
     "vertical": [
-        GradientCheckpointing(interval=2),
-        GradAccumulation(steps=2, schedule="vertical"),
+        GradientCheckpointing(recompute_every=2),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
         Int8Optimizer(),
     ],
     "tight": [
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="absent"),
         Int8Optimizer(),
-        GradAccumulation(steps=2, accumulator="bfloat16"),
-        ChunkedLoss(chunk_tokens=16),
+        GradAccumulation(grad_accum_steps=2, accumulator="bfloat16"),
+        ChunkedLoss(loss_chunk_tokens=16),
     ],
 }
 MODELS = {"gpt2": GPT2_UNTIED, "gpt2-dropout": GPT2_TIED_DROPOUT, "llama": LLAMA_GROUPED}

@@ -83,14 +83,14 @@ master = "absent"
 
 [[optimizations]]
 kind = "gradient_checkpointing"
-interval = 1
+recompute_every = 1
 
 [[optimizations]]
 kind = "int8_optimizer"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 accumulator = "bfloat16"
 """,
 }

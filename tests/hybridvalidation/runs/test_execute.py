@@ -239,7 +239,7 @@ def test_tiers_are_compared_too(command: Command, monkeypatch: pytest.MonkeyPatc
 
 
 PLANNED = record_steps(
-    GPT2_UNTIED, compose([GradientCheckpointing(interval=2)]), random_steps(GPT2_UNTIED, 2), VirtualTransfer()
+    GPT2_UNTIED, compose([GradientCheckpointing(recompute_every=2)]), random_steps(GPT2_UNTIED, 2), VirtualTransfer()
 )
 
 

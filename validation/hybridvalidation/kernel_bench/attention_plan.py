@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.virtual_gpu.card import Card, card_catalogue
 from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
 from hybridtrain.virtual_gpu.observer import Stage

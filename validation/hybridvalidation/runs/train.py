@@ -13,10 +13,9 @@ from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridStatistics, HybridTrainer, LoadBatches
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_result import HybridStatistics
-from hybridtrain.phases.hybrid_trainer import HybridTrainer, LoadBatches
 from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import load_train_state, save_train_state
