@@ -7,7 +7,6 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import (
     DynamicInt8State,
@@ -20,7 +19,7 @@ from hybridtrain.memory.formats import (
 )
 from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
+from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, padded
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
@@ -178,6 +177,14 @@ class StateStore:
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
+
+    def loaded(self, *, is_fresh: bool, extra_is_fresh: bool) -> None:
+        """Say that saved values were written into what exists; state that never was is allocated anew."""
+        for state in (state for _, states in self.items() for state in states):
+            for slots, never_written in ((state.slots, is_fresh), (state.extra, extra_is_fresh)):
+                for slot in slots:
+                    slot.is_fresh = never_written
+                    slot.tensors = () if is_fresh else slot.tensors
 
     def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
         """Give slots tensors of zeros on the device, or unset ones in one buffer below it."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
@@ -31,17 +32,14 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer
 from memory_span import ComputeWatch

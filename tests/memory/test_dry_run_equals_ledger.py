@@ -29,7 +29,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import UpdateDevice
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

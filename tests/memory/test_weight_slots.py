@@ -23,7 +23,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, holders
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, holders
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 

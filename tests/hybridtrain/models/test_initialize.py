@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.initialize import fill_initial
+from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose

@@ -15,7 +15,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, OpRecord, StepMark
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

@@ -14,7 +14,7 @@ import torch
 from hybridkernels.triton_launch import cuda_backend
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
-from hybridtrain.data.open_corpus import open_corpus
+from hybridtrain.data.corpus import open_corpus
 from hybridtrain.dry_run import Workload
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS

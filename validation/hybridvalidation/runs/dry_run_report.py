@@ -12,8 +12,7 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.model_config import ModelConfig, model_preset
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.record import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
