@@ -5,13 +5,28 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
+from hybridtrain.config.decode import load_toml
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.errors import RecordError
+from hybridtrain.errors import ConfigError, RecordError, unknown_name
 from hybridtrain.units import MIB
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.study.plan import next_runs
 from hybridvalidation.study.protocol import StudyFile, StudyRecord
 from hybridvalidation.study.run import make_run
+
+
+def read_study_file(folder: Path, name: str) -> StudyFile:
+    """Read a study by name, or by path when ``name`` ends in ``.toml``.
+
+    Raises:
+        ConfigError: the name is unknown, or the file has faults.
+    """
+    if name.endswith(".toml"):
+        return load_toml(StudyFile, Path(name))
+    known = [path.stem for path in (folder / "studies").glob("*.toml")]
+    if name not in known:
+        raise ConfigError(str(folder / "studies"), [unknown_name("study", name, known)])
+    return load_toml(StudyFile, folder / "studies" / f"{name}.toml")
 
 
 def read_study(results: Path, name: str) -> dict[str, StudyRecord]:
