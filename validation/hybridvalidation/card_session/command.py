@@ -13,10 +13,11 @@ from hybridtrain.profiler.nvml import DeviceReadError, identify_device, open_dev
 from hybridtrain.units import GIB, format_bytes
 from hybridvalidation.card_session.child import WorkerProcess
 from hybridvalidation.card_session.parts import PAIR_STACKS, all_parts, choose_parts
-from hybridvalidation.card_session.record import EvidenceRecord, PartOutcome, append_evidence, read_evidence
+from hybridvalidation.card_session.record import EvidenceRecord, append_evidence, read_evidence
 from hybridvalidation.card_session.runner import EvidenceRun, Session
 from hybridvalidation.card_session.table import evidence_table, newest_evidence, write_evidence
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.show.tables import TERMINAL
 
@@ -70,7 +71,7 @@ def evidence_command(options: argparse.Namespace) -> int:
     else:
         written = ", ".join(path.as_posix() for path in paths)
         sys.stdout.write(f"{evidence_table(newest_evidence(made), TERMINAL)}\n\nWritten: {written}\n")
-    return 1 if any(record.outcome is PartOutcome.ERROR for record in made) else 0
+    return 1 if any(record.outcome is Outcome.ERROR for record in made) else 0
 
 
 def _session(minutes: float, on_record: Callable[[EvidenceRecord], None], say: Callable[[str], None]) -> Session:

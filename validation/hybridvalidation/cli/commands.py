@@ -36,9 +36,11 @@ from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.dry_run_report import plan_run, read_model, with_accumulation
 from hybridvalidation.runs.execute import ExecuteSpec, execute
 from hybridvalidation.runs.run_monitor import Monitoring
-from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
+from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.runs.train import train
 from hybridvalidation.runs.train_file import TrainFile
+from hybridvalidation.runs.validate import prune_records, stale_records
+from hybridvalidation.runs.validate import validate as validate_scenario
 from hybridvalidation.scenario_files import ScenarioFiles, scenario_folder
 from hybridvalidation.show.executed_table import equality_line, executed_table, write_executed
 from hybridvalidation.show.report import TERMINAL, report_text, write_report
@@ -48,19 +50,33 @@ from hybridvalidation.study.command import write_studies
 def validate(options: argparse.Namespace) -> int:
     """Run a scenario, print its report, write tables and plots."""
     files = scenario_folder(options.scenarios)
-    scenario = files.scenario(options.scenario)
-    stacks = [files.stack(name) for name in scenario.stacks]
-    store = RecordStore(options.results / "records")
-    run = run_scenario(scenario, stacks, store, fresh=options.fresh, progress=not options.json)
-    paths = write_report(run, files.targets(), options.results)
+    done = validate_scenario(
+        files, options.scenario, options.results, fresh=options.fresh, record=options.record, out=options.out,
+        progress=not options.json,
+    )  # fmt: skip
+    run, paths = done.run, [path.as_posix() for path in done.written]
     if options.json:
-        _print_json(_run_summary(run, files) | {"files": [path.as_posix() for path in paths]})
+        _print_json(_run_summary(run, files) | {"files": paths})
     else:
         _print(report_text(run, files.targets(), TERMINAL))
-        made = len(run.records) - run.num_cached
-        written = ", ".join(path.as_posix() for path in paths)
-        _print(f"\n{made} runs made, {run.num_cached} read from records. Written: {written}")
+        written = f" Written: {', '.join(paths)}" if paths else ""
+        _print(f"\n{run.num_made} runs made, {run.num_cached} read from records.{written}")
     return 1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0
+
+
+def records_command(options: argparse.Namespace) -> int:
+    """Say which records do not hold for the program as it is."""
+    files = scenario_folder(options.scenarios)
+    names = options.names or files.scenario_names()
+    if options.prune:
+        _print(f"{prune_records(files, names, options.results)} records dropped that no table shows")
+        return 0
+    stale = stale_records(files, names, options.results)
+    if options.json:
+        _print_json({"stale": stale})
+    else:
+        _print("\n".join([*stale, f"{len(stale)} records of {len(names)} scenarios are stale"]))
+    return 1 if stale else 0
 
 
 def dry_run_command(options: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_validate(verbs)
+    _add_records(verbs)
     _add_dry_run(verbs)
     _add_execute(verbs)
     _add_recommend(verbs)
@@ -122,6 +123,20 @@ def _add_validate(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("scenario", help="name of a scenario, or a .toml file")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that have a record already")
+    parser.add_argument("--record", action="store_true", help="write new records, tables and plots into --results")
+    parser.add_argument("--out", type=Path, help="or into this folder (default: runs/validate-SCENARIO)")
+    _add_results(parser)
+
+
+def _add_records(verbs: "_Verbs[_Parser]") -> None:
+    parser = _add_verb(
+        verbs,
+        "records",
+        commands.records_command,
+        "say which records do not hold for the program as it is; exit code 1",
+    )
+    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="default: every scenario")
+    parser.add_argument("--prune", action="store_true", help="instead drop records that no table shows any more")
     _add_results(parser)
 
 

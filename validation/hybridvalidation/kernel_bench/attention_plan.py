@@ -4,8 +4,10 @@ The same two functions that the models call, on tensors without memory, under th
 Counted is what attention needs beside its inputs, its output and their gradients, which every implementation has.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +24,10 @@ from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 
-SCHEMA = 1
 CARD = "rtx-4090"
 DTYPE = torch.bfloat16
 _FILE = "attention.jsonl"
@@ -73,28 +76,29 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRecord:
+class AttentionRecord(Record):
     """One dry run over models and lengths."""
 
     card: str
     dtype: str
     points: tuple[AttentionPoint, ...]
-    environment: Environment
     evidence: Evidence = Evidence.PLANNED
-    schema: int = SCHEMA
 
-    def __post_init__(self) -> None:
-        faults = [] if self.schema == SCHEMA else [f"schema: {self.schema} must be {SCHEMA}"]
-        faults += [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
-        if faults:
-            raise ValueError("\n".join(faults))
+    def faults(self) -> list[str]:
+        """Return what cannot be."""
+        return [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
 
 
 def plan_attention(environment: Environment, stated_saving_pct: float) -> AttentionRecord:
     """Return every model at every length, and at the shortest from which the stated saving holds."""
     card = card_catalogue()[CARD]
+    started, begin = datetime.now(UTC), time.perf_counter()
     points = [point for model in _MODELS for point in _points(model, card, stated_saving_pct)]
-    return AttentionRecord(card=CARD, dtype=str(DTYPE)[6:], points=tuple(points), environment=environment)
+    return AttentionRecord(
+        key=f"{', '.join(_MODELS)}, {CARD}", card=CARD, dtype=str(DTYPE)[6:], points=tuple(points),
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
+        environment=environment, program=current_program().digest,
+    )  # fmt: skip
 
 
 def _points(model: str, card: Card, stated_saving_pct: float) -> Iterator[AttentionPoint]:
