@@ -31,7 +31,6 @@ from hybridvalidation.card_session.record import (
     Ceilings,
     EvidenceRecord,
     Measured,
-    PartOutcome,
     Predicted,
     StepEvidence,
     append_evidence,
@@ -44,6 +43,7 @@ from hybridvalidation.card_session.train import TrainJob
 from hybridvalidation.card_session.worker import Answer
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs import measure
 from hybridvalidation.scenario import Stack
 
@@ -142,7 +142,7 @@ class FakeMachine:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, PartOutcome]]:
+    def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, Outcome]]:
         session = Session(
             card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: self.used_bytes, host_bytes=120 * GIB,
             environment=ENVIRONMENT, budget_s=60 * minutes, start=self.start,
@@ -193,7 +193,7 @@ class TestRun:
     def test_every_part_is_recorded_when_it_is_over_the_ceilings_first(self) -> None:
         machine = FakeMachine()
         assert machine.run([part("a"), part("b")]) == [
-            ("ceilings", PartOutcome.OK), ("a", PartOutcome.OK), ("b", PartOutcome.OK)
+            ("ceilings", Outcome.OK), ("a", Outcome.OK), ("b", Outcome.OK)
         ]  # fmt: skip
         training = machine.records[1].training
         assert training is not None
@@ -215,20 +215,20 @@ class TestRun:
     def test_parts_that_do_not_fit_the_time_are_recorded_as_skipped(self) -> None:
         long = Answer(planned=planned(step_time_s=1000.0))
         outcomes = FakeMachine(plans={"long": long}).run([part("long"), part("short")], minutes=5)
-        assert outcomes == [("ceilings", PartOutcome.OK), ("long", PartOutcome.SKIPPED), ("short", PartOutcome.OK)]
+        assert outcomes == [("ceilings", Outcome.OK), ("long", Outcome.SKIPPED), ("short", Outcome.OK)]
         machine = FakeMachine(train_s=500.0)
         machine.run([part("a", limit_s=500), part("b")], minutes=9)
         assert "are left" in machine.records[-1].message
 
     def test_a_plan_that_is_not_ready_in_time_is_a_skipped_part(self) -> None:
         machine = FakeMachine(plan_s={"slow": 1e6})
-        assert machine.run([part("slow")], minutes=1)[-1] == ("slow", PartOutcome.SKIPPED)
+        assert machine.run([part("slow")], minutes=1)[-1] == ("slow", Outcome.SKIPPED)
         assert "plan was not ready" in machine.records[-1].message
         assert machine.now <= 60
 
     def test_without_a_plan_or_with_a_fault_nothing_is_started(self) -> None:
         plans = {
-            "none": Answer(outcome=PartOutcome.ERROR, message="nothing fits"),
+            "none": Answer(outcome=Outcome.ERROR, message="nothing fits"),
             "fault": Answer(planned=planned(fault="too little host memory")),
         }
         machine = FakeMachine(plans=plans)
@@ -238,17 +238,17 @@ class TestRun:
 
     def test_a_card_that_is_too_small_or_busy_is_told(self) -> None:
         machine = FakeMachine(used_bytes=CARD_BYTES - 10 * GIB)
-        assert machine.run([part("a")])[-1] == ("a", PartOutcome.SKIPPED)
+        assert machine.run([part("a")])[-1] == ("a", Outcome.SKIPPED)
         assert "the card is busy" in machine.records[-1].message
 
     def test_out_of_memory_is_an_outcome_and_the_next_part_runs(self) -> None:
-        refused = Answer(outcome=PartOutcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
+        refused = Answer(outcome=Outcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
         outcomes = FakeMachine(answers={"a": refused}).run([part("a"), part("b")])
-        assert outcomes[1:] == [("a", PartOutcome.OUT_OF_MEMORY), ("b", PartOutcome.OK)]
+        assert outcomes[1:] == [("a", Outcome.OUT_OF_MEMORY), ("b", Outcome.OK)]
 
     def test_a_card_that_fails_the_first_part_is_left_alone(self) -> None:
-        machine = FakeMachine(ceilings=Answer(outcome=PartOutcome.ERROR, message="illegal address"))
-        assert machine.run([part("a")]) == [("ceilings", PartOutcome.ERROR), ("a", PartOutcome.SKIPPED)]
+        machine = FakeMachine(ceilings=Answer(outcome=Outcome.ERROR, message="illegal address"))
+        assert machine.run([part("a")]) == [("ceilings", Outcome.ERROR), ("a", Outcome.SKIPPED)]
         assert not machine.jobs
 
     def test_an_interruption_keeps_what_was_recorded_and_stops_the_processes(self) -> None:
@@ -291,7 +291,7 @@ class TestRecords:
         assert figures.device_used_bytes == 2000 + 800
 
     def test_the_table_shows_measurement_plan_and_error(self, tmp_path: Path) -> None:
-        machine = FakeMachine(plans={"c": Answer(outcome=PartOutcome.ERROR, message="nothing fits")})
+        machine = FakeMachine(plans={"c": Answer(outcome=Outcome.ERROR, message="nothing fits")})
         machine.run([part("a"), part("c")])
         (path,) = write_evidence(machine.records, tmp_path)
         text = path.read_text(encoding="ascii")
@@ -312,7 +312,7 @@ class TestRecords:
         machine = FakeMachine()
         machine.run([part("a")])
         run = machine.records[1]
-        skipped = replace(run, outcome=PartOutcome.SKIPPED, training=None)
+        skipped = replace(run, outcome=Outcome.SKIPPED, training=None)
         assert newest_evidence([run, skipped]) == [run]
         assert newest_evidence([skipped, run]) == [run]
 
@@ -406,7 +406,7 @@ class TestPlan:
         crashed = WorkerProcess("no-such-verb", job, 300.0)
         while (answer := crashed.answer()) is None:
             pass
-        assert answer.outcome is PartOutcome.ERROR
+        assert answer.outcome is Outcome.ERROR
         assert "ended with code 1: KeyError" in answer.message
 
 
@@ -461,7 +461,7 @@ def train_job(**changes: Any) -> TrainJob:
 class TestTrain:
     def test_steps_are_measured_one_by_one_under_the_cap(self, fake_card: dict[str, Any]) -> None:
         answer = cuda_worker.train(train_job())
-        assert (answer.outcome, answer.message) == (PartOutcome.OK, "")
+        assert (answer.outcome, answer.message) == (Outcome.OK, "")
         assert answer.measured is not None
         assert [step.step for step in answer.measured.steps] == [1, 2, 3]
         assert [step.peak_allocated_bytes for step in answer.measured.steps] == [1001, 1002, 1003]
@@ -487,7 +487,7 @@ class TestTrain:
 
         monkeypatch.setattr(cuda_train, "run_step", refuse)
         answer = cuda_worker.train(train_job())
-        assert answer.outcome is PartOutcome.OUT_OF_MEMORY
+        assert answer.outcome is Outcome.OUT_OF_MEMORY
         assert answer.measured is not None
         assert len(answer.measured.steps) == 1
         assert answer.measured.outside_bytes == GIB - 2000
@@ -495,7 +495,7 @@ class TestTrain:
     def test_a_busy_card_is_an_error_that_says_so(self, fake_card: dict[str, Any]) -> None:
         fake_card["free"] = 5 * GIB
         answer = cuda_worker.train(train_job())
-        assert answer.outcome is PartOutcome.ERROR
+        assert answer.outcome is Outcome.ERROR
         assert "end the other programs" in answer.message
 
     def test_a_step_that_cannot_be_profiled_leaves_the_others(
@@ -506,7 +506,7 @@ class TestTrain:
 
         monkeypatch.setattr(torch.profiler, "profile", refuse)
         answer = cuda_worker.train(train_job(part=part(num_steps=2, profiles=True)))
-        assert (answer.outcome, answer.message) == (PartOutcome.OK, "not profiled: CUPTI is not permitted")
+        assert (answer.outcome, answer.message) == (Outcome.OK, "not profiled: CUPTI is not permitted")
         assert answer.measured is not None
         assert len(answer.measured.steps) == 2
 

@@ -15,10 +15,11 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.kernel_bench import command
 from hybridvalidation.kernel_bench.case import Case, Mode, own_providers
 from hybridvalidation.kernel_bench.plan import OPS, plan_cases
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, append_kernel, read_kernels
+from hybridvalidation.kernel_bench.record import KernelRecord, append_kernel, read_kernels
 from hybridvalidation.kernel_bench.run import BenchOutcome
 from hybridvalidation.kernel_bench.shapes import Workload, block_params, workloads
 from hybridvalidation.kernel_bench.table import card_peaks
+from hybridvalidation.records.outcome import Outcome
 
 CUDA = torch.device("cuda")
 CASES = {case.name: case for case in plan_cases(CPU, only=(), modes=(), quick=True)}
@@ -161,9 +162,9 @@ def test_exit_codes_of_the_check(tmp_path: Path, measured: Callable[..., None]) 
     assert bench(tmp_path) == 0  # nobody asked
 
 
-@pytest.mark.parametrize("outcome", [ProviderOutcome.WRONG, ProviderOutcome.FAILED])
+@pytest.mark.parametrize("outcome", [Outcome.WRONG, Outcome.ERROR])
 def test_a_fault_of_ours_fails_and_one_of_others_does_not(
-    tmp_path: Path, measured: Callable[..., None], capsys: pytest.CaptureFixture[str], outcome: ProviderOutcome
+    tmp_path: Path, measured: Callable[..., None], capsys: pytest.CaptureFixture[str], outcome: Outcome
 ) -> None:
     measured(record(result("triton", FAST), result("bitsandbytes", outcome=outcome, message="no")))
     assert bench(tmp_path, "--accept") == 0
@@ -189,7 +190,7 @@ def test_choosing_works_from_records_alone(
     choices.write_text("")
     monkeypatch.setattr(command, "CHOICES", choices)
     append_kernel(tmp_path / "records", GOOD)
-    append_kernel(tmp_path / "records", replace(GOOD, key="undecided", results=GOOD.results[:1]))
+    append_kernel(tmp_path / "records", replace(GOOD, choice="undecided", results=GOOD.results[:1]))
     assert bench(tmp_path, "--recorded", "--choose") == 0
     assert 'op = "adamw_int8"' not in choices.read_text()  # the newest record of the case has another key
     append_kernel(tmp_path / "records", GOOD)

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from hybridvalidation.runs.equivalence import accumulation_difference
 
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
@@ -8,7 +9,6 @@ from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointi
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridvalidation.runs import equivalence
-from hybridvalidation.runs.equivalence import accumulation_difference
 from hybridvalidation.scenario import AccuracySpec
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hybridvalidation.runs.worker import run_job
 
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
@@ -15,7 +16,6 @@ from hybridvalidation.judge.verdict import Status, judge
 from hybridvalidation.records.record import MemoryFigures
 from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.runs.worker import run_job
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, Stack, Target
 from tiny_models import GPT2_UNTIED
 

@@ -13,8 +13,8 @@ from typing import Protocol
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.units import format_seconds
-from hybridvalidation.card_session.record import PartOutcome
 from hybridvalidation.card_session.worker import UNIONS, Answer
+from hybridvalidation.records.outcome import Outcome
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -67,7 +67,7 @@ class WorkerProcess:
                 return None
             self.stop()
             limit = format_seconds(self._limit_s)
-            return Answer(outcome=PartOutcome.ERROR, message=f"stopped after {limit}, its time limit")
+            return Answer(outcome=Outcome.ERROR, message=f"stopped after {limit}, its time limit")
         answer = self._read(code)
         self._folder.cleanup()
         return answer
@@ -85,7 +85,7 @@ class WorkerProcess:
             return decode(Answer, content, source="worker", unions=UNIONS)
         lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = _without_folders(lines[-1] if lines else "no message")
-        return Answer(outcome=PartOutcome.ERROR, message=f"the process ended with code {code}: {last}")
+        return Answer(outcome=Outcome.ERROR, message=f"the process ended with code {code}: {last}")
 
 
 def _without_folders(text: str) -> str:

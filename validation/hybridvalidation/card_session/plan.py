@@ -14,7 +14,7 @@ from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
 from hybridvalidation.recommend.search import Question, recommend
-from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
 
 _FP32_SHARE = 1 / 8

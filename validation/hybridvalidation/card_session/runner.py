@@ -15,10 +15,12 @@ from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.card_session.child import Child, StartChild
 from hybridvalidation.card_session.parts import CEILINGS, Part, ceilings_limit, decide_start, effective_cap, shortage
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap
-from hybridvalidation.card_session.record import Ceilings, EvidenceRecord, PartOutcome, Training
+from hybridvalidation.card_session.record import Ceilings, EvidenceRecord, Training
 from hybridvalidation.card_session.train import TrainJob
 from hybridvalidation.card_session.worker import Answer, CeilingsJob
 from hybridvalidation.records.environment import Environment
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.program import current_program
 
 _POLL_S = 0.2
 _RECORDING_S = 5.0
@@ -92,7 +94,9 @@ class EvidenceRun:
         self._ceilings = answer.ceilings
         session.on_record(
             EvidenceRecord(
-                part=CEILINGS, says="what the card does at best", outcome=answer.outcome, message=answer.message,
+                part=CEILINGS, key=f"{CEILINGS}, {session.card}",
+                program=current_program().digest, says="what the card does at best",
+                outcome=answer.outcome, message=answer.message,
                 started_at=started.isoformat(timespec="seconds"), duration_s=round(session.clock() - begin, 3),
                 environment=session.environment, card=session.card, others_bytes=self._others_bytes,
                 ceilings=answer.ceilings,
@@ -170,7 +174,8 @@ class EvidenceRun:
         answer = self._finish(self._start("train", job, limit_s))
         session.on_record(
             EvidenceRecord(
-                part=part.name, says=part.says, outcome=answer.outcome, message=answer.message,
+                part=part.name, key=f"{part.name}, {session.card}",
+                program=current_program().digest, says=part.says, outcome=answer.outcome, message=answer.message,
                 started_at=started.isoformat(timespec="seconds"), duration_s=round(session.clock() - begin, 3),
                 environment=session.environment, card=session.card, others_bytes=used or 0,
                 training=_training(part, planned, job.cap_bytes, answer),
@@ -183,7 +188,8 @@ class EvidenceRun:
         session.say(f"{part.name}: skipped, {reason}")
         session.on_record(
             EvidenceRecord(
-                part=part.name, says=part.says, outcome=PartOutcome.SKIPPED, message=reason,
+                part=part.name, key=f"{part.name}, {session.card}",
+                program=current_program().digest, says=part.says, outcome=Outcome.SKIPPED, message=reason,
                 started_at=datetime.now(UTC).isoformat(timespec="seconds"), duration_s=0.0,
                 environment=session.environment, card=session.card, others_bytes=self._others_bytes,
                 training=None if planned is None else _training(part, planned, cap, Answer()),

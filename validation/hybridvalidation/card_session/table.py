@@ -12,10 +12,10 @@ from hybridvalidation.card_session.record import (
     CopyOverlap,
     EvidenceRecord,
     Measured,
-    PartOutcome,
     Training,
     error_pct,
 )
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.show.tables import MARKDOWN
 
 _HEADERS = (
@@ -37,8 +37,8 @@ def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
     for record in records:
         key = (record.card, record.part)
         held = newest.get(key)
-        is_worse = record.outcome is PartOutcome.SKIPPED and held is not None
-        if not (is_worse and held is not None and held.outcome is not PartOutcome.SKIPPED):
+        is_worse = record.outcome is Outcome.SKIPPED and held is not None
+        if not (is_worse and held is not None and held.outcome is not Outcome.SKIPPED):
             newest[key] = record
     return list(newest.values())
 
@@ -75,7 +75,7 @@ def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
     remarks = [
         f"- `{record.part}`: {record.outcome.value.replace('_', ' ')}, {_one_line(record.message)}"
         for record in records
-        if record.message or record.outcome is not PartOutcome.OK
+        if record.message or record.outcome is not Outcome.OK
     ]
     environment = records[-1].environment
     made = f"torch {environment.torch}, CUDA {environment.cuda}, {environment.num_cpus} processors, {environment.cpu}."
@@ -117,7 +117,7 @@ def _error(predicted: float, measured: float | None) -> str:
 
 def _run_training(record: EvidenceRecord) -> Training | None:
     """Return what was trained; None for a part that never ran."""
-    return None if record.outcome is PartOutcome.SKIPPED else record.training
+    return None if record.outcome is Outcome.SKIPPED else record.training
 
 
 def _overlap(record: EvidenceRecord) -> CopyOverlap | None:

@@ -21,8 +21,9 @@ from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.card_session.ceilings import measure_ceilings
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, plan_part
-from hybridvalidation.card_session.record import Ceilings, Measured, PartOutcome
+from hybridvalidation.card_session.record import Ceilings, Measured
 from hybridvalidation.card_session.train import TrainedPart, TrainJob, train_part
+from hybridvalidation.records.outcome import Outcome
 
 UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 _BEGIN_S = time.monotonic()
@@ -40,7 +41,7 @@ class CeilingsJob:
 class Answer:
     """What a process found, or why it did not."""
 
-    outcome: PartOutcome = PartOutcome.OK
+    outcome: Outcome = Outcome.OK
     message: str = ""
     planned: PlannedPart | None = None
     ceilings: Ceilings | None = None
@@ -52,7 +53,7 @@ def plan(job: PlanJob) -> Answer:
     try:
         return Answer(planned=plan_part(job))
     except HybridTrainError as error:
-        return Answer(outcome=PartOutcome.ERROR, message=str(error))
+        return Answer(outcome=Outcome.ERROR, message=str(error))
 
 
 def ceilings(job: CeilingsJob) -> Answer:
@@ -63,17 +64,17 @@ def ceilings(job: CeilingsJob) -> Answer:
 def train(job: TrainJob) -> Answer:
     """Train on the card; steps before an error are kept."""
     trained = TrainedPart()
-    outcome, message = PartOutcome.OK, ""
+    outcome, message = Outcome.OK, ""
     try:
         train_part(job, embedded_corpus(), trained, _BEGIN_S)
         message = trained.remark
     except (torch.OutOfMemoryError, HostMemoryError) as error:
-        outcome, message = PartOutcome.OUT_OF_MEMORY, str(error)
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error)
     except DivergenceError as error:
-        outcome, message = PartOutcome.DIVERGED, str(error)
+        outcome, message = Outcome.DIVERGED, str(error)
     except Exception as error:  # noqa: BLE001  whatever a card may do to a run is evidence too
         place = traceback.extract_tb(error.__traceback__)[-1]
-        outcome = PartOutcome.ERROR
+        outcome = Outcome.ERROR
         message = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}"
     return Answer(outcome=outcome, message=message, measured=trained.figures())
 

@@ -133,6 +133,30 @@ def report(*scenarios: str, common: Recorded = RECORDED) -> Answer:
     )
 
 
+def records(*scenarios: str, prune: Flag = False, common: Recorded = RECORDED) -> Answer:
+    """Say which records do not hold for the program as it is.
+
+    Exit code 1 when there are some.
+
+    Example: hybridtrain records 1b-16gb
+
+    Args:
+        scenarios: Default: every scenario.
+        prune: Instead drop records that no table shows any more.
+    """
+    from hybridvalidation.runs.validate import prune_records, stale_records
+    from hybridvalidation.scenario_files import scenario_folder
+
+    files = scenario_folder(common.scenarios)
+    names = scenarios or files.scenario_names()
+    if prune:
+        count = prune_records(files, names, common.results)
+        return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
+    stale = stale_records(files, names, common.results)
+    told = [*stale, f"{len(stale)} records of {len(names)} scenarios are stale"]
+    return Answer(text="\n".join(told), content={"stale": stale}, code=1 if stale else 0)
+
+
 def list_names(kind: Kind | None = None, /, *, common: Common = COMMON) -> Answer:
     """Tell the scenarios, stacks, optimizations, models, cards and targets that arguments and files may name.
 

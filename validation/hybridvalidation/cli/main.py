@@ -32,7 +32,8 @@ APP = App(
 _VERBS: dict[str, Callable[..., Answer]] = {
     "validate": run.validate, "dry-run": plan.dry_run, "execute": run.execute, "recommend": plan.recommend,
     "evidence": run.evidence, "bench": check.bench, "study": run.study, "train": run.train,
-    "gate": check.gate, "report": check.report, "list": check.list_names, "doctor": check.doctor,
+    "gate": check.gate, "report": check.report, "records": check.records,
+    "list": check.list_names, "doctor": check.doctor,
 }  # fmt: skip
 for _order, (_name, _verb) in enumerate(_VERBS.items()):
     APP.command(_verb, name=_name, sort_key=_order)

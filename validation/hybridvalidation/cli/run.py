@@ -9,36 +9,35 @@ from cyclopts import Parameter
 from hybridvalidation.cli.verb import COMMON, RECORDED, Amount, Answer, Common, Count, Flag, Names, Recorded, names_of
 
 
-def validate(scenario: str, /, *, fresh: Flag = False, common: Recorded = RECORDED) -> Answer:
-    """Run a scenario under all its stacks and judge its targets.
+def validate(
+    scenario: str, /, *, fresh: Flag = False, record: Flag = False, out: Path | None = None, common: Recorded = RECORDED
+) -> Answer:
+    """Run a scenario under all its stacks and judge its targets; what has a valid record is not run again.
 
-    Exit code 1 when a run failed.
+    Committed results do not change: new records, tables and plots go into a folder of their own. Exit code 1 when a
+    run failed.
 
     Example: hybridtrain validate 1b-16gb
 
     Args:
         scenario: Name of a scenario, or a .toml file.
         fresh: Repeat runs that have a record already.
+        record: Write new records, tables and plots into --results.
+        out: Or into this folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
     from hybridvalidation.judge.verdict import judge_all
     from hybridvalidation.records.outcome import Outcome
-    from hybridvalidation.records.store import RecordStore
-    from hybridvalidation.runs.runner import run_scenario
+    from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.report import TERMINAL, report_text, write_report
+    from hybridvalidation.show.report import TERMINAL, report_text
 
     files = scenario_folder(common.scenarios)
-    found = files.scenario(scenario)
-    stacks = [files.stack(name) for name in found.stacks]
-    run = run_scenario(found, stacks, RecordStore(common.records), fresh=fresh, progress=not common.json)
-    targets = files.targets()
-    paths = names_of(write_report(run, targets, common.results))
-    made = len(run.records) - run.num_cached
-    text = (
-        f"{report_text(run, targets, TERMINAL)}\n\n{made} runs made, {run.num_cached} read from records. "
-        f"Written: {', '.join(paths)}"
+    done = validate_scenario(
+        files, scenario, common.results, fresh=fresh, record=record, out=out, progress=not common.json
     )
+    run, paths, targets = done.run, names_of(done.written), files.targets()
+    written = f" Written: {', '.join(paths)}" if paths else ""
     content = {
         "scenario": run.scenario.name,
         "records": [encode(record) for record in run.records.values()],
@@ -46,8 +45,12 @@ def validate(scenario: str, /, *, fresh: Flag = False, common: Recorded = RECORD
         "num_cached": run.num_cached,
         "files": paths,
     }
-    failed = any(record.outcome is Outcome.ERROR for record in run.records.values())
-    return Answer(text=text, content=content, code=1 if failed else 0)
+    return Answer(
+        text=f"{report_text(run, targets, TERMINAL)}\n\n{run.num_made} runs made, {run.num_cached} read from records."
+        + written,
+        content=content,
+        code=1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0,
+    )
 
 
 def execute(
@@ -128,8 +131,8 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
     """
     from hybridtrain.config.encode import encode
     from hybridvalidation.card_session.command import measure_card
-    from hybridvalidation.card_session.record import PartOutcome
     from hybridvalidation.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.records.outcome import Outcome
     from hybridvalidation.show.tables import TERMINAL
 
     made, written = measure_card(
@@ -139,7 +142,7 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
     return Answer(
         text=f"{evidence_table(newest_evidence(made), TERMINAL)}\n\nWritten: {', '.join(paths)}",
         content={"records": [encode(record) for record in made], "files": paths},
-        code=1 if any(record.outcome is PartOutcome.ERROR for record in made) else 0,
+        code=1 if any(record.outcome is Outcome.ERROR for record in made) else 0,
     )
 
 

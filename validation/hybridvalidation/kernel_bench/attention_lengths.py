@@ -4,8 +4,10 @@ The same two functions that the models call, on tensors without memory, under th
 Counted is what attention needs beside its inputs, its output and their gradients, which every implementation has.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -25,13 +27,14 @@ from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric
-from hybridvalidation.records.environment import Environment, read_environment
+from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.tables import MARKDOWN, verdict_table
 
-SCHEMA = 1
 CARD = "rtx-4090"
 DTYPE = torch.bfloat16
 _FILE = "attention.jsonl"
@@ -94,28 +97,29 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRecord:
+class AttentionRecord(Record):
     """One dry run over models and lengths."""
 
     card: str
     dtype: str
     points: tuple[AttentionPoint, ...]
-    environment: Environment
     evidence: Evidence = Evidence.PLANNED
-    schema: int = SCHEMA
 
-    def __post_init__(self) -> None:
-        faults = [] if self.schema == SCHEMA else [f"schema: {self.schema} must be {SCHEMA}"]
-        faults += [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
-        if faults:
-            raise ValueError("\n".join(faults))
+    def faults(self) -> list[str]:
+        """Return what cannot be."""
+        return [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
 
 
 def plan_attention(targets: Mapping[str, Target]) -> AttentionRecord:
     """Return every model at every length, and at the shortest from which the stated saving holds."""
     card, stated = card_catalogue()[CARD], _stated_saving_pct(targets)
+    started, begin = datetime.now(UTC), time.perf_counter()
     points = [point for model in _MODELS for point in _points(model, card, stated)]
-    return AttentionRecord(card=CARD, dtype=str(DTYPE)[6:], points=tuple(points), environment=read_environment())
+    return AttentionRecord(
+        key=f"{', '.join(_MODELS)}, {CARD}", card=CARD, dtype=str(DTYPE)[6:], points=tuple(points),
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
+        environment=read_environment(), program=current_program().digest,
+    )  # fmt: skip
 
 
 def _stated_saving_pct(targets: Mapping[str, Target]) -> float:

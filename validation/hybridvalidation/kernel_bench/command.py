@@ -17,7 +17,6 @@ from hybridvalidation.kernel_bench.plan import OPS, plan_cases, require_names
 from hybridvalidation.kernel_bench.record import (
     KERNELS_FILE,
     KernelRecord,
-    ProviderOutcome,
     append_kernel,
     newest_kernels,
     read_kernels,
@@ -25,6 +24,7 @@ from hybridvalidation.kernel_bench.record import (
 from hybridvalidation.kernel_bench.run import CASE_BUDGET_S, QUICK_BUDGET_S, Bench, BenchOutcome, run_cases
 from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, write_kernels
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.tables import TERMINAL
 
@@ -68,7 +68,7 @@ class BenchReport:
             f"{record.name}: {result.provider} is {result.outcome}: {result.message}"
             for record in self.outcome.records
             for result in record.results
-            if result.is_ours and result.outcome in {ProviderOutcome.WRONG, ProviderOutcome.FAILED}
+            if result.is_ours and result.outcome in {Outcome.WRONG, Outcome.ERROR}
         ]
 
     @property

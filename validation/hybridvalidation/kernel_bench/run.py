@@ -9,10 +9,11 @@ import torch
 
 from hybridvalidation.kernel_bench.case import Case, Clock, Inputs, Provider, Run
 from hybridvalidation.kernel_bench.check import Bound, call, judge, make_bounds
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult
+from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
 from hybridvalidation.records.environment import Environment
-from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.program import current_program
 
 CASE_BUDGET_S = 1.0
 """For the samples of a case; checking and compiling come on top."""
@@ -77,13 +78,12 @@ def run_case(bench: Bench, case: Case) -> KernelRecord:
     try:
         results = _measure(bench, case)
     except Exception as error:  # noqa: BLE001  inputs or definition: no provider can be judged
-        results = [
-            _result(provider, ProviderOutcome.FAILED, f"not judged: {_text(error)}") for provider in case.providers
-        ]
+        results = [_result(provider, Outcome.ERROR, f"not judged: {_text(error)}") for provider in case.providers]
     _free(bench.device)
     clock = case.clock if bench.device.type == "cuda" else Clock.WALL  # a processor has no other
     return KernelRecord(
-        op=case.op, key=case.key, shape=case.shape, dtype=case.dtype, mode=case.mode, clock=clock,
+        key=f"{case.name}, {bench.card}", program=current_program().digest,
+        op=case.op, choice=case.key, shape=case.shape, dtype=case.dtype, mode=case.mode, clock=clock,
         num_bytes=case.num_bytes, flops=case.flops, uses_tensor_cores=case.uses_tensor_cores, results=tuple(results),
         card=bench.card, driver=bench.driver, triton=bench.triton,
         evidence=Evidence.MEASURED if bench.device.type == "cuda" else Evidence.EXECUTED, started_at=started_at,
@@ -106,7 +106,7 @@ def _measure(bench: Bench, case: Case) -> list[ProviderResult]:
         _free(bench.device)
 
     def on_fault(name: str, error: Exception) -> None:
-        results[name] = replace(results[name], outcome=ProviderOutcome.FAILED, message=_text(error))
+        results[name] = replace(results[name], outcome=Outcome.ERROR, message=_text(error))
 
     times = time_in_turn(runs, stopwatch, budget_s=bench.budget_s, on_fault=on_fault, now=bench.now)
     return [replace(result, times=times.get(name)) for name, result in results.items()]
@@ -117,20 +117,20 @@ def _prepare(
 ) -> tuple[ProviderResult, Run | None]:
     """Return a provider's result so far, and what to time; nothing to time where it is missing, wrong or failed."""
     if provider.missing:
-        return _result(provider, ProviderOutcome.MISSING, provider.missing), None
+        return _result(provider, Outcome.SKIPPED, provider.missing), None
     try:
         run = provider.setup(inputs)
         verdict = judge(call(case, run), bounds)
         found = replace(
-            _result(provider, ProviderOutcome.OK, verdict.message), error=verdict.error, allowed_error=verdict.allowed
+            _result(provider, Outcome.OK, verdict.message), error=verdict.error, allowed_error=verdict.allowed
         )
         if not verdict.is_right:
-            return replace(found, outcome=ProviderOutcome.WRONG), None
+            return replace(found, outcome=Outcome.WRONG), None
         stopwatch.warm_up(run)
         return replace(found, peak_bytes=_peak_bytes(bench.device, run)), run
     except Exception as error:  # noqa: BLE001  libraries fail in many ways; the others go on
         is_missing = isinstance(error, ImportError) or (isinstance(error, ValueError) and _CANNOT_RUN in str(error))
-        outcome = ProviderOutcome.MISSING if is_missing else ProviderOutcome.FAILED
+        outcome = Outcome.SKIPPED if is_missing else Outcome.ERROR
         return _result(provider, outcome, _text(error)), None
 
 
@@ -166,7 +166,7 @@ def _longest(records: Sequence[KernelRecord]) -> float:
     return max(record.duration_s for record in records[-5:])
 
 
-def _result(provider: Provider, outcome: ProviderOutcome, message: str) -> ProviderResult:
+def _result(provider: Provider, outcome: Outcome, message: str) -> ProviderResult:
     return ProviderResult(
         provider=provider.name, is_ours=provider.is_ours, is_choosable=provider.is_choosable, outcome=outcome,
         message=message,

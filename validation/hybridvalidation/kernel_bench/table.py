@@ -12,9 +12,10 @@ from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.kernel_bench.case import Clock
 from hybridvalidation.kernel_bench.plan import OPS
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult, newest_kernels
+from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.kernel_bench.verdicts import judge_kernels, processor_speedups
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.tables import MARKDOWN, verdict_table
 
@@ -90,17 +91,20 @@ def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: 
     return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
 
 
+_WORDS = {Outcome.WRONG: "wrong", Outcome.ERROR: "failed", Outcome.SKIPPED: "missing"}
+
+
 def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
     """Return a sentence for every provider that is missing, wrong or failed, with the cases that say so."""
-    cases: dict[tuple[str, str, ProviderOutcome, str], list[str]] = {}
+    cases: dict[tuple[str, str, Outcome, str], list[str]] = {}
     for record in records:
         for result in record.results:
-            if result.outcome is not ProviderOutcome.OK:
+            if result.outcome is not Outcome.OK:
                 key = (record.op, result.provider, result.outcome, result.message)
                 cases.setdefault(key, []).append(f"{record.shape} {record.mode}")
     return [
-        f"{op} `{provider}` is {outcome}: {message}"
-        + (f" ({'; '.join(found)})" if outcome is not ProviderOutcome.MISSING else "")
+        f"{op} `{provider}` is {_WORDS[outcome]}: {message}"
+        + (f" ({'; '.join(found)})" if outcome is not Outcome.SKIPPED else "")
         for (op, provider, outcome, message), found in cases.items()
     ]
 

@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segme
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.host import Host
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.records.record import MemoryFigures, StepPeaks
+from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace

@@ -32,8 +32,9 @@ from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
-from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.records.executed import ExecutedJob, ExecutedRun, ExecutedStep, TierPeaks
+from hybridvalidation.records.program import current_program
+from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.runs.trace_difference import first_difference
 
 
@@ -108,7 +109,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         corpus.train, micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len, seed=spec.seed
     )
     started, begin = datetime.now(UTC), time.perf_counter()
-    environment = read_environment()  # now: nobody edits the sources that are loaded
+    environment, program = read_environment(), current_program()  # now: nobody edits the sources that are loaded
     planned = _pass(spec, sampler, VirtualTransfer(), lambda _: None)
     _check_room(spec, planned.peaks)
     say(f"planned: {_told(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
@@ -118,7 +119,13 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     finally:
         transfer.close()
     process = read_process_memory()
+    job = ExecutedJob(
+        model=spec.model, shape=spec.shape, stack=spec.stack, plan=plan_figures(spec.plan),
+        micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
+        phases=tuple(step.result.phase.value for step in executed.steps), lr=spec.lr, seed=spec.seed,
+    )  # fmt: skip
     return ExecutedRun(
+        key=job.key, program=program.digest,
         model=spec.model, shape=spec.shape, num_params=spec.shape.num_params, stack=spec.stack,
         plan=plan_figures(spec.plan), micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
         accum_steps=spec.accum_steps, lr=spec.lr, seed=spec.seed, corpus=corpus.name, corpus_digest=corpus.digest,

@@ -53,7 +53,7 @@ def write_executed(runs: Sequence[ExecutedRun], results: Path) -> list[Path]:
     """Write ``tables/executed.md`` below ``results``, newest run of each subject; nothing without runs."""
     if not runs:
         return []
-    newest = list({_subject(run): run for run in runs}.values())
+    newest = list({run.key: run for run in runs}.values())
     parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
     for run in newest:
         parts += [f"## {_title(run)}", step_table(run, MARKDOWN), *_remarks(run)]
@@ -80,24 +80,6 @@ def _span(run: ExecutedRun) -> str:
 
 def _loss(step: ExecutedStep) -> str:
     return f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}"
-
-
-def _subject(run: ExecutedRun) -> tuple[object, ...]:
-    """Return what two runs must share for the newer one to stand for both."""
-    plan = tuple(sorted(run.plan.items()))
-    phases = tuple(step.phase for step in run.steps)
-    return (
-        phases,
-        run.model,
-        run.shape,
-        run.stack,
-        plan,
-        run.micro_batch_size,
-        run.seq_len,
-        len(run.steps),
-        run.lr,
-        run.seed,
-    )
 
 
 def _title(run: ExecutedRun) -> str:

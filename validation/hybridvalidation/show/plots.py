@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.metrics import accuracy_retention
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 

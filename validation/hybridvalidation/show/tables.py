@@ -10,7 +10,7 @@ from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.verdict import Verdict
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.record import MemoryFigures, Record
+from hybridvalidation.records.stack_run import MemoryFigures, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 
 TERMINAL, MARKDOWN = "simple", "github"
@@ -135,7 +135,7 @@ def _against(planned: int, measured: int) -> str:
     return f"{to_gib(planned):.2f} / {to_gib(measured):.2f} GiB ({100 * (planned / measured - 1):+.1f} %)"
 
 
-def _memory(record: Record | None) -> MemoryFigures | None:
+def _memory(record: StackRun | None) -> MemoryFigures | None:
     return None if record is None else record.memory
 
 

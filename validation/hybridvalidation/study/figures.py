@@ -132,7 +132,7 @@ def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | N
         ),
         cost=fmean(record.cost / _TRUE_STEP_COST for _, record, _ in rows),
         cpu_ratio=fmean(_per_step(record.cpu_seconds, record, base.cpu_seconds, base) for _, record, base in rows),
-        wall_ratio=fmean(_per_step(record.seconds, record, base.seconds, base) for _, record, base in rows),
+        wall_ratio=fmean(_per_step(record.duration_s, record, base.duration_s, base) for _, record, base in rows),
         jumps=fmean(record.jumps for _, record, _ in rows),
         predicted_steps=fmean(record.predicted_steps for _, record, _ in rows),
         rollbacks=sum(record.rollbacks for _, record, _ in rows),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +23,9 @@ from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import record_of
@@ -45,19 +49,16 @@ _HOW = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastRecord:
+class ForecastRecord(Record):
     """Scores of all forecasters on one run."""
 
     study: str
-    run_key: str
     method: str
     seed: int
     scores: tuple[ForecastScore, ...]
     step_cpu_s: float
     """Processor time of one gpt2-small step on the same machine, one thread."""
-    commit: str
-    cpu: str
-    schema: int = 1
+    evidence: Evidence = Evidence.EXECUTED
 
 
 def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str], None]) -> list[ForecastRecord]:
@@ -65,15 +66,17 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
     torch.set_num_threads(1)
     known = read_forecasts(results)
     runs = [record_of(study, made, name, seed, study.num_steps) for name in _METHODS for seed in study.seeds[:_SEEDS]]
-    scored = {record.run_key for record in known}
+    scored = {record.key for record in known}
     missing = [run for run in runs if run is not None and run.key not in scored and len(run.step_losses) >= _SHORTEST]
     step_cpu_s = _step_cpu_s() if missing else 0.0
     for run in missing:
+        started, begin = datetime.now(UTC), time.perf_counter()
         scores = evaluate_forecasters(signals_of(study, run), list(FORECASTERS), _HORIZONS, _WINDOW, run.run.seed)
-        environment = read_environment()
         record = ForecastRecord(
-            study=study.name, run_key=run.key, method=run.run.method, seed=run.run.seed, scores=scores,
-            step_cpu_s=step_cpu_s, commit=environment.commit, cpu=environment.cpu,
+            key=run.key, study=study.name, method=run.run.method, seed=run.run.seed, scores=scores,
+            step_cpu_s=step_cpu_s, started_at=started.isoformat(timespec="seconds"),
+            duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
+            program=current_program().digest,
         )  # fmt: skip
         append_line(_path(results), record)
         known.append(record)

@@ -9,6 +9,8 @@ from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.engine.slow_momentum import SlowMomentum
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
 from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"
@@ -207,14 +209,11 @@ class ValidationPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRecord:
+class StudyRecord(Record):
     """One run of a study, as it went. Executed: real arithmetic on the CPU."""
 
-    key: str
-    """Digest of study and run: what a resumed study need not repeat."""
     run: StudyRun
-    outcome: Literal["ok", "diverged"]
-    message: str = ""
+    evidence: Evidence = Evidence.EXECUTED
     validation_loss: float | None = None
     """Nats per token at the end."""
     test_loss: float | None = None
@@ -225,18 +224,12 @@ class StudyRecord:
     """Of every true step, for the forecasters; kept at the study's own length only."""
     cost: float
     """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
-    seconds: float
-    """Wall clock of the training loop, one pinned thread; other work may have shared the machine."""
     cpu_seconds: float
-    """Processor time of the same."""
+    """Processor time of the training loop, one pinned thread; its duration is wall clock, other work may have shared
+    the machine."""
     jumps: int = 0
     predicted_steps: float = 0.0
     rollbacks: int = 0
     planned_device_bytes: int = 0
     planned_host_bytes: int = 0
-    commit: str
-    source_digest: str
-    cpu: str
-    torch: str
     corpus_digest: str
-    schema: int = 1

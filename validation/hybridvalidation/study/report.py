@@ -103,7 +103,7 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
         if len(tried) > 1 and best in {min(tried), max(tried)}:
             end = "lowest" if best == min(tried) else "highest"
             tuned += f" The best rate of {name} ({best:g}) is the {end} tried: its optimum may lie beyond."
-    if len(versions := sorted({record.commit[:8] for record in made.values()})) > 1:
+    if len(versions := sorted({record.environment.commit[:8] for record in made.values()})) > 1:
         tuned += f" The runs were made by {len(versions)} versions of the program: {', '.join(versions)}."
     if floor is not None:
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."

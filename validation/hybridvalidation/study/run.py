@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
+from datetime import UTC, datetime
 from hashlib import sha256
 from statistics import fmean
 from typing import Literal
@@ -25,6 +26,8 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.program import current_program
 from hybridvalidation.study.controls import RandomDirection, WeightAverage, poison_gradients, shifted
 from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyMethod, StudyRecord, StudyRun, ValidationPoint
 
@@ -65,7 +68,7 @@ def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyReco
     torch.set_num_threads(num_threads)
     corpus = embedded_corpus(study.corpus_mib * MIB)
     trial = _Trial(study, run, corpus)
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
     message = ""
     try:
         trial.train()
@@ -81,20 +84,19 @@ def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyReco
                 None,
                 None,
             )
-    environment = read_environment()
     statistics = trial.hybrid.statistics
     planned = trial.planned_bytes()
     keeps_steps = run.num_steps == study.num_steps and not study.validate_every
     return StudyRecord(
-        key=run_key(study, run), run=run, outcome="diverged" if message else "ok", message=message,
+        key=run_key(study, run), run=run, outcome=Outcome.DIVERGED if message else Outcome.OK, message=message,
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(seconds, 2), environment=read_environment(),
+        program=current_program().digest,
         validation_loss=validation, test_loss=test,
         final_train_loss=None if message else fmean(trial.losses[-_TRAIN_TAIL:]), curve=tuple(trial.curve),
         step_losses=tuple(round(loss, 4) for loss in trial.losses) if keeps_steps else (),
-        cost=statistics.cost, seconds=round(seconds, 2), cpu_seconds=round(cpu_seconds, 2), jumps=statistics.jumps,
+        cost=statistics.cost, cpu_seconds=round(cpu_seconds, 2), jumps=statistics.jumps,
         predicted_steps=round(statistics.predicted_steps, 2), rollbacks=statistics.rollbacks,
-        planned_device_bytes=planned[0], planned_host_bytes=planned[1], commit=environment.commit,
-        source_digest=environment.source_digest, cpu=environment.cpu, torch=environment.torch,
-        corpus_digest=corpus.digest,
+        planned_device_bytes=planned[0], planned_host_bytes=planned[1], corpus_digest=corpus.digest,
     )  # fmt: skip
 
 
