@@ -24,7 +24,6 @@ from hybridvalidation.card_session import command as cuda_command
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker
 from hybridvalidation.card_session.child import WorkerProcess
-from hybridvalidation.card_session.overlap import DeviceEvent, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.parts import Part, all_parts, choose_parts, decide_start, effective_cap, shortage
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
 from hybridvalidation.card_session.record import (
@@ -39,7 +38,7 @@ from hybridvalidation.card_session.record import (
 )
 from hybridvalidation.card_session.runner import EvidenceRun, Session
 from hybridvalidation.card_session.table import newest_evidence, write_evidence
-from hybridvalidation.card_session.train import TrainJob
+from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.worker import Answer
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.environment import read_environment

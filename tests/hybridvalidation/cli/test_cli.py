@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hybridvalidation.runs.worker import run_job
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
@@ -20,7 +21,6 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation import scenario_files
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import runner
-from hybridvalidation.runs.worker import run_job
 from hybridvalidation.scenario_files import ScenarioFiles
 
 MIB = 2**20

@@ -16,9 +16,8 @@ from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.study import run as study_run
 from hybridvalidation.study import runner as study_runner
 from hybridvalidation.study.harm import harm_sentence
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun
-from hybridvalidation.study.run import make_run, run_key
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, next_runs, run_key
+from hybridvalidation.study.run import make_run
 from hybridvalidation.study.runner import read_study, record_path, run_study
 from tiny_studies import METHOD, study_of
 

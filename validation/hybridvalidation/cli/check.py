@@ -51,7 +51,7 @@ def bench(
         accept: Record the times as the card's new baseline.
         choose: Rewrite hybridkernels/choices.toml from the records.
     """
-    from hybridvalidation.kernel_bench.command import BenchOrder, bench_kernels
+    from hybridvalidation.kernel_bench.bench import BenchOrder, bench_kernels
     from hybridvalidation.scenario_files import scenario_folder
 
     if what == "attention":
@@ -198,7 +198,7 @@ def doctor(*, common: Common = COMMON) -> Answer:
     from hybridkernels.triton_launch import cuda_backend
     from hybridtrain.config.encode import encode
     from hybridtrain.units import to_gib
-    from hybridvalidation.kernel_bench.command import package_version
+    from hybridvalidation.kernel_bench.bench import package_version
     from hybridvalidation.records.environment import read_environment
     from hybridvalidation.scenario_files import scenario_folder
 

@@ -163,10 +163,10 @@ def study(
     from hybridtrain.config.encode import encode
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.tables import TERMINAL
+    from hybridvalidation.study.figures import check_targets
     from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
     from hybridvalidation.study.report import study_text, verdict_sentence, write_study
     from hybridvalidation.study.runner import read_study_file, run_study
-    from hybridvalidation.study.targets import check_targets
 
     def tell(line: str) -> None:
         sys.stderr.write(line + "\n")

@@ -17,6 +17,7 @@ from hybridvalidation.study.figures import (
     Factor,
     MethodFigures,
     horizon_curve,
+    judge_study,
     lost_seeds,
     lr_curve,
     method_figures,
@@ -24,10 +25,8 @@ from hybridvalidation.study.figures import (
 )
 from hybridvalidation.study.forecast import write_forecasts
 from hybridvalidation.study.harm import harm_sentence, harm_text
-from hybridvalidation.study.plan import Made, chosen, next_runs
-from hybridvalidation.study.protocol import BASELINE, JUDGED, StudyFile
+from hybridvalidation.study.protocol import BASELINE, JUDGED, Made, StudyFile, chosen, next_runs
 from hybridvalidation.study.runner import read_study
-from hybridvalidation.study.targets import judge_study
 
 _FIVE, _NEEDS_FIVE = 5, 1.1
 """Seeds that the protocol wants for compute factors below the second."""

@@ -10,8 +10,7 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import ConfigError, RecordError, unknown_name
 from hybridtrain.units import MIB
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import StudyFile, StudyRecord
+from hybridvalidation.study.protocol import StudyFile, StudyRecord, next_runs
 from hybridvalidation.study.run import make_run
 
 

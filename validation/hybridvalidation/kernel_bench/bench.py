@@ -13,7 +13,6 @@ from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
 from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
 from hybridvalidation.kernel_bench.case import Mode
 from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices
-from hybridvalidation.kernel_bench.plan import OPS, plan_cases, require_names
 from hybridvalidation.kernel_bench.record import (
     KERNELS_FILE,
     KernelRecord,
@@ -21,7 +20,16 @@ from hybridvalidation.kernel_bench.record import (
     newest_kernels,
     read_kernels,
 )
-from hybridvalidation.kernel_bench.run import CASE_BUDGET_S, QUICK_BUDGET_S, Bench, BenchOutcome, run_cases
+from hybridvalidation.kernel_bench.run import (
+    CASE_BUDGET_S,
+    OPS,
+    QUICK_BUDGET_S,
+    Bench,
+    BenchOutcome,
+    plan_cases,
+    require_names,
+    run_cases,
+)
 from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, write_kernels
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
