@@ -130,7 +130,7 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
             default: all.
     """
     from hybridtrain.config.encode import encode
-    from hybridvalidation.card_session.command import measure_card
+    from hybridvalidation.card_session.session import measure_card
     from hybridvalidation.card_session.table import evidence_table, newest_evidence
     from hybridvalidation.records.outcome import Outcome
     from hybridvalidation.show.tables import TERMINAL

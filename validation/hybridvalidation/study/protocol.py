@@ -202,6 +202,14 @@ class StudyRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StudyJob:
+    """A run with all that it needs to know, for a process of its own."""
+
+    study: StudyFile
+    run: StudyRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPoint:
     """One validation within a run."""
 

@@ -37,7 +37,15 @@ from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.program import current_program
-from hybridvalidation.study.protocol import StudyFile, StudyMethod, StudyRecord, StudyRun, ValidationPoint, run_key
+from hybridvalidation.study.protocol import (
+    StudyFile,
+    StudyJob,
+    StudyMethod,
+    StudyRecord,
+    StudyRun,
+    ValidationPoint,
+    run_key,
+)
 
 _TRUE_STEP_COST = 3.0
 _TRAIN_TAIL = 50
@@ -45,9 +53,14 @@ _CARD = "rtx-4090"
 """Whose dry run tells the planned bytes; they do not depend on it."""
 
 
-def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyRecord:
-    """Train once and return the record; a run that diverges is an outcome."""
-    torch.set_num_threads(num_threads)
+def make_in_child(job: StudyJob) -> StudyRecord:
+    """Train once, in a process of its own."""
+    return make_run(job.study, job.run)
+
+
+def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
+    """Train once on one thread and return the record; a run that diverges is an outcome."""
+    torch.set_num_threads(1)
     corpus = embedded_corpus(study.corpus_mib * MIB)
     trial = _Trial(study, run, corpus)
     started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
