@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybridvalidation.runs.worker import run_job
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
@@ -22,6 +21,7 @@ from hybridvalidation import scenario_files
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import runner
 from hybridvalidation.scenario_files import ScenarioFiles
+from inline_child import InlineChild
 
 MIB = 2**20
 SHAPE = """\
@@ -775,7 +775,7 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 
 
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "run_in_process", run_job)  # the same jobs, without two seconds of torch's import each
+    monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
     assert command("validate", "mine") == 0
     for words in ("A tiny model: 25.9k parameters on Tiny card", "top-1 kept %", "small", "holds", "4 runs made"):
         assert words in command.out
