@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hybridvalidation.kernel_bench.case import Case, Clock, Inputs, Mode, Provider, Run, Setup
+from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Setup
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.run import Bench
 from hybridvalidation.kernel_bench.timing import Stopwatch, Times
@@ -27,8 +27,8 @@ def provider(name: str, setup: Setup | None = None, **changes: Any) -> Provider:
     return replace(Provider(name=name, setup=setup or doubled()), **changes)
 
 
-def case(*providers: Provider, **changes: Any) -> Case:
-    plain = Case(
+def case(*providers: Provider, **changes: Any) -> KernelCase:
+    plain = KernelCase(
         op="swiglu", key="swiglu", shape="tiny", dtype="float32", mode=Mode.FORWARD, num_bytes=32, flops=4,
         make_inputs=lambda _: Inputs((torch.arange(4.0),)), exact=lambda i: lambda: (i.args[0].double() * 2,),
         same_dtype=doubled(), providers=providers,

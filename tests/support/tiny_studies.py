@@ -7,9 +7,15 @@ from typing import Any
 from hybridtrain.config.decode import decode
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, ValidationPoint
-from hybridvalidation.study.run import run_key
+from hybridvalidation.study.protocol import (
+    BASELINE,
+    StudyFile,
+    StudyRecord,
+    StudyRun,
+    ValidationPoint,
+    next_runs,
+    run_key,
+)
 
 TRUE_STEP_COST = 3.0
 ENVIRONMENT = read_environment()

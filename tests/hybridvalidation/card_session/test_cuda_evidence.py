@@ -20,11 +20,9 @@ from hybridtrain.optimizations import OptimizerOffload, WeightStreaming
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.host import Host
-from hybridvalidation.card_session import command as cuda_command
+from hybridvalidation.card_session import session as cuda_session
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker
-from hybridvalidation.card_session.child import WorkerProcess
-from hybridvalidation.card_session.overlap import DeviceEvent, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.parts import Part, all_parts, choose_parts, decide_start, effective_cap, shortage
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
 from hybridvalidation.card_session.record import (
@@ -37,14 +35,15 @@ from hybridvalidation.card_session.record import (
     error_pct,
     read_evidence,
 )
-from hybridvalidation.card_session.runner import EvidenceRun, Session
+from hybridvalidation.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.card_session.table import newest_evidence, write_evidence
-from hybridvalidation.card_session.train import TrainJob
+from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.worker import Answer
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs import measure
+from hybridvalidation.runs.child import Ended
 from hybridvalidation.scenario import Stack
 
 CARD_BYTES = 143_771 * MIB
@@ -103,8 +102,10 @@ class FakeChild:
     clock: Callable[[], float]
     is_stopped: bool = False
 
-    def answer(self) -> Answer | None:
-        return self.reply if self.clock() >= self.ready_s else None
+    def poll(self) -> Ended[Answer] | None:
+        if self.clock() < self.ready_s:
+            return None
+        return Ended(answer=self.reply, fault="", program=None, seconds=0.0, peak_rss_bytes=0, log="")
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -388,26 +389,17 @@ class TestPlan:
     def test_a_plan_is_made_in_a_fresh_process(self) -> None:
         small = part(model="gpt2-small", seq_len=64)
         job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64))
-        child = WorkerProcess("plan", job, 300.0)
-        try:
-            while (answer := child.answer()) is None:
-                pass
-        finally:
-            child.stop()
+        answer = answer_of(start_child("plan", job, 300.0).wait())
         assert answer.planned is not None, answer.message
         assert answer.planned.predicted.fits
 
     def test_a_process_that_crashes_or_takes_too_long_gives_an_answer(self) -> None:
         job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))
-        late = WorkerProcess("plan", job, 0.0)
-        answer = late.answer()
-        assert answer is not None
-        assert "its time limit" in answer.message
-        crashed = WorkerProcess("no-such-verb", job, 300.0)
-        while (answer := crashed.answer()) is None:
-            pass
-        assert answer.outcome is Outcome.ERROR
-        assert "ended with code 1: KeyError" in answer.message
+        late = answer_of(start_child("plan", job, 0.0).wait())
+        assert "its time limit" in late.message
+        crashed = answer_of(start_child("no_such_verb", job, 300.0).wait())  # type: ignore[arg-type]
+        assert crashed.outcome is Outcome.ERROR
+        assert "ended with code 1: AttributeError" in crashed.message
 
 
 @pytest.fixture
@@ -539,7 +531,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert main(["evidence", "--json", "--results", str(tmp_path)]) == 1
-        assert json.loads(capsys.readouterr().out)["message"] == cuda_command.NO_CARD
+        assert json.loads(capsys.readouterr().out)["message"] == cuda_session.NO_CARD
 
     def test_an_unknown_part_is_a_wrong_argument(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["evidence", "--only", "7b-25"]) == 2
@@ -550,7 +542,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         machine = FakeMachine(used_bytes=CARD_BYTES - GIB)
-        monkeypatch.setattr(cuda_command, "_session", self.session_of(machine))
+        monkeypatch.setattr(cuda_session, "_session", self.session_of(machine))
         assert main(["evidence", "--results", str(tmp_path)]) == 1
         assert "are in use, and the smallest part wants" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
@@ -559,7 +551,7 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cuda_command, "_session", self.session_of(FakeMachine()))
+        monkeypatch.setattr(cuda_session, "_session", self.session_of(FakeMachine()))
         arguments = ["evidence", "--results", str(tmp_path), "--only", "7b-24,50b-24"]
         assert main(arguments) == 0
         assert main([*arguments, "--json"]) == 0

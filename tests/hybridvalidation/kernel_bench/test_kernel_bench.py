@@ -23,9 +23,8 @@ from hybridvalidation.kernel_bench.case import (
     trained,
     widened,
 )
-from hybridvalidation.kernel_bench.check import call, judge, make_bounds
 from hybridvalidation.kernel_bench.record import KernelRecord
-from hybridvalidation.kernel_bench.run import run_case, run_cases
+from hybridvalidation.kernel_bench.run import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.timing import (
     MOST_ROUNDS,
     DeviceStopwatch,

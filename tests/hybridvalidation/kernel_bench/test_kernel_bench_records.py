@@ -24,8 +24,14 @@ from hybridvalidation.kernel_bench.record import (
     newest_kernels,
     read_kernels,
 )
-from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, processor_lines, write_kernels
-from hybridvalidation.kernel_bench.verdicts import judge_kernels
+from hybridvalidation.kernel_bench.table import (
+    absent_lines,
+    card_peaks,
+    case_table,
+    judge_kernels,
+    processor_lines,
+    write_kernels,
+)
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 

@@ -199,7 +199,9 @@ def test_accumulation_can_be_changed(command: Command) -> None:
 
 
 def test_a_model_of_the_catalogue_is_recorded_by_its_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridvalidation.cli.commands.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256))
+    monkeypatch.setattr(
+        "hybridvalidation.runs.dry_run_report.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256)
+    )
     command(*arguments("gpt2-1b"))
     assert [run.model for run in records()] == ["gpt2-1b"]
 

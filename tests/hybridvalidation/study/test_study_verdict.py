@@ -10,11 +10,10 @@ from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.study.figures import check_targets, judge_study
 from hybridvalidation.study.harm import harm_sentence, harm_text, harms
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyRun
+from hybridvalidation.study.protocol import BASELINE, StudyRun, next_runs
 from hybridvalidation.study.report import study_text, verdict_sentence
-from hybridvalidation.study.targets import check_targets, judge_study
 from tiny_studies import METHOD, finished, record_of, study_of
 
 TARGETS = ScenarioFiles(Path(__file__).parents[3] / "scenarios").targets()

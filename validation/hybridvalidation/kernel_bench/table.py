@@ -1,4 +1,4 @@
-"""``tables/kernels.md``: every case with its winner, from records alone."""
+"""``tables/kernels.md``: every case with its winner and what was stated of kernels, from records alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,49 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
+from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.case import Clock
-from hybridvalidation.kernel_bench.plan import OPS
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
+from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
-from hybridvalidation.kernel_bench.verdicts import judge_kernels, processor_speedups
-from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.tables import MARKDOWN, verdict_table
+
+SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
+"""Op by target: how much faster a card's kernel is than the processor."""
+_ON_PROCESSOR = "cpu"
+"""Name of the provider that runs there, in a card's records."""
+
+
+def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
+    """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
+    found = []
+    for record in records:
+        timed = record.timed()
+        ours = next((times for result, times in timed if result.is_ours), None)
+        processor = next((times for result, times in timed if result.provider == _ON_PROCESSOR), None)
+        if record.is_on_card and ours is not None and processor is not None:
+            found.append((record, processor.q50_s / ours.q50_s))
+    return found
+
+
+def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
+    """Return one verdict a target, by its slowest case; unproven without a card's record."""
+    speedups = processor_speedups(records)
+    verdicts = []
+    for name, op in SPEEDUPS.items():
+        if name not in targets:
+            continue
+        cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
+        metric = None
+        if cases:
+            factor, shape = min(cases)
+            metric = Metric(factor, Evidence.MEASURED, "x", remark=f"{shape}; the least of {len(cases)} shapes")
+        verdicts.append(judge_metric(targets[name], op, metric))
+    return verdicts
+
 
 _OP_ORDER = {op: place for place, op in enumerate(OPS)}
 _CASE_HEADERS = (

@@ -29,8 +29,7 @@ from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import record_of
-from hybridvalidation.study.plan import Made
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord
+from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord
 
 _HORIZONS = (50, 100, 200, 400)
 _WINDOW = 25

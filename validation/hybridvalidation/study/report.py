@@ -7,23 +7,26 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.config.decode import load_toml
 from hybridtrain.units import to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario import Target
+from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import MARKDOWN, verdict_table
 from hybridvalidation.study.figures import (
     Factor,
     MethodFigures,
     horizon_curve,
+    judge_study,
     lost_seeds,
     lr_curve,
     method_figures,
     noise_floor,
 )
+from hybridvalidation.study.forecast import write_forecasts
 from hybridvalidation.study.harm import harm_sentence, harm_text
-from hybridvalidation.study.plan import Made, chosen, next_runs
-from hybridvalidation.study.protocol import BASELINE, JUDGED, StudyFile
-from hybridvalidation.study.targets import judge_study
+from hybridvalidation.study.protocol import BASELINE, JUDGED, Made, StudyFile, chosen, next_runs
+from hybridvalidation.study.runner import read_study
 
 _FIVE, _NEEDS_FIVE = 5, 1.1
 """Seeds that the protocol wants for compute factors below the second."""
@@ -127,6 +130,19 @@ def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], res
     text = f"# {title}: {study.says}\n\n{study_text(study, made, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n"
     replace_file(table, text.encode())
     return [table, *plots]
+
+
+def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
+    """Rebuild tables and pictures of every study that has records, and of the forecasts."""
+    written: list[Path] = []
+    paths = sorted((files.folder / "studies").glob("*.toml"))
+    targets = files.targets() if paths else {}
+    for path in paths:
+        study = load_toml(StudyFile, path)
+        made = read_study(results, study.name)
+        if made:
+            written += write_study(study, made, targets, results)
+    return written + write_forecasts(results)
 
 
 def _method_table(study: StudyFile, made: Made, style: str) -> str:

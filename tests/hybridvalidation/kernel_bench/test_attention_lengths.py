@@ -13,16 +13,19 @@ from hybridtrain.plan.claim import Attention
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridvalidation.judge.verdict import Status
-from hybridvalidation.kernel_bench import attention_plan
-from hybridvalidation.kernel_bench.attention_plan import (
+from hybridvalidation.kernel_bench import attention_lengths
+from hybridvalidation.kernel_bench.attention_lengths import (
+    SAVING,
     AttentionRecord,
     append_attention,
     attention_cost,
+    attention_text,
+    judge_attention,
     plan_attention,
     read_attention,
+    write_attention,
 )
-from hybridvalidation.kernel_bench.attention_table import attention_text, judge_attention, write_attention
-from hybridvalidation.records.environment import read_environment
+from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.show.tables import MARKDOWN
 
@@ -32,7 +35,7 @@ TARGETS = ScenarioFiles(default_folder()).targets()
 
 @pytest.fixture(scope="module")
 def record() -> AttentionRecord:
-    return plan_attention(read_environment(), 99.0)
+    return plan_attention({})
 
 
 @pytest.mark.parametrize("seq_len", [128, 1024])
@@ -78,9 +81,10 @@ def test_the_saving_grows_with_the_length_and_its_border_is_exact(record: Attent
         assert 100 * (1 - shorter[0] / shorter[1]) < 99.0
 
 
-def test_a_saving_that_no_length_reaches_has_no_border(record: AttentionRecord) -> None:
-    lengths = {point.seq_len for point in plan_attention(record.environment, 99.9999).points}
-    assert lengths == set(attention_plan._LENGTHS)
+def test_a_saving_that_no_length_reaches_has_no_border() -> None:
+    stated = Target(id=SAVING, source=("000",), says="", metric="saving", direction="min", value=99.9999)
+    lengths = {point.seq_len for point in plan_attention({SAVING: stated}).points}
+    assert lengths == set(attention_lengths._LENGTHS)
 
 
 def test_verdicts_speak_of_the_models_own_length(record: AttentionRecord) -> None:
