@@ -8,7 +8,8 @@ from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrec
 from hybridtrain.plan.compose import compose
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.runs.figures import memory_figures, plan_figures, unit_names
+from hybridvalidation.runs.figures import memory_figures, unit_names
+from hybridvalidation.runs.job import plan_figures
 from tiny_models import GPT2_UNTIED
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import Record
+from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario
@@ -34,7 +34,7 @@ def run_of(**weights_gib: int) -> ScenarioRun:
             PLANNED, fits=gib < 24, peak_reserved_bytes=size, device_used_bytes=size,
             by_class=dict.fromkeys(PLANNED.by_class, 0) | {"weight": size},
         )  # fmt: skip
-        records["dry_run", stack] = Record(
+        records["dry_run", stack] = StackRun(
             key="k", kind="dry_run", scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
             started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=read_environment(), plan={},
             memory=memory,

@@ -3,7 +3,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hybridvalidation.runs.worker import run_job
 
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
@@ -13,7 +12,8 @@ from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.judge.predict_metrics import delta_reduction, predict_gib, predict_reduction
 from hybridvalidation.judge.verdict import Status, judge
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
+from hybridvalidation.runs.figures import run_dry
 from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, Stack, Target
@@ -74,10 +74,10 @@ def run() -> ScenarioRun:
     )
     stacks = {name: Stack(name=name, says="-", optimizations=parts) for name, parts in STACKS.items()}
     records = {
-        ("dry_run", name): run_job(
+        ("dry_run", name): run_dry(
             Job(
                 key="k", kind="dry_run", scenario="tiny", stack=stack, model=scenario.model, card=card,
-                workload=workload, host=scenario.host, accuracy=None, subject="",
+                workload=workload, host=scenario.host, accuracy=None,
             )
         )
         for name, stack in stacks.items()

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-from hybridvalidation.runs.equivalence import accumulation_difference
 
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
@@ -9,6 +8,7 @@ from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointi
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridvalidation.runs import equivalence
+from hybridvalidation.runs.accuracy import accumulation_difference
 from hybridvalidation.scenario import AccuracySpec
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 
