@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import StoredWeight
+from hybridtrain.memory.formats import StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_mirror import WeightMirror, host_views
@@ -30,9 +30,8 @@ from hybridtrain.memory.weight_slots import (
     widen,
 )
 from hybridtrain.models.block_model import BlockModel, Unit
-from hybridtrain.models.head import Head
-from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.models.layers import Head
+from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
