@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybrid_runs import SETTINGS, everything, exact_values, fresh_hybrid, hybrid_config, remembers, run_steps
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
 from hybridtrain.memory.formats import Int8Weight
 from hybridtrain.optim import AdamWConfig
@@ -16,7 +15,7 @@ from hybridtrain.optim.slow_average import SlowMomentum, move
 from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, OptimizerOffload, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from rounded_storage import GPT2, STORAGE
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from training_history import CONFIG, assert_all_bitwise, fresh_trainer, plain_loss, stored_weights

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
 from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
 
 
