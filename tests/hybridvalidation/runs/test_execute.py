@@ -33,7 +33,7 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.trace_difference import first_difference
-from hybridvalidation.show.executed_table import executed_table, write_executed
+from hybridvalidation.show.pages.executed import executed_table, write_executed
 from hybridvalidation.show.tables import TERMINAL
 from tiny_models import GPT2_UNTIED, random_steps
 

@@ -14,7 +14,8 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario
-from hybridvalidation.show.plots import _plot_peak, write_plots
+from hybridvalidation.show.pictures import write_plots
+from hybridvalidation.show.plots.peak import plot_peak
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
@@ -45,7 +46,7 @@ def run_of(**weights_gib: int) -> ScenarioRun:
 @pytest.mark.parametrize(("vanilla_gib", "is_cut"), [(60, False), (900, True)])
 def test_a_stack_that_fits_is_seen_beside_one_many_times_the_card(vanilla_gib: int, is_cut: bool) -> None:
     figure = Figure()
-    _plot_peak(run_of(vanilla=vanilla_gib, lean=12), figure)
+    plot_peak(run_of(vanilla=vanilla_gib, lean=12), figure)
     (axes,) = figure.axes
     _, top = axes.get_ylim()
     assert top <= 3 * 24 + 1e-9

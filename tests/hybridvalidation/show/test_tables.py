@@ -22,16 +22,11 @@ from hybridvalidation.records.stack_run import (
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
-from hybridvalidation.show.tables import (
-    MARKDOWN,
-    TERMINAL,
-    class_table,
-    headline,
-    measured_table,
-    outcome_lines,
-    summary_table,
-    verdict_table,
-)
+from hybridvalidation.show.report import headline
+from hybridvalidation.show.sections.measured import measured_table
+from hybridvalidation.show.sections.memory import class_table, outcome_lines
+from hybridvalidation.show.sections.summary import summary_table
+from hybridvalidation.show.tables import MARKDOWN, TERMINAL, verdict_table
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import MIB, format_count, to_gib
 from hybridvalidation.card_session.record import (
     Ceilings,
@@ -16,7 +15,7 @@ from hybridvalidation.card_session.record import (
     error_pct,
 )
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HEADERS = (
     "part", "model", "cap GiB", "stack", "tokens/step", "tokens/s", "planned", "allocated GiB", "planned",
@@ -57,9 +56,8 @@ def write_evidence(records: Sequence[EvidenceRecord], results: Path) -> list[Pat
     parts = ["# Evidence from CUDA cards"]
     for card in dict.fromkeys(record.card for record in newest):
         parts += _card_parts([record for record in newest if record.card == card])
-    path = results / "tables" / "evidence.md"
-    replace_file(path, ("\n\n".join(parts) + "\n").encode())
-    return [path]
+    parts.append(made_by(("", record) for record in newest))
+    return [write_page(results, "evidence", "\n\n".join(parts))]
 
 
 def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:

@@ -98,36 +98,10 @@ def report(*scenarios: str, common: Recorded = RECORDED) -> Answer:
     Args:
         scenarios: Default: every scenario that has records.
     """
-    from hybridvalidation.card_session.record import read_evidence
-    from hybridvalidation.card_session.table import write_evidence
-    from hybridvalidation.kernel_bench.attention_lengths import read_attention, write_attention
-    from hybridvalidation.kernel_bench.record import read_kernels
-    from hybridvalidation.kernel_bench.table import write_kernels
-    from hybridvalidation.records.executed import read_executed
-    from hybridvalidation.records.store import RecordStore
-    from hybridvalidation.runs.runner import run_from_records
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.executed_table import write_executed
-    from hybridvalidation.show.report import write_report
-    from hybridvalidation.study.report import write_studies
+    from hybridvalidation.show.report import rebuild
 
-    files, records, results = scenario_folder(common.scenarios), common.records, common.results
-    store = RecordStore(records)
-    written = []
-    for name in scenarios or [name for name in store.scenarios() if name in files.scenario_names()]:
-        scenario = files.scenario(name)
-        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
-        written += write_report(run, files.targets(), results)
-    if not scenarios:
-        written += write_executed(read_executed(records), results)
-        written += write_evidence(read_evidence(records), results)
-        written += write_studies(files, results)
-        kernels, attention = read_kernels(records), read_attention(records)
-        if kernels or attention:  # a folder of scenarios need not state targets
-            targets = files.targets()
-            written += write_kernels(kernels, results, read_evidence(records), targets)
-            written += write_attention(attention, targets, results)
-    paths = names_of(written)
+    paths = names_of(rebuild(scenario_folder(common.scenarios), scenarios, common.results))
     return Answer(
         text="\n".join(paths) or "no records yet; run: hybridtrain validate SCENARIO", content={"files": paths}
     )

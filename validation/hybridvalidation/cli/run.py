@@ -94,7 +94,7 @@ def execute(
     from hybridvalidation.runs.execute import ExecuteSpec
     from hybridvalidation.runs.execute import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.executed_table import equality_line, executed_table, write_executed
+    from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
     from hybridvalidation.show.report import TERMINAL
 
     shape = read_model(model)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
@@ -32,7 +31,7 @@ from hybridvalidation.records.program import current_program
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, verdict_table
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
 CARD = "rtx-4090"
 DTYPE = torch.bfloat16
@@ -224,10 +223,9 @@ def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target
     """Write ``tables/attention.md`` from the newest record; nothing without one."""
     if not records:
         return []
-    path = results / "tables" / "attention.md"
-    title = "# Attention: what flash attention saves, by length"
-    replace_file(path, f"{title}\n\n{attention_text(records[-1], targets, MARKDOWN)}\n".encode())
-    return [path]
+    title, record = "# Attention: what flash attention saves, by length", records[-1]
+    parts = [title, attention_text(record, targets, MARKDOWN), made_by([("", record)])]
+    return [write_page(results, "attention", "\n\n".join(parts))]
 
 
 def _row(point: AttentionPoint) -> list[str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
@@ -18,7 +17,7 @@ from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, verdict_table
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
 SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
 """Op by target: how much faster a card's kernel is than the processor."""
@@ -165,9 +164,8 @@ def write_kernels(
     for card in sorted({record.card for record in newest}, key=lambda card: (not _on_card(newest, card), card)):
         parts += _card_parts([record for record in newest if record.card == card], card_peaks(card, evidence))
     parts += ["## Stated targets", verdict_table(judge_kernels(newest, targets), MARKDOWN)]
-    path = results / "tables" / "kernels.md"
-    replace_file(path, ("\n\n".join(parts) + "\n").encode())
-    return [path]
+    parts.append(made_by(("", record) for record in newest))
+    return [write_page(results, "kernels", "\n\n".join(parts))]
 
 
 def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[str]:

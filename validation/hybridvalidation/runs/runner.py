@@ -13,7 +13,7 @@ from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.program import Program
-from hybridvalidation.records.stack_run import RunKind, StackRun
+from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 from hybridvalidation.runs.job import EVIDENCE_OF_KIND, Job, make_job, plan_figures
@@ -40,6 +40,11 @@ class ScenarioRun:
     def get(self, kind: RunKind, stack: str) -> StackRun | None:
         """Return a record if that run was made and ended well enough to have one."""
         return self.records.get((kind, stack))
+
+    def memory(self, stack: str) -> MemoryFigures | None:
+        """Return the figures of a stack's dry run, if it has some."""
+        record = self.get("dry_run", stack)
+        return None if record is None else record.memory
 
     @property
     def num_made(self) -> int:

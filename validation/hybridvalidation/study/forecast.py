@@ -10,7 +10,6 @@ from statistics import fmean
 import torch
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
@@ -27,7 +26,7 @@ from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.program import current_program
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 from hybridvalidation.study.figures import record_of
 from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord
 
@@ -120,9 +119,8 @@ def write_forecasts(results: Path) -> list[Path]:
     records = read_forecasts(results)
     if not records:
         return []
-    path = results / "tables" / "forecasts.md"
-    replace_file(path, f"# Forecasts of the loss\n\n{forecast_text(records, MARKDOWN)}\n".encode())
-    return [path]
+    parts = ["# Forecasts of the loss", forecast_text(records, MARKDOWN), made_by(("", record) for record in records)]
+    return [write_page(results, "forecasts", "\n\n".join(parts))]
 
 
 def _sentence(records: Sequence[ForecastRecord]) -> str:

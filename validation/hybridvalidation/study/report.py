@@ -6,13 +6,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import load_toml
 from hybridtrain.units import to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import MARKDOWN, verdict_table
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 from hybridvalidation.study.figures import (
     Factor,
     MethodFigures,
@@ -125,11 +124,12 @@ def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], res
     draw = write_study_plots if study.largest_harm_pct is None else harm_plots
     plots = draw(study, made, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
-    table = results / "tables" / f"study-{study.name}.md"
     title = "Time to loss" if study.largest_harm_pct is None else "Harm"
-    text = f"# {title}: {study.says}\n\n{study_text(study, made, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n"
-    replace_file(table, text.encode())
-    return [table, *plots]
+    parts = [
+        f"# {title}: {study.says}", study_text(study, made, targets, MARKDOWN),
+        made_by(("", record) for record in made.values()), "## Pictures", pictures,
+    ]  # fmt: skip
+    return [write_page(results, f"study-{study.name}", "\n\n".join(parts)), *plots]
 
 
 def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:

@@ -6,10 +6,10 @@ from statistics import median
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.records.executed import ExecutedRun, ExecutedStep
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HEADERS = (
     "model", "stack", "tokens/step", "steps", "loss", "device GiB", "host GiB", "disk GiB", "process GiB", "step s",
@@ -57,9 +57,8 @@ def write_executed(runs: Sequence[ExecutedRun], results: Path) -> list[Path]:
     parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
     for run in newest:
         parts += [f"## {_title(run)}", step_table(run, MARKDOWN), *_remarks(run)]
-    path = results / "tables" / "executed.md"
-    replace_file(path, ("\n\n".join(parts) + "\n").encode())
-    return [path]
+    parts.append(made_by(("", run) for run in newest))
+    return [write_page(results, "executed", "\n\n".join(parts))]
 
 
 def _row(run: ExecutedRun) -> list[str]:
@@ -92,3 +91,6 @@ def _remarks(run: ExecutedRun) -> list[str]:
         f"{run.build_s:.0f} s to draw the initial weights, {run.duration_s:.0f} s in all; corpus {run.corpus}."
     )
     return [made] if run.is_equal else [made, f"The dry run differs: {run.difference}."]
+
+
+PAGE = Page(order=10, write=lambda _files, results: write_executed(read_executed(results / "records"), results))
