@@ -368,8 +368,8 @@ def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> Non
     assert f"Example: hybridtrain {verb}" in command.out
 
 
-def test_help_and_version_need_no_torch() -> None:
-    asked = ["--help", "--version", *(f"{verb} --help" for verb in VERBS)]
+def test_help_version_and_names_need_no_torch() -> None:
+    asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
     program = f"""\
 import sys
 from hybridvalidation.cli.main import main
@@ -833,6 +833,13 @@ def test_list_shows_every_name_that_may_be_used(command: Command) -> None:
     assert command("list") == 0
     lines = [line.strip() for line in command.out.splitlines()]
     assert all(name in lines for names in found.values() for name in names)
+
+
+def test_the_shell_completes_names(command: Command) -> None:
+    assert command("__complete", "dry-run", "--stack", "") == 0
+    assert command.out.split()[-2:] == ["lean", "vanilla"]
+    assert command("__complete", "dry-run", "--card", "rtx") == 0
+    assert set(card_catalogue()) <= set(command.out.split())
 
 
 def test_list_tells_one_kind_of_names(command: Command) -> None:

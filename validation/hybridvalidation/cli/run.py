@@ -6,11 +6,31 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from hybridvalidation.cli.verb import COMMON, RECORDED, Amount, Answer, Common, Count, Flag, Names, Recorded, names_of
+from hybridvalidation.cli.verb import (
+    COMMON,
+    RECORDED,
+    Amount,
+    Answer,
+    Common,
+    Count,
+    Flag,
+    ModelName,
+    Names,
+    Recorded,
+    ScenarioName,
+    StackName,
+    names_of,
+)
 
 
 def validate(
-    scenario: str, /, *, fresh: Flag = False, record: Flag = False, out: Path | None = None, common: Recorded = RECORDED
+    scenario: ScenarioName,
+    /,
+    *,
+    fresh: Flag = False,
+    record: Flag = False,
+    out: Path | None = None,
+    common: Recorded = RECORDED,
 ) -> Answer:
     """Run a scenario under all its stacks and judge its targets; what has a valid record is not run again.
 
@@ -55,8 +75,8 @@ def validate(
 
 def execute(
     *,
-    model: str,
-    stack: str,
+    model: ModelName,
+    stack: StackName,
     micro_batch: Count,
     seq: Count,
     steps: Count,
@@ -87,7 +107,7 @@ def execute(
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
-    from hybridtrain.dry_run import Workload
+    from hybridtrain.models.model_config import Workload
     from hybridtrain.units import GIB
     from hybridvalidation.records.executed import append_executed, read_executed
     from hybridvalidation.runs.dry_run_report import read_model

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.dry_run import Workload, check_workload
 from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import Workload, check_workload
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.recommend.report import RecommendReport

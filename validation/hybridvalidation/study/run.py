@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.errors import DivergenceError
@@ -24,6 +24,7 @@ from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
 from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.model_config import Workload
 from hybridtrain.optim import AdamWConfig, AdEMAMix
 from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
