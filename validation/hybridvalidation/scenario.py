@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.models.model_config import PRESETS, ModelConfig, Workload, model_preset
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
