@@ -14,14 +14,13 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 
+if TYPE_CHECKING:
+    from hybridtrain.trainer_config import TrainerConfig
+
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
-
-if TYPE_CHECKING:
-    pass
-
 
 def name_faults(name: str) -> list[str]:
     """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
@@ -231,6 +230,14 @@ class Stack:
             PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
         """
         return compose(with_accumulation(self.optimizations, grad_accum_steps))
+
+    def training(self, lr: float | None = None) -> "TrainerConfig":
+        """Return the optimizer with its default settings, or at another learning rate."""
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  as above
+        from hybridtrain.trainer_config import TrainerConfig  # noqa: PLC0415  as above
+
+        settings = {} if lr is None else {"lr": lr}
+        return TrainerConfig(optimizer=OPTIMIZERS[self.optimizer](**settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

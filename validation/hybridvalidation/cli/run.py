@@ -123,7 +123,8 @@ def execute(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=chosen.name, plan=chosen.plan(accum),
         workload=Workload(micro_batch_size=micro_batch, seq_len=seq), num_steps=steps,
-        lr=lr, disk_folder=disk, host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        lr=lr, optimizer=chosen.optimizer, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
         runs_cycle=cycle,
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
