@@ -22,6 +22,7 @@ ANY_STACK = "any"
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
 
+
 def name_faults(name: str) -> list[str]:
     """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
