@@ -51,7 +51,7 @@ def save_train_state(
         trainer: What is saved.
         path: The file.
         hybrid: The cycle around the trainer, if there is one.
-        data: What identifies the batches: settings by name, compared when the state is loaded.
+        data: What identifies the batches, by dotted name: must be the same when the state is loaded.
 
     Raises:
         DivergenceError: a value is no finite number; nothing was written.
@@ -143,7 +143,8 @@ def _newest_whole(path: Path, say: Callable[[str], None]) -> tuple[dict[str, Any
         try:
             content = _read_whole(candidate)
         except FileNotFoundError:
-            faults.append(f"{candidate}: there is none")
+            if candidate == path:
+                faults.append(f"{path}: there is none")
         except ValueError as error:
             faults.append(f"{candidate}: not a whole saved state ({error})")
         else:
@@ -256,7 +257,7 @@ def _settings(
     flat: dict[str, JsonValue] = {}
     for name, part in parts.items():
         flat |= _flat(name, json.loads(to_json(part)))
-    return flat | {f"data.{name}": value for name, value in (data or {}).items()}
+    return flat | dict(data or {})
 
 
 def _flat(name: str, value: JsonValue) -> dict[str, JsonValue]:

@@ -245,11 +245,11 @@ def test_a_state_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 def test_other_data_are_refused_by_name_and_a_renamed_corpus_is_not(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    data: dict[str, JsonValue] = {"digest": "aa", "name": "text.txt", "train_tokens": 100}
+    data: dict[str, JsonValue] = {"data.digest": "aa", "data.name": "text.txt", "data.train_tokens": 100}
     save_train_state(trained(1), path, data=data)
-    load_train_state(new_trainer(), path, data=data | {"name": "moved.txt"})
+    load_train_state(new_trainer(), path, data=data | {"data.name": "moved.txt"})
     with pytest.raises(ConfigError) as caught:
-        load_train_state(new_trainer(), path, data=data | {"digest": "bb", "name": "embedded"})
+        load_train_state(new_trainer(), path, data=data | {"data.digest": "bb", "data.name": "embedded"})
     assert [fault.partition(";")[0] for fault in caught.value.faults] == [
         'data.digest: "aa" in the run that was saved, "bb" now',
         'data.name: "text.txt" in the run that was saved, "embedded" now',

@@ -25,8 +25,8 @@ from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import train as train_run
-from hybridvalidation.runs.run_monitor import RunMonitor
-from hybridvalidation.runs.train_file import TrainFile
+from hybridvalidation.runs.train import TrainFile
+from hybridvalidation.runs.train_log import RunMonitor
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 12
@@ -295,7 +295,7 @@ def test_a_state_of_another_cycle_is_refused(capsys: pytest.CaptureFixture[str])
     text = file_of("own").replace(f"num_steps = {NUM_STEPS}", "num_steps = 2")
     assert train(text) == 0
     assert train(file_of("fused"), "run", "--resume") == 2
-    assert "resume with that configuration" in capsys.readouterr().err
+    assert "hybrid.fuse: false in the run that was saved, true now" in capsys.readouterr().err
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

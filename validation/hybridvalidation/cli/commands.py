@@ -35,10 +35,9 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.dry_run_report import plan_run, read_model, with_accumulation
 from hybridvalidation.runs.execute import ExecuteSpec, execute
-from hybridvalidation.runs.run_monitor import Monitoring
 from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
-from hybridvalidation.runs.train import train
-from hybridvalidation.runs.train_file import TrainFile
+from hybridvalidation.runs.train import TrainFile, train
+from hybridvalidation.runs.train_log import Monitoring
 from hybridvalidation.scenario_files import ScenarioFiles, scenario_folder
 from hybridvalidation.show.executed_table import equality_line, executed_table, write_executed
 from hybridvalidation.show.report import TERMINAL, report_text, write_report
@@ -120,13 +119,10 @@ def train_command(options: argparse.Namespace) -> int:
         host_limit_bytes=None if limit is None else int(limit * GIB),
     )  # fmt: skip
     if options.json:
-        found = {
-            "last_step": encode(result.last), "corpus": corpus.name, "said": said, "out": options.out.as_posix(),
-        }  # fmt: skip
-        _print_json(found if result.statistics is None else found | {"hybrid": result.statistics.state_dict()})
+        _print_json(result.as_mapping() | {"corpus": corpus.name, "said": said, "out": options.out.as_posix()})
     else:
-        _print(f"{result.last.step} steps, loss {result.loss:.3f}; log and state in {options.out}")
-    return 0
+        _print(result.as_text(options.out))
+    return result.exit_code
 
 
 def report_command(options: argparse.Namespace) -> int:

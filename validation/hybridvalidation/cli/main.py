@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0911  a cod
     """Run a verb; faults of the user's end in one clear message and a non-zero code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
     try:
         options = build_parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = options.run
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0911  a cod
         )
         return _report(OutOfMemoryError(message), (), 1, as_json=as_json)
     except KeyboardInterrupt:
-        sys.stderr.write("hybridtrain: stopped; finished runs are kept\n")
+        sys.stderr.write("hybridtrain: stopped; what was written whole is kept\n")
         return 130
     except BrokenPipeError:
         return 141
