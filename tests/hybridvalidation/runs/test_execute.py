@@ -363,14 +363,6 @@ def test_a_full_disk_is_told_before_anything_is_built(command: Command, monkeypa
     assert not Path("new").exists()
 
 
-def test_files_of_a_killed_run_do_not_count_as_full(command: Command) -> None:
-    left = Path("disk/hybridtrain-999999999-0123abcd")
-    left.mkdir(parents=True)
-    (left / "0000-state").write_bytes(b"x" * 1000)
-    assert command(*arguments("gpt2.toml", DISK_STACK, 8, 1, "--disk", "disk")) == 0
-    assert list(Path("disk").iterdir()) == []
-
-
 def test_a_disk_folder_that_is_a_file_is_told(command: Command) -> None:
     Path("file").write_text("")
     assert command(*arguments("gpt2.toml", DISK_STACK, 8, 1, "--disk", "file")) == 1
