@@ -1,18 +1,21 @@
 """The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridtrain.config.encode import to_toml
+from hybridtrain.dry_run import DryRun
 from hybridtrain.errors import ConfigError, OutOfMemoryError
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.cli.main import main
+from hybridvalidation.recommend import command, search
 from hybridvalidation.recommend.command import parse_size
-from hybridvalidation.recommend.search import Question, Recommendation, recommend
-from hybridvalidation.recommend.space import ARRANGEMENTS, LEVELS
+from hybridvalidation.recommend.search import ARRANGEMENTS, LEVELS, Candidate, Question, Recommendation, recommend
 from hybridvalidation.scenario_files import ScenarioFiles
 
 MODEL = ModelConfig(
@@ -100,3 +103,56 @@ def test_what_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> 
     err = capsys.readouterr().err
     assert "--model: missing" in err
     assert "--card: missing" in err
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Question:
+    """Return the question that the command asks; nothing is searched."""
+    seen: list[Question] = []
+
+    def note(question: Question, _say: object) -> Recommendation:
+        seen.append(question)
+        raise OutOfMemoryError("nothing was searched")
+
+    monkeypatch.setattr(command, "recommend", note)
+    assert main(["recommend", *arguments]) == 1
+    return seen[0]
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_has_a_default_question(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = asked_for(monkeypatch, "--model", model, "--card", "rtx-4090")
+    assert question.seq_len == min(2048, PRESETS[model].max_seq_len)
+    assert question.seq_len * question.num_sequences == 131072
+    assert question.host.memory_gib == 64
+
+
+def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(to_toml(replace(MODEL, max_seq_len=777)))
+    question = asked_for(monkeypatch, "--model", str(path), "--card", "rtx-4090")
+    assert (question.seq_len, question.num_sequences) == (777, 131072 // 777)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resident_blocks_are_counted_in_whole_blocks_of_tied_models_too(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary as large as all blocks: an embedding counted twice would make a block of a tied model nothing."""
+    model = replace(MODEL, vocab_size=32768, tied=tied)
+    asked = replace(question(900), model=model)
+    trials: list[int] = []
+    run = Question.run
+
+    def noted(self: Question, candidate: Candidate) -> DryRun:
+        trials.append(candidate.resident_layers)
+        return run(self, candidate)
+
+    streams = next(arrangement for arrangement in ARRANGEMENTS if arrangement.streams)
+    candidate = Candidate(level=LEVELS[0], arrangement=streams, micro_batch_size=8, num_micro_batches=1, keep_last=0)
+    monkeypatch.setattr(Question, "run", noted)
+    found = search._confirm(asked, candidate)
+    assert found is not None
+    _, bare = search._most_kept(asked, candidate) or pytest.fail("it fits")
+    block_bytes = 2 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512)
+    room = 0.97 * asked.card.allocator_capacity_bytes - bare.peak_reserved_bytes
+    assert max(trials) == min(model.num_blocks, int(room // block_bytes))

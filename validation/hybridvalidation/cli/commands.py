@@ -67,7 +67,7 @@ def dry_run_command(options: argparse.Namespace) -> int:
     report = plan_run(
         scenario_folder(options.scenarios), model=options.model, stack=options.stack, card=options.card,
         micro_batch_size=options.micro_batch, seq_len=options.seq, accum_steps=options.accum,
-        host=None if options.host_memory is None else parse_host(options.host_memory),
+        host=parse_host(options.host_memory), suggest=options.suggest, progress=not options.json,
         expandable_segments=options.expandable_segments,
         snapshot=options.snapshot, trace=options.trace,
     )  # fmt: skip

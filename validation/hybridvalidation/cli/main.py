@@ -21,7 +21,7 @@ from hybridvalidation.cli import commands
 from hybridvalidation.cli.types import positive, positive_number
 from hybridvalidation.gate.command import gate_command
 from hybridvalidation.kernel_bench.command import BENCH, bench_arguments, bench_command
-from hybridvalidation.recommend.command import recommend_command
+from hybridvalidation.recommend.command import DEFAULT_HOST_MEMORY, recommend_command
 from hybridvalidation.study.command import study_command
 
 _RESULTS = Path("results")
@@ -142,10 +142,18 @@ def _add_dry_run(verbs: "_Verbs[_Parser]") -> None:
         metavar="A",
         help="micro-batches per step; default: the stack's",
     )
-    parser.add_argument("--host-memory", metavar="SIZE", help="as 64GiB or 128GB (default: as much as it takes)")
+    _add_host_memory(parser)
+    parser.add_argument("--suggest", action="store_true", help="where it does not fit, run all other stacks dry too")
     parser.add_argument("--expandable-segments", action="store_true", help="plan with torch's expandable_segments:True")
     parser.add_argument("--snapshot", type=Path, help="write a memory_viz snapshot (.pickle)")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace (.json)")
+
+
+def _add_host_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host-memory", default=DEFAULT_HOST_MEMORY, metavar="SIZE",
+        help="of the machine around the card, as 64GiB or 128GB (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _add_execute(verbs: "_Verbs[_Parser]") -> None:
@@ -180,10 +188,12 @@ def _add_recommend(verbs: "_Verbs[_Parser]") -> None:
     )
     parser.add_argument("--model", help="name of a model, or a .toml file with its shape")
     parser.add_argument("--card", help="name of a card, or a .toml file with its figures")
-    parser.add_argument("--host-memory", default="64GiB", metavar="SIZE", help="as 64GiB or 128GB (default: 64GiB)")
-    parser.add_argument("--seq", type=positive, default=2048, metavar="T", help="tokens per sequence (default: 2048)")
+    _add_host_memory(parser)
     parser.add_argument(
-        "--tokens-per-step", type=positive, default=131072, metavar="N", help="per optimizer step (default: 131072)"
+        "--seq", type=positive, metavar="T", help="tokens per sequence (default: 2048, or all positions of the model)"
+    )
+    parser.add_argument(
+        "--tokens-per-step", type=positive, metavar="N", help="per optimizer step (default: 131072 in whole sequences)"
     )
     parser.add_argument("--scenario", help="take model, card, host and workload of a scenario instead")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the stack to a .toml file")
