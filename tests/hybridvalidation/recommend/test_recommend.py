@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from hybridtrain.config.encode import to_toml
-from hybridtrain.dry_run import DryRun
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.virtual_gpu.card import Card
@@ -15,7 +15,7 @@ from hybridtrain.virtual_gpu.host import Host
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend import command, search
 from hybridvalidation.recommend.command import parse_size
-from hybridvalidation.recommend.search import ARRANGEMENTS, LEVELS, Candidate, Question, Recommendation, recommend
+from hybridvalidation.recommend.search import ARRANGEMENTS, LEVELS, Question, Recommendation, recommend
 from hybridvalidation.scenario_files import ScenarioFiles
 
 MODEL = ModelConfig(
@@ -134,25 +134,9 @@ def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_resident_blocks_are_counted_in_whole_blocks_of_tied_models_too(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vocabulary as large as all blocks: an embedding counted twice would make a block of a tied model nothing."""
-    model = replace(MODEL, vocab_size=32768, tied=tied)
-    asked = replace(question(900), model=model)
-    trials: list[int] = []
-    run = Question.run
-
-    def noted(self: Question, candidate: Candidate) -> DryRun:
-        trials.append(candidate.resident_layers)
-        return run(self, candidate)
-
-    streams = next(arrangement for arrangement in ARRANGEMENTS if arrangement.streams)
-    candidate = Candidate(level=LEVELS[0], arrangement=streams, micro_batch_size=8, num_micro_batches=1, keep_last=0)
-    monkeypatch.setattr(Question, "run", noted)
-    found = search._confirm(asked, candidate)
-    assert found is not None
-    _, bare = search._most_kept(asked, candidate) or pytest.fail("it fits")
-    block_bytes = 2 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512)
-    room = 0.97 * asked.card.allocator_capacity_bytes - bare.peak_reserved_bytes
-    assert max(trials) == min(model.num_blocks, int(room // block_bytes))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_block_of_a_tied_model_is_as_large_as_that_of_another(family: Literal["llama", "gpt2"], tied: bool) -> None:
+    model = replace(MODEL, family=family, tied=tied, vocab_size=32768)  # an embedding larger than all blocks
+    block = 4 * 512 * 512 + (3 * 512 * 1376 + 2 * 512 if family == "llama" else 2 * 512 * 1376 + 9 * 512 + 1376)
+    assert search._blocks_within(5.5 * 2 * block, model, LEVELS[0]) == 5
+    assert search._blocks_within(100.0 * 2 * block, model, LEVELS[0]) == model.num_blocks

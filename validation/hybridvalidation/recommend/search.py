@@ -217,10 +217,8 @@ def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] 
     if found is None or not chosen.arrangement.streams:
         return found
     candidate, run = found
-    model = question.model
-    block_bytes = candidate.level.weight_bytes * block_params(model)
     room = _MARGIN * question.card.allocator_capacity_bytes - run.peak_reserved_bytes
-    resident = min(model.num_blocks, floor(room / block_bytes))
+    resident = _blocks_within(room, question.model, candidate.level)
     while resident > 0:
         trial = replace(candidate, resident_layers=resident)
         trial_run = question.run(trial)
@@ -229,6 +227,11 @@ def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] 
             return (replace(trial, tokens_per_s=trial_run.tokens_per_s), trial_run) if faster else found
         resident -= 1 + resident // 4
     return found
+
+
+def _blocks_within(room: float, model: ModelConfig, level: Numerics) -> int:
+    """Return how many blocks' weights go into some bytes."""
+    return min(model.num_blocks, floor(room / (level.weight_bytes * block_params(model))))
 
 
 def _most_kept(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:
