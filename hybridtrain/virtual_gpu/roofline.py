@@ -14,9 +14,8 @@ from functools import cache
 from importlib import resources
 
 from hybridtrain.config.decode import decode
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 
 
@@ -128,6 +127,14 @@ def estimate_step(
     efficiency: Efficiency | None = None,
 ) -> StepTime:
     """Return the time of a step.
+
+        >>> import torch
+        >>> from hybridtrain.virtual_gpu import StorageLedger, find_card
+        >>> with StorageLedger() as ledger, torch.device("meta"):
+        ...     out = torch.empty(4096, 4096) @ torch.empty(4096, 4096)
+        >>> time = estimate_step(ledger.trace().ops, find_card("rtx-4090"), upload_bytes=0)
+        >>> time.flops, f"{1000 * time.seconds:.2f} ms", time.bound
+        (137438953472, '1.90 ms', <Bound.COMPUTE: 'compute'>)
 
     Args:
         ops: The step's, in the order in which they were given to their lanes.

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from hybridtrain.config.encode import JsonValue
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError, DiskSpaceError, DivergenceError
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.train_state import load_train_state, previous_state, save_train_state
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from numerics import assert_bitwise
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 

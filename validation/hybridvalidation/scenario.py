@@ -3,22 +3,24 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.models.model_config import PRESETS, ModelConfig, Workload, model_preset
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
+
+if TYPE_CHECKING:
+    pass
 
 
 def name_faults(name: str) -> list[str]:
@@ -208,17 +210,27 @@ class Stack:
 
     name: str
     says: str
+    optimizer: str = "adamw"
+    """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  needs torch, which names and help do without
+
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:
             raise ValueError("\n".join(faults))
         self.plan()
 
-    def plan(self) -> MemoryPlan:
-        """Return the composed plan; raises ``PlanConflictError``."""
-        return compose(self.optimizations)
+    def plan(self, grad_accum_steps: int | None = None) -> MemoryPlan:
+        """Return the composed plan, with another number of micro-batches if one is given.
+
+        Raises:
+            PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
+        """
+        return compose(with_accumulation(self.optimizations, grad_accum_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

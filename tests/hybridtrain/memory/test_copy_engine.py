@@ -17,8 +17,8 @@ from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane, NullObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import LazyTransfer, RaceError
 from memory_parts import direct, new_copies
@@ -180,8 +180,8 @@ def test_boundaries_on_their_way_live_until_a_drop_has_waited_for_them() -> None
     store = BoundaryStore(Placement.HOST, new_copies(transfer), NullObserver())
     with ComputeWatch(transfer):
         for block in range(3):
-            store.put(0, block, torch.randn(100))
-        store.take(0, 2)
+            store.store(0, block, torch.randn(100))
+        store.fetch(0, 2)
         store.drop()
         gc.collect()
     assert transfer.hazards == []

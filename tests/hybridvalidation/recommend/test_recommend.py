@@ -10,8 +10,7 @@ import pytest
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend import command, search
 from hybridvalidation.recommend.command import parse_size

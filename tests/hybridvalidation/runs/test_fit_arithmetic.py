@@ -2,8 +2,8 @@
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.models.model_config import PRESETS
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import PRESETS, Workload
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.runs.fit_arithmetic import bytes_of
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder

@@ -1,9 +1,6 @@
 """``hybridtrain recommend``: from arguments to a question, from the answer to text, JSON or a stack file."""
 
-import argparse
-import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +9,17 @@ from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.encode import encode, to_toml
-from hybridtrain.dry_run import Workload, check_workload
 from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import Workload, check_workload
 from hybridtrain.units import GB, GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.roofline import Bound
 from hybridvalidation.recommend.search import Candidate, Question, Recommendation, recommend
 from hybridvalidation.runs.dry_run_report import read_model
-from hybridvalidation.scenario import Stack
+from hybridvalidation.scenario import Scenario, Stack
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
-DEFAULT_HOST_MEMORY = "64GiB"
-"""Of the machine around the card: what ``recommend`` and ``dry-run`` assume unless they are told."""
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 131072
 _UNITS = {"GiB": GIB, "GB": GB}
 _ADVICE = {
@@ -36,62 +30,6 @@ _ADVICE = {
     Bound.HOST: "the processor: update on the device",
     Bound.DISK: "the drive: more host memory, or more tokens per step",
 }
-
-
-def recommend_command(options: argparse.Namespace) -> int:
-    """Search, print the answer, write the stack if asked to."""
-    question, model = _question(options)
-    report = RecommendReport(answer=recommend(question, _say(options)), model=model)
-    if options.write is not None:
-        replace_file(options.write, report.as_toml(options.write.stem).encode())
-    sys.stdout.write((json.dumps(report.as_mapping()) if options.json else report.as_text()) + "\n")
-    return 0
-
-
-def parse_size(text: str, path: str) -> int:
-    """Return bytes of a size like ``64GiB`` or ``128GB``; raises ``ConfigError``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", text)
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(path, [f"'{text}' must be a size above 0 with a unit, as 64GiB or 128GB"])
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def parse_host(memory: str) -> Host:
-    """Return a machine with that much memory; raises ``ConfigError``."""
-    size = parse_size(memory, "--host-memory")
-    try:
-        return Host(memory_gib=size / GIB)
-    except ValueError as error:
-        raise ConfigError("--host-memory", str(error).splitlines()) from error
-
-
-def _question(options: argparse.Namespace) -> tuple[Question, str]:
-    if options.scenario is not None:
-        scenario = ScenarioFiles(options.scenarios or default_folder()).scenario(options.scenario)
-        work = scenario.workload
-        return Question(
-            scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len, work.batch_size
-        ), scenario.name
-    missing = [f"--{name}: missing; name one, or give --scenario" for name in ("model", "card")
-               if getattr(options, name) is None]  # fmt: skip
-    if missing:
-        raise ConfigError("recommend", missing)
-    model = read_model(options.model)
-    seq_len = options.seq or min(_SEQ_LEN, model.max_seq_len)
-    check_workload(model, Workload(micro_batch_size=1, seq_len=seq_len))
-    num_tokens = options.tokens_per_step or max(1, _TOKENS_PER_STEP // seq_len) * seq_len
-    if num_tokens % seq_len:
-        raise ConfigError("--tokens-per-step", [f"{num_tokens} must be a multiple of --seq ({seq_len})"])
-    host = parse_host(options.host_memory)
-    return Question(model, find_card(options.card), host, seq_len, num_tokens // seq_len), Path(options.model).stem
-
-
-def _say(options: argparse.Namespace) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stderr.write(f"trying {text}\n")
-
-    return say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +116,63 @@ def _row(candidate: Candidate, chosen: Candidate) -> list[str]:
         str(candidate.keep_last),
         f"{candidate.tokens_per_s:,.0f}",
     ]
+
+
+def recommend_command(
+    *, model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None,
+    scenario: str | None, write: Path | None, scenarios: Path | None, say: Callable[[str], None],
+) -> RecommendReport:  # fmt: skip
+    """Search for the fastest stack that fits, and write it to ``write`` if asked to; ``say`` hears what is tried.
+
+    Raises:
+        ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
+        OutOfMemoryError: nothing fits.
+    """
+    if scenario is None:
+        question, name = _question(model, card, host_memory, seq, tokens_per_step)
+    else:
+        question, name = _of_scenario(ScenarioFiles(scenarios or default_folder()).scenario(scenario))
+    report = RecommendReport(answer=recommend(question, lambda text: say(f"trying {text}")), model=name)
+    if write is not None:
+        replace_file(write, report.as_toml(write.stem).encode())
+    return report
+
+
+def parse_size(text: str, path: str) -> int:
+    """Return bytes of a size like ``64GiB`` or ``128GB``; raises ``ConfigError``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", text)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(path, [f"'{text}' must be a size above 0 with a unit, as 64GiB or 128GB"])
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def parse_host(memory: str) -> Host:
+    """Return a machine with that much memory; raises ``ConfigError``."""
+    size = parse_size(memory, "--host-memory")
+    try:
+        return Host(memory_gib=size / GIB)
+    except ValueError as error:
+        raise ConfigError("--host-memory", str(error).splitlines()) from error
+
+
+def _of_scenario(scenario: Scenario) -> tuple[Question, str]:
+    work = scenario.workload
+    return Question(
+        scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len, work.batch_size
+    ), scenario.name
+
+
+def _question(
+    model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None
+) -> tuple[Question, str]:
+    if model is None or card is None:
+        names = [name for name, given in (("model", model), ("card", card)) if given is None]
+        raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
+    shape = read_model(model)
+    seq_len = seq or min(_SEQ_LEN, shape.max_seq_len)
+    check_workload(shape, Workload(micro_batch_size=1, seq_len=seq_len))
+    num_tokens = tokens_per_step or max(1, _TOKENS_PER_STEP // seq_len) * seq_len
+    if num_tokens % seq_len:
+        raise ConfigError("--tokens-per-step", [f"{num_tokens} must be a multiple of --seq ({seq_len})"])
+    host = parse_host(host_memory)
+    return Question(shape, find_card(card), host, seq_len, num_tokens // seq_len), Path(model).stem

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Literal
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optimizations.activation_offload import ActivationOffload
 from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
 from hybridtrain.optimizations.chunked_loss import ChunkedLoss
@@ -27,8 +27,7 @@ from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import GIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.judge.arithmetic import block_params
 
 _VISIT_TOKENS = 16384
@@ -106,10 +105,10 @@ class Arrangement:
         """Return the whole stack for a number of micro-batches."""
         stack: list[Optimization] = [
             *level.optimizations,
-            GradientCheckpointing(interval=1, keep_last=keep_last),
-            ChunkedLoss(chunk_tokens=2048),
+            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last),
+            ChunkedLoss(loss_chunk_tokens=2048),
             GradAccumulation(
-                steps=num_micro_batches,
+                grad_accum_steps=num_micro_batches,
                 schedule="vertical" if self.fuses else "horizontal",
                 accumulator=level.accumulator,
             ),

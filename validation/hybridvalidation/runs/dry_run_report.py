@@ -2,24 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.models.model_config import ModelConfig, model_preset
-from hybridtrain.phase import Phase
+from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.progress import progress_bar
-from hybridvalidation.records.record import MemoryFigures, StepPeaks
+from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.fit_arithmetic import bytes_of
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -198,7 +196,7 @@ def plan_run(
     workload = Workload(micro_batch_size=micro_batch_size, seq_len=seq_len)
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
-    plan = with_accumulation(chosen.plan(), accum_steps)
+    plan = chosen.plan(accum_steps)
     run = dry_run(
         shape, plan, found_card, workload, host=host, allocator=allocator, record_history=snapshot is not None
     )
@@ -227,13 +225,6 @@ def read_model(name: str) -> ModelConfig:
     return load_toml(ModelConfig, Path(name)) if name.endswith(".toml") else model_preset(name)
 
 
-def with_accumulation(plan: MemoryPlan, accum_steps: int | None) -> MemoryPlan:
-    """Return the plan with another number of micro-batches per step; None keeps the stack's."""
-    if accum_steps is None:
-        return plan
-    return MemoryPlan(phases={phase: replace(plan.for_phase(phase), grad_accum_steps=accum_steps) for phase in Phase})
-
-
 def _phase(step: StepPeaks, run: DryRun) -> str:
     return f" ({step.phase})" if run.phases else ""
 
@@ -244,5 +235,5 @@ def _other_plans(files: ScenarioFiles, refused: str, accum_steps: int | None) ->
     for name in files.stack_names():
         if name != refused:
             with suppress(HybridTrainError):
-                plans[name] = with_accumulation(files.stack(name).plan(), accum_steps)
+                plans[name] = files.stack(name).plan(accum_steps)
     return plans

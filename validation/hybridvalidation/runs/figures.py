@@ -2,17 +2,24 @@
 
 from collections.abc import Mapping
 
-from hybridtrain.config.encode import encode
-from hybridtrain.dry_run import DryRun
-from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Attention
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.records.record import MemoryFigures, RefusedRequest, StepPeaks, Timeline
+from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline
+from hybridvalidation.runs.job import Job, run_and_record
 
 _TIMELINE_POINTS = 240
 _LARGEST_HOLDERS = 10
+
+
+def run_dry(job: Job) -> StackRun:
+    """Plan what a job asks for."""
+    plan = job.stack.plan()
+    workload = job.workload.micro_batch(plan)
+    return run_and_record(
+        job,
+        lambda: memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host)),
+    )
 
 
 def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
@@ -55,33 +62,6 @@ def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]
     return {
         f"{tensor_class.value}/{unit}" if unit else tensor_class.value: size for (tensor_class, unit), size in ranked
     }
-
-
-def plan_figures(plan: MemoryPlan) -> dict[str, str]:
-    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
-    flat = _flat(plan.for_phase(Phase.FULL))
-    others = {
-        f"{phase}.{path}": value
-        for phase in Phase
-        for path, value in _flat(plan.for_phase(phase)).items()
-        if value != flat[path]
-    }
-    if flat["attention"] == Attention.FLASH:  # what every plan had before there was a choice
-        del flat["attention"]
-    if not plan.for_phase(Phase.FULL).history_tensors:
-        del flat["history_codec"], flat["history_tensors"]
-        return flat
-    return flat | others
-
-
-def _flat(plan: PhasePlan) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in encode(plan).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
-        else:
-            flat[name] = str(value)
-    return flat
 
 
 def _plain(by_class: Mapping[TensorClass, int]) -> dict[str, int]:

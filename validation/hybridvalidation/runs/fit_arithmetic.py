@@ -7,14 +7,11 @@ elsewhere is left out.
 
 from dataclasses import dataclass
 
-from hybridtrain.dry_run import Workload
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Attention, Schedule
-from hybridtrain.plan.memory_plan import Cell, MemoryPlan, PhasePlan
+from hybridtrain.plan.memory_plan import Attention, Cell, MemoryPlan, PhasePlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.judge.arithmetic import block_params
 
 _BYTES: dict[Codec, float] = {

@@ -18,25 +18,22 @@ from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.config import HybridConfig, rival_faults
+from hybridtrain.hybrid.cycle import HybridStatistics, HybridTrainer, LoadBatches
+from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.memory.cuda_transfer import open_transfer
+from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
-from hybridtrain.phases.check_hybrid import rival_faults
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridStatistics
-from hybridtrain.phases.hybrid_trainer import HybridTrainer, LoadBatches
-from hybridtrain.phases.loss_watch import LossWatch
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import load_train_state, previous_state, save_train_state
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.runs.train_log import (
     HybridStepLog,
@@ -62,7 +59,7 @@ class TrainFile:
     model: ModelSpec
     workload: BatchWorkload
     optimizations: tuple[Optimization, ...] = ()
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: Optimizer = field(default_factory=AdamWConfig)
     schedule: LrSchedule = field(default_factory=LrSchedule)
     hybrid: HybridConfig | None = None
     """Hybrid predictive training; None: every step is a true one."""
@@ -103,8 +100,8 @@ def _state_faults(file: TrainFile) -> Iterator[str]:
     if file.hybrid is not None:
         owner = f"hybrid.predictor: '{file.hybrid.predictor}'"
         wanted = "slow_gradient" if file.hybrid.follows_slow else file.hybrid.predictor
-    elif file.optimizer.slow is not None:
-        owner, wanted = "optimizer.slow: AdEMAMix", "slow_gradient"
+    elif file.optimizer.kind == "ademamix":
+        owner, wanted = "optimizer.kind: AdEMAMix", "slow_gradient"
     else:
         return
     kept = [stage.predictor for stage in file.optimizations if isinstance(stage, PredictorState)]

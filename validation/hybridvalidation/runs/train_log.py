@@ -11,9 +11,8 @@ from typing import Self
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES, MemoryProfiler
 from hybridtrain.profiler.metric_loggers import MetricLogger, MetricLoggers, TensorBoardLogger, WandbLogger
 
