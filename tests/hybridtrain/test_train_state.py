@@ -36,9 +36,9 @@ CONFIG = TrainerConfig(optimizer=AdamWConfig(lr=1e-2), schedule=LrSchedule(warmu
 STACKS: dict[str, list[Optimization]] = {
     "fp32": [],
     "master": [MixedPrecision()],
-    "split16": [MixedPrecision(master="split16"), GradAccumulation(steps=2)],
+    "split16": [MixedPrecision(master="split16"), GradAccumulation(grad_accum_steps=2)],
     "absent": [MixedPrecision(master="absent")],
-    "int8": [Int8Optimizer(), GradientCheckpointing(interval=1)],
+    "int8": [Int8Optimizer(), GradientCheckpointing(recompute_every=1)],
     "absent-int8": [MixedPrecision(master="absent"), Int8Optimizer()],
 }
 NUM_STEPS = 5
@@ -67,7 +67,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Return all that the next step reads."""
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states_of(trainer)):
-        parts = (state.parameter.data, state.companion, *state.moments)
+        parts = (state.parameter.data, *state.stored())
         named = ((f"parameter {index} part {number}", part) for number, part in enumerate(parts))
         tensors |= {name: part for name, part in named if part is not None}
     return tensors
@@ -115,7 +115,8 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, name: str, num_saved: 
 
 
 def test_the_8_bit_stack_has_both_kinds_of_moments() -> None:
-    assert {state.is_int8 for state in states_of(trained(1, STACKS["int8"]))} == {True, False}
+    states = states_of(trained(1, STACKS["int8"]))
+    assert {any(stored.dtype is torch.uint8 for stored in state.stored()) for state in states} == {True, False}
 
 
 @pytest.mark.parametrize("num_saved", [0, 2])
@@ -393,7 +394,7 @@ def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatc
     ("name", "value"),
     [
         ("steps_done", math.inf), ("steps_done", "many"), ("born_after", None), ("born_after", ...),
-        ("block.1/0/weight0", torch.zeros(3)), ("block.1/2/moment0", torch.zeros(64, 64, dtype=torch.float64)),
+        ("block.1/0/weight0", torch.zeros(3)), ("block.1/2/state0", torch.zeros(64, 64, dtype=torch.float64)),
         ("block.1/0/weight0", [1.0] * 64),
     ],
     ids=["infinite", "text", "none", "missing", "shape", "dtype", "list"],
