@@ -356,7 +356,7 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "validate", "dry-run", "execute", "recommend", "evidence", "bench", "study", "train", "gate", "report", "list",
+    "validate", "dry-run", "execute", "recommend", "evidence", "bench", "study", "train", "gate", "report", "records", "list",
     "doctor",
 )  # fmt: skip
 
