@@ -207,10 +207,17 @@ class Stack:
 
     name: str
     says: str
+    optimizer: str = "adamw"
+    """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        if self.optimizer != "adamw":
+            from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  imports torch; names are told without it
+
+            if self.optimizer not in OPTIMIZERS:
+                faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:
             raise ValueError("\n".join(faults))
         self.plan()
