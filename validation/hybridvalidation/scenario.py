@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.errors import unknown_name
@@ -13,6 +13,9 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
+
+if TYPE_CHECKING:
+    from hybridtrain.trainer_config import TrainerConfig
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
@@ -213,11 +216,10 @@ class Stack:
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
-        if self.optimizer != "adamw":
-            from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  imports torch; names are told without it
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  needs torch, which names and help do without
 
-            if self.optimizer not in OPTIMIZERS:
-                faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:
             raise ValueError("\n".join(faults))
         self.plan()
@@ -229,6 +231,14 @@ class Stack:
             PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
         """
         return compose(with_accumulation(self.optimizations, grad_accum_steps))
+
+    def training(self, lr: float | None = None) -> "TrainerConfig":
+        """Return the optimizer with its default settings, or at another learning rate."""
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  as above
+        from hybridtrain.trainer_config import TrainerConfig  # noqa: PLC0415  as above
+
+        settings = {} if lr is None else {"lr": lr}
+        return TrainerConfig(optimizer=OPTIMIZERS[self.optimizer](**settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

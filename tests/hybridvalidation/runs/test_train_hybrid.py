@@ -19,14 +19,12 @@ from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optim.slow_average import SlowMomentum
-from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.phase import Phase
-from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import train as train_run
 from hybridvalidation.runs.run_monitor import RunMonitor
-from hybridvalidation.runs.train_file import TrainFile
+from hybridvalidation.runs.train_file import TRAIN_UNIONS, TrainFile
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 12
@@ -403,7 +401,7 @@ def test_the_guide_has_every_option_and_its_default() -> None:
 
 
 def test_the_example_of_the_guide_is_sound() -> None:
-    example = load_toml(TrainFile, ROOT / "examples" / "train-hybrid.toml", unions={Optimization: OPTIMIZATIONS})
+    example = load_toml(TrainFile, ROOT / "examples" / "train-hybrid.toml", unions=TRAIN_UNIONS)
     assert example.hybrid is not None
     assert example.hybrid.needs_probe
 

@@ -123,7 +123,8 @@ def execute(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=chosen.name, plan=chosen.plan(accum),
         workload=Workload(micro_batch_size=micro_batch, seq_len=seq), num_steps=steps,
-        lr=lr, disk_folder=disk, host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        lr=lr, optimizer=chosen.optimizer, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
         runs_cycle=cycle,
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
@@ -251,14 +252,12 @@ def train(
     from hybridtrain.config.decode import load_toml
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
-    from hybridtrain.optimizations import OPTIMIZATIONS
-    from hybridtrain.plan.compose import Optimization
     from hybridtrain.units import GB, GIB
     from hybridvalidation.runs.run_monitor import Monitoring
     from hybridvalidation.runs.train import train as train_model
-    from hybridvalidation.runs.train_file import TrainFile
+    from hybridvalidation.runs.train_file import TRAIN_UNIONS, TrainFile
 
-    file = load_toml(TrainFile, config, unions={Optimization: OPTIMIZATIONS})
+    file = load_toml(TrainFile, config, unions=TRAIN_UNIONS)
     corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []
     monitoring = Monitoring(

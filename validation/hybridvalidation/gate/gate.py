@@ -133,7 +133,9 @@ def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     """Return today's figures of a stack."""
     plan = stack.plan()
     workload = scenario.workload_of(stack.name).micro_batch(plan)
-    run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host)
+    run = dry_run(
+        scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host, config=stack.training()
+    )
     return _baseline(memory_figures(run, with_timeline=False))
 
 

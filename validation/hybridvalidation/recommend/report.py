@@ -32,7 +32,7 @@ class RecommendReport:
         """Return the chosen stack under a name."""
         chosen = self.answer.chosen
         says = f"{chosen.level.says}; {chosen.arrangement.name}; found by recommend for {self.model}"
-        return Stack(name=name, says=says, optimizations=chosen.optimizations())
+        return Stack(name=name, says=says, optimizer=chosen.level.optimizer, optimizations=chosen.optimizations())
 
     def as_toml(self, name: str) -> str:
         """Return the chosen stack as a file's text."""

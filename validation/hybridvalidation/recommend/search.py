@@ -11,7 +11,9 @@ from math import floor
 from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.models.model_config import ModelConfig, Workload
+from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.recommend.space import ARRANGEMENTS, LEVELS, Arrangement, Numerics
@@ -73,7 +75,9 @@ class Question:
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run."""
         workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
-        return dry_run(self.model, compose(candidate.optimizations()), self.card, workload, host=self.host)
+        config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
+        plan = compose(candidate.optimizations())
+        return dry_run(self.model, plan, self.card, workload, host=self.host, config=config)
 
 
 def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendation:

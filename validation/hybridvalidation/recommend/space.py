@@ -6,7 +6,6 @@ from typing import Literal
 from hybridtrain.optimizations.activation_offload import ActivationOffload
 from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
 from hybridtrain.optimizations.chunked_loss import ChunkedLoss
-from hybridtrain.optimizations.factored_optimizer import FactoredOptimizer
 from hybridtrain.optimizations.fused_update import FusedUpdate
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
@@ -31,6 +30,8 @@ class Numerics:
     """Master and moments, per parameter."""
     accumulator: Literal["float32", "bfloat16"] = "bfloat16"
     """Element type in which gradients wait."""
+    optimizer: str = "adamw"
+    """``kind``."""
 
     @property
     def grad_bytes(self) -> int:
@@ -56,11 +57,11 @@ LEVELS = (
     ),
     Numerics(
         "bf16-factored", "bf16 weights with stochastic rounding, factored state",
-        (MixedPrecision(master="absent"), FactoredOptimizer()), 2, 0.02,
+        (MixedPrecision(master="absent"),), 2, 0.02, optimizer="adafactor",
     ),
     Numerics(
         "int8-factored", "8-bit weights with stochastic rounding, factored state",
-        (MixedPrecision(master="absent"), Int8Weights(), FactoredOptimizer()), 1.02, 0.02,
+        (MixedPrecision(master="absent"), Int8Weights()), 1.02, 0.02, optimizer="adafactor",
     ),
 )  # fmt: skip
 

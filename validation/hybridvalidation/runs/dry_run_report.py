@@ -115,7 +115,7 @@ class DryRunReport:
             f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of {format_bytes(host.tensor_bytes)}, "
             f"disk {format_bytes(self.figures.disk_peak_bytes)} of {format_bytes(host.disk_bytes)}; move a tensor "
             "class to disk (tier = 'disk'), store it in fewer bytes (int8_weights, int8_optimizer, "
-            "factored_optimizer), or ask hybridtrain recommend"
+            "optimizer = 'adafactor'), or ask hybridtrain recommend"
         )
 
     def _oom_text(self) -> str:
@@ -160,7 +160,14 @@ def plan_run(
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
     run = dry_run(
-        shape, plan, found_card, workload, host=host, allocator=allocator, record_history=snapshot is not None
+        shape,
+        plan,
+        found_card,
+        workload,
+        host=host,
+        config=chosen.training(),
+        allocator=allocator,
+        record_history=snapshot is not None,
     )
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)

@@ -19,7 +19,7 @@ from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
@@ -48,6 +48,8 @@ class ExecuteSpec:
     num_steps: int
     """Optimizer steps; of a cycle phase steps, PREDICT included."""
     lr: float
+    optimizer: str = "adamw"
+    """``kind``."""
     seed: int = 0
     disk_folder: Path | None = None
     host_limit_bytes: int | None = None
@@ -64,7 +66,7 @@ class ExecuteSpec:
     def config(self) -> TrainerConfig:
         """Everything else the trainer wants."""
         return TrainerConfig(
-            optimizer=AdamWConfig(lr=self.lr),
+            optimizer=OPTIMIZERS[self.optimizer](lr=self.lr),
             schedule=LrSchedule(kind="constant", warmup_steps=0, total_steps=max(self.num_steps, 1)),
             seed=self.seed,
         )

@@ -18,7 +18,9 @@ def run_dry(job: Job) -> StackRun:
     workload = job.workload.micro_batch(plan)
     return run_and_record(
         job,
-        lambda: memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host)),
+        lambda: memory_figures(
+            dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host, config=job.stack.training())
+        ),
     )
 
 

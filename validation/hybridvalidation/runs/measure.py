@@ -82,13 +82,23 @@ def run_measured(job: Job) -> StackRun:
     return run_and_record(
         job,
         lambda: measure_on_cuda(
-            job.model.resolve(), job.stack.plan(), job.card.resolve(), job.workload, embedded_corpus()
+            job.model.resolve(),
+            job.stack.plan(),
+            job.card.resolve(),
+            job.workload,
+            embedded_corpus(),
+            job.stack.training(),
         ),
     )
 
 
 def measure_on_cuda(
-    model: ModelConfig, plan: MemoryPlan, card: Card, workload: BatchWorkload, corpus: Corpus
+    model: ModelConfig,
+    plan: MemoryPlan,
+    card: Card,
+    workload: BatchWorkload,
+    corpus: Corpus,
+    config: TrainerConfig,
 ) -> MeasuredFigures:
     """Train a few steps and read the allocator.
 
@@ -104,7 +114,7 @@ def measure_on_cuda(
     sampler = BatchSampler(corpus.train, micro_batch_size=micro_batch_size, seq_len=workload.seq_len, seed=0)
     transfer = open_transfer(device, disk_folder=Path(tempfile.gettempdir()))
     try:
-        trainer = Trainer(model, plan, TrainerConfig(), transfer)
+        trainer = Trainer(model, plan, config, transfer)
         steps = [
             run_step(trainer, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)], device)
             for step in range(_WARMUP_STEPS + _COUNTED_STEPS)

@@ -2,16 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
+from hybridtrain.config.decode import Unions
 from hybridtrain.config.rules import below_least
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
 from hybridtrain.hybrid.watch import LossWatch
-from hybridtrain.optim import AdamWConfig, Optimizer
+from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
+from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
+
+TRAIN_UNIONS: Final[Unions] = {
+    Optimization: OPTIMIZATIONS,
+    Optimizer: {**OPTIMIZERS, "": AdamWConfig},
+}
+"""What a training file names by ``kind``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
