@@ -9,10 +9,10 @@ from torch import Tensor
 from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 
 _SCHEMA = 4
@@ -34,7 +34,9 @@ def save_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None 
         "schema": _SCHEMA,
         "run": _run_digest(trainer, hybrid),
         "hybrid": None if hybrid is None else hybrid.state_dict(),
-        "history_is_fresh": all(state.history_is_fresh for _, states in trainer.states.items() for state in states),
+        "history_is_fresh": all(
+            slot.is_fresh for _, states in trainer.states.items() for state in states for slot in state.extra
+        ),
         "steps_done": trainer.steps_done,
         "born_after": trainer.states.born_after,
         "tensors": tensors,
@@ -80,11 +82,7 @@ def load_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None 
     trainer.states.born_after = int(content["born_after"])
     norm = tensors.get(_NORM)
     trainer.previous_norm = None if norm is None else norm.to(trainer.transfer.device)
-    for state in (state for _, states in trainer.states.items() for state in states):
-        state.is_fresh = not steps_done
-        state.history_is_fresh = history_is_fresh
-        if not steps_done:
-            state.moments = state.history = ()
+    trainer.states.loaded(is_fresh=not steps_done, extra_is_fresh=history_is_fresh)
     if hybrid is not None:
         hybrid.load_state_dict(hybrid_state)
 
@@ -98,8 +96,9 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             named: dict[str, Stored | None] = {f"weight{part}": stored for part, stored in enumerate(weight)}
             named["companion"] = state.companion
             if with_moments:
-                named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
-                named |= {f"history{number}": tensor for number, tensor in enumerate(state.history)}
+                for kind, slots in (("state", state.slots), ("extra", state.extra)):
+                    tensors = (tensor for slot in slots for tensor in slot.tensors)
+                    named |= {f"{kind}{number}": tensor for number, tensor in enumerate(tensors)}
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 

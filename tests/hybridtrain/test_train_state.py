@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from numerics import assert_bitwise
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 
@@ -28,9 +27,9 @@ CONFIG = TrainerConfig(optimizer=AdamWConfig(lr=1e-2), schedule=LrSchedule(warmu
 STACKS: dict[str, list[Optimization]] = {
     "fp32": [],
     "master": [MixedPrecision()],
-    "split16": [MixedPrecision(master="split16"), GradAccumulation(steps=2)],
+    "split16": [MixedPrecision(master="split16"), GradAccumulation(grad_accum_steps=2)],
     "absent": [MixedPrecision(master="absent")],
-    "int8": [Int8Optimizer(), GradientCheckpointing(interval=1)],
+    "int8": [Int8Optimizer(), GradientCheckpointing(recompute_every=1)],
     "absent-int8": [MixedPrecision(master="absent"), Int8Optimizer()],
 }
 NUM_STEPS = 5

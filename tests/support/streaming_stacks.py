@@ -29,7 +29,7 @@ def streamed(slots: int, ahead: int, resident: int = 0, tier: Tier = "host") -> 
 
 def recompute(interval: int, keep_last: int = 0) -> GradientCheckpointing:
     """Return checkpointing."""
-    return GradientCheckpointing(interval=interval, keep_last=keep_last)
+    return GradientCheckpointing(recompute_every=interval, kept_blocks=keep_last)
 
 
 def streaming_alone(*settings: int | Tier) -> Stack:
@@ -156,4 +156,4 @@ STREAMING_STACKS = WEIGHTS | RECOMPUTED_WEIGHTS | STATE | BOUNDARIES | FUSED | T
 
 def build(stack: str, accum_steps: int) -> list[Optimization]:
     """Return a stack by name for a number of micro-batches."""
-    return STREAMING_STACKS[stack](lambda **settings: GradAccumulation(steps=accum_steps, **settings))
+    return STREAMING_STACKS[stack](lambda **settings: GradAccumulation(grad_accum_steps=accum_steps, **settings))

@@ -16,10 +16,10 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations import OptimizerOffload, WeightStreaming
+from hybridtrain.optimizations import OPTIMIZATIONS, OptimizerOffload, WeightStreaming
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import GIB, MIB
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.card_session import session as cuda_session
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker
@@ -373,7 +373,7 @@ class TestPlan:
         assert (found.fault, found.micro_batch_size, found.accum_steps) == ("", 2, 1)
         assert found.predicted.fits
         assert len(found.predicted.step_allocated_bytes) == 2
-        assert decode(PlannedPart, json.loads(to_json(found)), source="", unions=cuda_worker.UNIONS) == found
+        assert decode(PlannedPart, json.loads(to_json(found)), source="", unions={Optimization: OPTIMIZATIONS}) == found
         away = Stack(name="away", says="", optimizations=(OptimizerOffload(), WeightStreaming()))
         crowded = Host(memory_gib=4 + 1e-6, reserved_gib=4)
         assert "of host memory" in plan_part(replace(job, part=part(stack=away), host=crowded)).fault

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybridvalidation.runs.worker import run_job
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -22,6 +21,7 @@ from hybridvalidation import scenario_files
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import runner
 from hybridvalidation.scenario_files import ScenarioFiles
+from inline_child import InlineChild
 
 MIB = 2**20
 SHAPE = """\
@@ -84,14 +84,14 @@ master = "absent"
 
 [[optimizations]]
 kind = "gradient_checkpointing"
-interval = 1
+recompute_every = 1
 
 [[optimizations]]
 kind = "int8_optimizer"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 accumulator = "bfloat16"
 """,
 }
@@ -368,8 +368,8 @@ def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> Non
     assert f"Example: hybridtrain {verb}" in command.out
 
 
-def test_help_and_version_need_no_torch() -> None:
-    asked = ["--help", "--version", *(f"{verb} --help" for verb in VERBS)]
+def test_help_version_and_names_need_no_torch() -> None:
+    asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
     program = f"""\
 import sys
 from hybridvalidation.cli.main import main
@@ -775,7 +775,7 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 
 
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "run_in_process", run_job)  # the same jobs, without two seconds of torch's import each
+    monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
     assert command("validate", "mine") == 0
     for words in ("A tiny model: 25.9k parameters on Tiny card", "top-1 kept %", "small", "holds", "4 runs made"):
         assert words in command.out
@@ -833,6 +833,13 @@ def test_list_shows_every_name_that_may_be_used(command: Command) -> None:
     assert command("list") == 0
     lines = [line.strip() for line in command.out.splitlines()]
     assert all(name in lines for names in found.values() for name in names)
+
+
+def test_the_shell_completes_names(command: Command) -> None:
+    assert command("__complete", "dry-run", "--stack", "") == 0
+    assert command.out.split()[-2:] == ["lean", "vanilla"]
+    assert command("__complete", "dry-run", "--card", "rtx") == 0
+    assert set(card_catalogue()) <= set(command.out.split())
 
 
 def test_list_tells_one_kind_of_names(command: Command) -> None:

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.models.model_config import model_preset
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card

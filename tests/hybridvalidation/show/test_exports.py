@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
@@ -22,7 +23,7 @@ CLASSES = {item.value for item in TensorClass}
 @pytest.fixture(scope="module")
 def run() -> DryRun:
     workload = Workload(micro_batch_size=2, seq_len=16)
-    plan = compose([GradAccumulation(steps=2)])
+    plan = compose([GradAccumulation(grad_accum_steps=2)])
     return dry_run(GPT2_UNTIED, plan, find_card("rtx-3090"), workload, record_history=True)
 
 

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.model_config import ModelConfig, model_preset
+from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.units import MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted

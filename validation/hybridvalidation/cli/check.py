@@ -1,13 +1,24 @@
 """Verbs that compare and tell: baselines, kernels, tables, names, this machine."""
 
-from typing import Literal
+from typing import Literal, get_args
 
-from hybridvalidation.cli.verb import COMMON, RECORDED, Amount, Answer, Common, Flag, Names, Recorded, names_of
+from hybridvalidation.cli.verb import (
+    COMMON,
+    RECORDED,
+    Amount,
+    Answer,
+    Common,
+    Flag,
+    Kind,
+    Names,
+    Recorded,
+    ScenarioName,
+    known_names,
+    names_of,
+)
 
-Kind = Literal["scenarios", "stacks", "optimizations", "models", "cards", "targets"]
 
-
-def gate(*scenarios: str, accept: Flag = False, common: Recorded = RECORDED) -> Answer:
+def gate(*scenarios: ScenarioName, accept: Flag = False, common: Recorded = RECORDED) -> Answer:
     """Compare dry runs, or compiled kernels, with baselines.
 
     Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
@@ -90,7 +101,7 @@ def _bench_attention(common: Recorded) -> Answer:
     )
 
 
-def report(*scenarios: str, common: Recorded = RECORDED) -> Answer:
+def report(*scenarios: ScenarioName, common: Recorded = RECORDED) -> Answer:
     """Rebuild tables and plots from committed records, nothing is run.
 
     Example: hybridtrain report 1b-16gb
@@ -107,7 +118,7 @@ def report(*scenarios: str, common: Recorded = RECORDED) -> Answer:
     )
 
 
-def records(*scenarios: str, prune: Flag = False, common: Recorded = RECORDED) -> Answer:
+def records(*scenarios: ScenarioName, prune: Flag = False, common: Recorded = RECORDED) -> Answer:
     """Say which records do not hold for the program as it is.
 
     Exit code 1 when there are some.
@@ -139,24 +150,11 @@ def list_names(kind: Kind | None = None, /, *, common: Common = COMMON) -> Answe
     Args:
         kind: One kind of names; default: all.
     """
-    from hybridtrain.models.model_config import PRESETS
-    from hybridtrain.optimizations import OPTIMIZATIONS
-    from hybridtrain.virtual_gpu.card import card_catalogue
-    from hybridvalidation.scenario_files import scenario_folder
-
-    files = scenario_folder(common.scenarios)
-    names: dict[Kind, list[str]] = {
-        "scenarios": files.scenario_names(),
-        "stacks": files.stack_names(),
-        "optimizations": sorted(OPTIMIZATIONS),
-        "models": list(PRESETS),
-        "cards": list(card_catalogue()),
-        "targets": list(files.targets()),
-    }
+    names = {each: known_names(each, common.scenarios) for each in (get_args(Kind) if kind is None else (kind,))}
     if kind is not None:
-        return Answer(text="\n".join(names[kind]), content={kind: names[kind]})
-    text = "\n".join(f"{title}:\n  " + "\n  ".join(values) for title, values in names.items())
-    return Answer(text=text, content=dict(names.items()))
+        return Answer(text="\n".join(names[kind]), content=names)
+    text = "\n".join(f"{title}:\n  " + "\n  ".join(found) for title, found in names.items())
+    return Answer(text=text, content=names)
 
 
 def doctor(*, common: Common = COMMON) -> Answer:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from hybridvalidation.cli.verb import COMMON, Answer, Common, Count, Flag
+from hybridvalidation.cli.verb import COMMON, Answer, CardName, Common, Count, Flag, ModelName, ScenarioName, StackName
 
 
 def dry_run(
     *,
-    model: str,
-    stack: str,
-    card: str,
+    model: ModelName,
+    stack: StackName,
+    card: CardName,
     micro_batch: Count,
     seq: Count,
     accum: Count | None = None,
@@ -51,12 +51,12 @@ def dry_run(
 
 def recommend(
     *,
-    model: str | None = None,
-    card: str | None = None,
+    model: ModelName | None = None,
+    card: CardName | None = None,
     host_memory: str = "64GiB",
     seq: Count = 2048,
     tokens_per_step: Count = 131072,
-    scenario: str | None = None,
+    scenario: ScenarioName | None = None,
     write: Path | None = None,
     common: Common = COMMON,
 ) -> Answer:

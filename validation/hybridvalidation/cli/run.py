@@ -6,11 +6,31 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from hybridvalidation.cli.verb import COMMON, RECORDED, Amount, Answer, Common, Count, Flag, Names, Recorded, names_of
+from hybridvalidation.cli.verb import (
+    COMMON,
+    RECORDED,
+    Amount,
+    Answer,
+    Common,
+    Count,
+    Flag,
+    ModelName,
+    Names,
+    Recorded,
+    ScenarioName,
+    StackName,
+    names_of,
+)
 
 
 def validate(
-    scenario: str, /, *, fresh: Flag = False, record: Flag = False, out: Path | None = None, common: Recorded = RECORDED
+    scenario: ScenarioName,
+    /,
+    *,
+    fresh: Flag = False,
+    record: Flag = False,
+    out: Path | None = None,
+    common: Recorded = RECORDED,
 ) -> Answer:
     """Run a scenario under all its stacks and judge its targets; what has a valid record is not run again.
 
@@ -55,8 +75,8 @@ def validate(
 
 def execute(
     *,
-    model: str,
-    stack: str,
+    model: ModelName,
+    stack: StackName,
     micro_batch: Count,
     seq: Count,
     steps: Count,
@@ -86,11 +106,11 @@ def execute(
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
     """
     from hybridtrain.config.encode import encode
-    from hybridtrain.data.open_corpus import open_corpus
-    from hybridtrain.dry_run import Workload
+    from hybridtrain.data.corpus import open_corpus
+    from hybridtrain.models.model_config import Workload
     from hybridtrain.units import GIB
     from hybridvalidation.records.executed import append_executed, read_executed
-    from hybridvalidation.runs.dry_run_report import read_model, with_accumulation
+    from hybridvalidation.runs.dry_run_report import read_model
     from hybridvalidation.runs.execute import ExecuteSpec
     from hybridvalidation.runs.execute import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
@@ -101,7 +121,7 @@ def execute(
     chosen = scenario_folder(common.scenarios).stack(stack)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
-        shape=shape, stack=chosen.name, plan=with_accumulation(chosen.plan(), accum),
+        shape=shape, stack=chosen.name, plan=chosen.plan(accum),
         workload=Workload(micro_batch_size=micro_batch, seq_len=seq), num_steps=steps,
         lr=lr, disk_folder=disk, host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
         runs_cycle=cycle,
@@ -230,7 +250,7 @@ def train(
     """
     from hybridtrain.config.decode import load_toml
     from hybridtrain.config.encode import encode
-    from hybridtrain.data.open_corpus import open_corpus
+    from hybridtrain.data.corpus import open_corpus
     from hybridtrain.optimizations import OPTIMIZATIONS
     from hybridtrain.plan.compose import Optimization
     from hybridtrain.units import GB, GIB

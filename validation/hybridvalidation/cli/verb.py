@@ -3,10 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
@@ -73,6 +73,29 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return [path.as_posix() for path in paths]
 
 
+Kind = Literal["scenarios", "stacks", "optimizations", "models", "cards", "targets"]
+
+
+def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
+    """Return every name of a kind that arguments and files may use; ``folder``: of scenario files. Without torch."""
+    from hybridtrain.models.model_config import PRESETS
+    from hybridtrain.optimizations import OPTIMIZATIONS
+    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridvalidation.scenario_files import scenario_folder
+
+    if kind in {"optimizations", "models", "cards"}:
+        catalogue = {"optimizations": sorted(OPTIMIZATIONS), "models": PRESETS, "cards": card_catalogue()}[kind]
+        return list(catalogue)
+    files = scenario_folder(folder)
+    if kind == "targets":
+        return list(files.targets())
+    return files.scenario_names() if kind == "scenarios" else files.stack_names()
+
+
+def _completer(kind: Kind) -> Callable[[object], list[str]]:
+    return lambda _context: known_names(kind)
+
+
 def _whole(_type: object, tokens: Sequence[Token]) -> int:
     text = tokens[0].value
     try:
@@ -105,3 +128,8 @@ Amount = Annotated[float, Parameter(converter=_finite, n_tokens=1)]
 """A finite number above 0."""
 Names = Annotated[tuple[str, ...], Parameter(converter=_parts, n_tokens=1, show_default=False)]
 """Names with commas between them."""
+ModelName = Annotated[str, Parameter(completer=_completer("models"))]
+StackName = Annotated[str, Parameter(completer=_completer("stacks"))]
+CardName = Annotated[str, Parameter(completer=_completer("cards"))]
+ScenarioName = Annotated[str, Parameter(completer=_completer("scenarios"))]
+"""Names that the shell completes; a .toml file may stand for each."""

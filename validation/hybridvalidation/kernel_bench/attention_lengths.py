@@ -14,15 +14,14 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from hybridtrain.models.attention import ATTENTION
+from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.ledger_trace import find_peak
+from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric

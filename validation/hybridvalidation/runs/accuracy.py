@@ -11,15 +11,13 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.corpus import Corpus, embedded_corpus
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Schedule
-from hybridtrain.plan.memory_plan import Cell, MemoryPlan
+from hybridtrain.plan.memory_plan import Cell, MemoryPlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
 from hybridvalidation.runs.job import Job, run_and_record
 from hybridvalidation.scenario import AccuracySpec

@@ -7,12 +7,11 @@ from datetime import UTC, datetime
 
 import torch
 
-from hybridtrain.config.encode import digest, encode
+from hybridtrain.config.encode import digest
 from hybridtrain.errors import DivergenceError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Attention
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
@@ -87,26 +86,18 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:
     """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
-    flat = _flat(plan.for_phase(Phase.FULL))
-    others = {
-        f"{phase}.{path}": value
-        for phase in Phase
-        for path, value in _flat(plan.for_phase(phase)).items()
-        if value != flat[path]
+    full = plan.for_phase(Phase.FULL)
+    values = full.values()
+    kept = {
+        path: str(value)
+        for path, value in values.items()
+        if not (SETTINGS[path].is_young and value == SETTINGS[path].default)
     }
-    if flat["attention"] == Attention.FLASH:  # what every plan had before there was a choice
-        del flat["attention"]
-    if not plan.for_phase(Phase.FULL).history_tensors:
-        del flat["history_codec"], flat["history_tensors"]
-        return flat
-    return flat | others
-
-
-def _flat(plan: PhasePlan) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in encode(plan).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
-        else:
-            flat[name] = str(value)
-    return flat
+    if not full.history_tensors:
+        return kept
+    return kept | {
+        f"{phase}.{path}": str(value)
+        for phase in Phase
+        for path, value in plan.for_phase(phase).values().items()
+        if value != values[path]
+    }

@@ -6,11 +6,11 @@ from hashlib import sha256
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.slow_average import SlowMomentum
+from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.scenario import name_faults

@@ -3,10 +3,9 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +15,19 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.engine.slow_momentum import LARGEST_RATIO, SlowStep, move
+from hybridtrain.dry_run import dry_run
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
-from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
 from hybridtrain.errors import DivergenceError
-from hybridtrain.memory.history_codec import read_history
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.model_config import Workload
+from hybridtrain.optim import AdamWConfig, AdEMAMix
+from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
-from hybridtrain.phases.slow_gradient import SlowGradient
-from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer
@@ -102,9 +102,11 @@ class _Trial:
         self._study, self._run, self._corpus = study, run, corpus
         method = study.method(run.method)
         lr = run.lr * (1.0 if method is None else method.lr_factor)
-        optimizer = replace(
-            study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2, slow=None if method is None else method.slow
-        )
+        optimizer = replace(study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2)
+        if method is not None and method.slow is not None:
+            optimizer = AdEMAMix(
+                **{field.name: getattr(optimizer, field.name) for field in fields(AdamWConfig)}, slow=method.slow
+            )
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=optimizer, schedule=schedule, seed=run.seed)
         self._plan = plan_of(method)
@@ -177,10 +179,8 @@ def plan_of(method: StudyMethod | None) -> MemoryPlan:
     """Return the plan of a method: everything in float32 on the device, with what its predictor remembers."""
     if method is None or (method.slow is None and method.hybrid is None):
         return compose([])
-    predictor: Literal["slow_gradient", "linear", "drift"] = "slow_gradient"
-    if method.hybrid is not None and method.hybrid.predictor in {"linear", "drift"}:
-        predictor = "linear" if method.hybrid.predictor == "linear" else "drift"
-    return compose([PredictorState(predictor=predictor)])
+    is_linear = method.hybrid is not None and method.hybrid.predictor == "linear"
+    return compose([PredictorState(predictor="linear" if is_linear else "slow_gradient")])
 
 
 def _halves(study: StudyFile, corpus: Corpus) -> tuple[list[TokenBatch], list[TokenBatch]]:
@@ -208,22 +208,22 @@ class RandomDirection(SlowGradient):
         """Move all weights by Gaussian noise of the predicted move's norm."""
         trainer = self._trainer
         optimizer = trainer.config.optimizer
-        correction = 1 - optimizer.beta2 ** (trainer.steps_done - trainer.states.born_after)
+        correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
         step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
 
-        def work(swept: SweptSlice) -> None:
+        def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"
-            slow_P = read_history(swept.history[0], swept.value_P.numel())
+            value_P, slow_P = swept.weight.value, swept.extra[0].load()
             moved_P = move(
                 slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps,
                 largest_ratio=LARGEST_RATIO,
             )  # fmt: skip
             noise_P = _random_like(moved_P)
-            step.count(swept.value_P, noise_P)
-            swept.value_P.add_(noise_P)
+            step.count(value_P, noise_P)
+            value_P.add_(noise_P)
 
-        seed = trainer.predict_key(trainer.steps_done)
-        trainer.sweep.run(work, SweepSettings(reads_moments=True, seed=seed), rollback)
+        seed = trainer.border_key(trainer.steps_done)
+        visit_with(rollback, trainer, work, PassSettings(reads_second_moment=True, seed=seed))
         return self._made(step, lr)
 
 

@@ -1,0 +1,44 @@
+"""One optimizer step in words: what it is given, what it may do, what it did."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtrain.optim.optimizer import StepHook
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Nats per token, mean over the step's micro-batches; NaN in a dry run."""
+    lr: float
+    grad_norm: float | None
+    """Global L2 norm before clipping; None when clipping is off."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Values beyond which a guarded step is refused before it is applied."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """Settings of one optimizer step."""
+
+    number: int
+    """Counted from 1."""
+    lr: float
+    seed: int
+    """Keys stochastic rounding."""
+    factor: Tensor | None
+    """Of the gradients, a scalar of the device; None: 1."""
+    hook: StepHook | None = None
+    """What is done to every slice right after its update."""
