@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.errors import unknown_name
@@ -18,6 +18,9 @@ ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
+
+if TYPE_CHECKING:
+    pass
 
 
 def name_faults(name: str) -> list[str]:
@@ -207,10 +210,16 @@ class Stack:
 
     name: str
     says: str
+    optimizer: str = "adamw"
+    """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  needs torch, which names and help do without
+
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:
             raise ValueError("\n".join(faults))
         self.plan()

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 
@@ -25,7 +25,7 @@ from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import Workload
-from hybridtrain.optim import AdamWConfig, AdEMAMix
+from hybridtrain.optim.ademamix import AdEMAMix
 from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
@@ -102,11 +102,9 @@ class _Trial:
         self._study, self._run, self._corpus = study, run, corpus
         method = study.method(run.method)
         lr = run.lr * (1.0 if method is None else method.lr_factor)
-        optimizer = replace(study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2)
-        if method is not None and method.slow is not None:
-            optimizer = AdEMAMix(
-                **{field.name: getattr(optimizer, field.name) for field in fields(AdamWConfig)}, slow=method.slow
-            )
+        adamw = replace(study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2)
+        slow = None if method is None else method.slow
+        optimizer = adamw if slow is None else AdEMAMix.beside(adamw, slow)
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=optimizer, schedule=schedule, seed=run.seed)
         self._plan = plan_of(method)
