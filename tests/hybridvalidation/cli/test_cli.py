@@ -783,13 +783,13 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
-    found = command.json("validate", "mine", "--out", "results")
+    found = command.json("validate", "mine", "--out", "own")
     assert set(found) == {"scenario", "records", "verdicts", "num_cached", "files"}
     assert (found["scenario"], found["num_cached"], len(found["records"])) == ("mine", 0, 4)
     assert [verdict["status"] for verdict in found["verdicts"]] == ["holds"]
     assert all(Path(file).is_file() for file in found["files"])
-    assert command.json("report") == {"files": found["files"]}
-    assert command("validate", "mine") == 0
+    assert command.json("report", "--results", "own") == {"files": found["files"]}
+    assert command("validate", "mine", "--out", "own") == 0
     assert "0 runs made, 4 read from records." in command.out
     assert command("validate", "mine", "--fresh") == 0
     for words in ("A tiny model: 25.9k parameters on Tiny card", "top-1 kept %", "small", "holds", "4 runs made"):
