@@ -32,7 +32,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run
-from hybridvalidation.runs.trace_difference import first_difference
+from hybridvalidation.runs.execute import first_difference
 from hybridvalidation.show.pages.executed import executed_table, write_executed
 from hybridvalidation.show.tables import TERMINAL
 from tiny_models import GPT2_UNTIED, random_steps
