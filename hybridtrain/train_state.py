@@ -34,7 +34,9 @@ def save_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None 
         "schema": _SCHEMA,
         "run": _run_digest(trainer, hybrid),
         "hybrid": None if hybrid is None else hybrid.state_dict(),
-        "history_is_fresh": all(state.history_is_fresh for _, states in trainer.states.items() for state in states),
+        "history_is_fresh": all(
+            slot.is_fresh for _, states in trainer.states.items() for state in states for slot in state.extra
+        ),
         "steps_done": trainer.steps_done,
         "born_after": trainer.states.born_after,
         "tensors": tensors,
@@ -81,10 +83,13 @@ def load_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None 
     norm = tensors.get(_NORM)
     trainer.previous_norm = None if norm is None else norm.to(trainer.transfer.device)
     for state in (state for _, states in trainer.states.items() for state in states):
-        state.is_fresh = not steps_done
-        state.history_is_fresh = history_is_fresh
+        for slot in state.slots:
+            slot.is_fresh = not steps_done
+        for slot in state.extra:
+            slot.is_fresh = history_is_fresh
         if not steps_done:
-            state.moments = state.history = ()
+            for slot in (*state.slots, *state.extra):
+                slot.tensors = ()
     if hybrid is not None:
         hybrid.load_state_dict(hybrid_state)
 
@@ -98,8 +103,8 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             named: dict[str, Stored | None] = {f"weight{part}": stored for part, stored in enumerate(weight)}
             named["companion"] = state.companion
             if with_moments:
-                named |= {f"moment{number}": moment for number, moment in enumerate(state.moments)}
-                named |= {f"history{number}": tensor for number, tensor in enumerate(state.history)}
+                named |= {f"moment{number}": moment for number, moment in enumerate(t for s in state.slots for t in s.tensors)}
+                named |= {f"history{number}": tensor for number, tensor in enumerate(t for s in state.extra for t in s.tensors)}
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 

@@ -1,8 +1,8 @@
 """The reference trainer: one model, one plan, one step after the other, on any device. B batch, T sequence."""
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +10,15 @@ from torch import Tensor, nn
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
+from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.slow_momentum import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.engine.step_visit import DeviceBatch
-from hybridtrain.engine.sweep import Sweep
-from hybridtrain.engine.swept_slice import SweepSettings
-from hybridtrain.engine.update import Update
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import StoredWeight
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.memory.formats import StoredWeight
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
@@ -31,6 +27,7 @@ from hybridtrain.models import build_model
 from hybridtrain.models.block_model import Unit
 from hybridtrain.models.initialize import fill_initial
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim.optimizer import Role, StepHook
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.placement import Placement
@@ -38,7 +35,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
-_DROPOUT_STREAM, _UPDATE_STREAM, _PREDICT_STREAM = 0, 1, 2
+_DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
 class Trainer:
@@ -60,7 +57,8 @@ class Trainer:
         transfer: Transfer,
         observer: MemoryObserver | None = None,
     ) -> None:
-        check_history(plan.for_phase(Phase.FULL), config.optimizer.slow is not None, "optimizer.slow")
+        has_hook = config.optimizer.step_hook(1, config.schedule.total_steps) is not None
+        check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
         self.config = config
         self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
@@ -69,11 +67,11 @@ class Trainer:
         self.steps_done = 0
         self.transfer = transfer
         self._observer = observer or NullObserver()
-        self._slow: SlowStep | None = None
+        self._hook: StepHook | None = None
         self._limits: StepLimits | None = None
         self.previous_norm: Tensor | None = None
         """Of the last step's gradients, where updates are clipped by it."""
-        copies = CopyEngine(transfer, self._observer)
+        self.copies = CopyEngine(transfer, self._observer)
         packed = packed_blocks(self.plan, model_config.num_blocks)
 
         def block_scope(block: int) -> AbstractContextManager[None]:
@@ -82,7 +80,7 @@ class Trainer:
         compute_dtype = to_torch_dtype(self.plan.compute_dtype)
         with self._observer.region(Stage.BUILD, ""):
             self.model = build_model(model_config, compute_dtype, transfer.device, block_scope)
-        self._engine = PlanEngine(self.model, plan, config.optimizer, copies, self._observer)
+        self._engine = PlanEngine(self.model, plan, config.optimizer, self.copies, self._observer)
         self._initialize(self._engine.units)
 
     @property
@@ -101,13 +99,9 @@ class Trainer:
         return self._engine.executor
 
     @property
-    def sweep(self) -> Sweep:
-        """Passes over weights and state outside of updates."""
-        return self._engine.sweep
-
-    @property
-    def _update(self) -> Update:
-        return self._engine.update
+    def parameters(self) -> ParameterPass:
+        """Passes over weights and state: updates, and what an extension does besides."""
+        return self._engine.parameters
 
     @torch.no_grad()
     def _initialize(self, units: Sequence[Unit]) -> None:
@@ -132,7 +126,8 @@ class Trainer:
                 initial = torch.empty(parameter.shape, dtype=torch.float32, device=self.transfer.device)
             generator = self.transfer.generator(random_key(self.config.seed, index))
             fill_initial(name, initial, self.model.config, generator)
-            self.states.initialize(unit, parameter, initial, weight)
+            role = Role(tuple(parameter.shape), in_block=unit.startswith("block."))
+            self.states.initialize(unit, parameter, initial, weight, self.config.optimizer.state(role))
 
     def enter_phase(self, phase: Phase) -> None:
         """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
@@ -142,14 +137,15 @@ class Trainer:
         if phase is self.phase:
             return
         with self._observer.region(Stage.UPDATE, ""):
-            self._engine.enter(phase, step=self.steps_done, key=self.predict_key(self.steps_done))
+            self._engine.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
         self.phase = phase
 
-    def give_back(self, rollback: RollbackCopy) -> None:
-        """Let weights be what ``rollback`` holds, which PREDICT took; the phase stays."""
-        key = self.predict_key(self.steps_done)
-        before = self._engine.store_as(Phase.PREDICT, key=key)
-        self.sweep.run(None, SweepSettings(uses_history=False), rollback)
+    @contextmanager
+    def stored_as(self, phase: Phase) -> Iterator[None]:
+        """Store weights as another phase does for a while; the phase stays."""
+        key = self.border_key(self.steps_done)
+        before = self._engine.store_as(phase, key=key)
+        yield
         self._engine.store_as(before, key=key)
 
     def lr_at(self, step: int) -> float:
@@ -160,7 +156,7 @@ class Trainer:
         self,
         batches: Sequence[TokenBatch],
         *,
-        slow: SlowStep | None = None,
+        hook: StepHook | None = None,
         limits: StepLimits | None = None,
         lr_factor: float = 1.0,
     ) -> StepResult:
@@ -168,7 +164,7 @@ class Trainer:
 
         Args:
             batches: One per accumulation step.
-            slow: What happens to the slow average; None: what ``optimizer.slow`` says.
+            hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
             limits: Loss and gradient norm beyond which the step is refused.
             lr_factor: Of the scheduled learning rate.
 
@@ -182,8 +178,9 @@ class Trainer:
         number = self.steps_done + 1
         lr = self.lr_at(number) * lr_factor
         device_batches = self._upload(batches)
-        self._slow, self._limits = self._slow_step(number) if slow is None else slow, limits
-        self.sweep.last = None  # what a border rounds from now on is not a sweep's
+        self._limits = limits
+        self._hook = self.config.optimizer.step_hook(number, self.config.schedule.total_steps) if hook is None else hook
+        self.parameters.last = None  # what a border rounds from now on is not a visit's
         run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         self.steps_done = number
@@ -206,22 +203,15 @@ class Trainer:
                 for batch in batches
             ]
 
-    def _slow_step(self, number: int) -> SlowStep | None:
-        """Return what AdEMAMix does in a step; None without it."""
-        slow, total = self.config.optimizer.slow, self.config.schedule.total_steps
-        if slow is None:
-            return None
-        return SlowStep(slow.beta_at(number, total, self.config.optimizer.beta1), slow.alpha_at(number, total))
-
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Gather all gradients, then update."""
         losses = self.executor.forward_backward(batches, seed=self._dropout_key(number))
         batches.clear()
         grads = self.executor.grads
-        norm = self._update.norm(grads) if self.config.optimizer.max_grad_norm else None
-        factor = None if norm is None else self._update.clip_factor(norm)
+        norm = self.parameters.norm(grads) if self.config.optimizer.max_grad_norm else None
+        factor = None if norm is None else self.parameters.clip_factor(norm)
         loss, grad_norm = self._checked(number, losses, norm)
-        self._update.apply(grads, self._settings(number, lr, factor))
+        self.parameters.update(grads, self._settings(number, lr, factor))
         return loss, grad_norm
 
     def _fused_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
@@ -229,19 +219,19 @@ class Trainer:
         factor, optimizer = None, self.config.optimizer
         if optimizer.max_grad_norm:
             norm = self.previous_norm if optimizer.clip == "previous" else None
-            factor = self._update.clip_factor(self._norm_alone(batches, number) if norm is None else norm)
+            factor = self.parameters.clip_factor(self._norm_alone(batches, number) if norm is None else norm)
         settings = self._settings(number, lr, factor)
         grads = self.executor.grads
         losses = self.executor.forward_backward(
             batches,
             seed=self._dropout_key(number),
-            on_block_done=lambda unit: self._update.apply(grads, settings, [unit]),
+            on_block_done=lambda unit: self.parameters.update(grads, settings, [unit]),
         )
         batches.clear()
-        norm = self._update.norm(grads) if optimizer.max_grad_norm else None
+        norm = self.parameters.norm(grads) if optimizer.max_grad_norm else None
         loss, grad_norm = self._checked(number, losses, norm, is_applied=True)
         self.previous_norm = norm
-        self._update.apply(grads, settings, [unit for unit in self._update.units if not self._is_block(unit)])
+        self.parameters.update(grads, settings, [unit for unit in self.parameters.units if not self._is_block(unit)])
         return loss, grad_norm
 
     def _norm_alone(self, batches: list[DeviceBatch], number: int) -> Tensor:
@@ -250,17 +240,17 @@ class Trainer:
         losses = self.executor.forward_backward(
             batches, seed=self._dropout_key(number), on_block_done=lambda unit: grads.discard(unit.name)
         )
-        norm = self._update.norm(grads)
+        norm = self.parameters.norm(grads)
         self._checked(number, losses, norm)
         grads.drop()
         return norm
 
     def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
-        return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._slow)
+        return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._hook)
 
-    def predict_key(self, number: int) -> int:
-        """Return the key of stochastic rounding in a jump after step ``number``."""
-        return random_key(self.config.seed, number, _PREDICT_STREAM)
+    def border_key(self, number: int) -> int:
+        """Return the key of stochastic rounding after step ``number`` and before the next one."""
+        return random_key(self.config.seed, number, _BORDER_STREAM)
 
     def _dropout_key(self, number: int) -> int:
         return random_key(self.config.seed, number, _DROPOUT_STREAM)

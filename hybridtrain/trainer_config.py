@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.optim import AdamWConfig, Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """Optimizer, schedule and seed."""
 
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: Optimizer = field(default_factory=AdamWConfig)
     schedule: LrSchedule = field(default_factory=LrSchedule)
     seed: int = 0
     """Of initial weights, dropout and stochastic rounding."""

@@ -1,17 +1,14 @@
 """Everything that realises the plan in force: stores, executor, update, sweep. It changes when another plan comes."""
 
-from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.engine.executor import Executor
-from hybridtrain.engine.sweep import Sweep
-from hybridtrain.engine.swept_slice import SweepSettings
-from hybridtrain.engine.update import Update
+from hybridtrain.engine.parameter_pass import ParameterPass, PassSettings
 from hybridtrain.engine.weight_move import WeightMove
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import MasterCodecs, master_codecs
-from hybridtrain.memory.state_shelter import StateShelter
+from hybridtrain.memory.formats import WeightFormats, weight_formats
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import BlockModel
+from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
@@ -25,7 +22,7 @@ class PlanEngine:
     Args:
         model: Built with ``placeholder_scope`` for the packed blocks of that plan.
         plans: Of all phases.
-        config: Of the optimizer.
+        optimizer: Updates the weights.
         copies: The device, and the way to the other tiers.
         observer: Told what each tensor is for.
 
@@ -34,24 +31,23 @@ class PlanEngine:
     """
 
     def __init__(
-        self, model: BlockModel, plans: MemoryPlan, config: AdamWConfig, copies: CopyEngine, observer: MemoryObserver
+        self, model: BlockModel, plans: MemoryPlan, optimizer: Optimizer, copies: CopyEngine, observer: MemoryObserver
     ) -> None:
         self.plan = plans.for_phase(Phase.FULL)
-        self._codecs = {phase: _codecs(plans.for_phase(phase)) for phase in Phase}
+        self._formats = {phase: _formats(plans.for_phase(phase)) for phase in Phase}
         self._plans = plans
         self._model = model
-        self._config = config
+        self._optimizer = optimizer
         self._copies = copies
         self._observer = observer
         with observer.region(Stage.BUILD, ""):
             self.weights = WeightStore(model, self.plan, copies, observer)
         self.units = model.units()
-        self.states = StateStore(self.plan, self._codecs[Phase.FULL], copies, observer)
-        self._shelter = StateShelter(self.states, copies, observer)
+        self.states = StateStore(self.plan, self._formats[Phase.FULL], copies, observer)
         self._stored_as = Phase.FULL
-        """Phase whose plan says how weights are stored, and where companions are but for the shelter."""
+        """Phase whose plan says how weights are stored, and where companions are unless they were put away."""
         self.executor = Executor(
-            model, self.weights, self.plan, wants_norm=config.max_grad_norm > 0, copies=copies, observer=observer
+            model, self.weights, self.plan, wants_norm=optimizer.max_grad_norm > 0, copies=copies, observer=observer
         )
         self._connect()
 
@@ -67,15 +63,15 @@ class PlanEngine:
         plan = self._plans.for_phase(phase)
         moves = self._must_move(phase)
         if moves:
-            self._shelter.leave_master()
+            self.states.leave_master()
         if phase is Phase.PREDICT:  # first what leaves the device, then what comes
             full = self._plans.for_phase(Phase.FULL)
             if plan.optim_state != full.optim_state or plan.master != full.master:
-                self._shelter.put_away(plan.optim_state, None if moves else plan.master, step=step)
+                self.states.put_away(plan.optim_state, None if moves else plan.master, step=step)
         if moves:
             self.store_as(phase, key=key)
         if phase is not Phase.PREDICT:
-            self._shelter.restore()
+            self.states.restore()
         self.plan = plan
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 
@@ -93,9 +89,9 @@ class PlanEngine:
             old = self.weights
             new = WeightStore(self._model, plan, self._copies, self._observer, is_empty=True)
             move = WeightMove(
-                old, new, self.states, self._codecs[phase], plan.master.placement, self._copies, self._observer
+                old, new, self.states, self._formats[phase], plan.master.placement, self._copies, self._observer
             )
-            last = self.sweep.last or SweepSettings(seed=key)
+            last = self.parameters.last or PassSettings(seed=key)
             move.run(self.units, seed=last.seed, nearest=last.rounds_to_nearest)
             self.weights = new
         self._stored_as = phase
@@ -111,11 +107,10 @@ class PlanEngine:
     def _connect(self) -> None:
         units, on_host = self.units, self.plan.update_on is UpdateDevice.HOST
         self.executor.weights = self.weights
-        self.update = Update(
-            units, self.weights, self.states, self._config, self._copies, self._observer, on_host=on_host
+        self.parameters = ParameterPass(
+            units, self.weights, self.states, self._optimizer, self._copies, self._observer, on_host=on_host
         )
-        self.sweep = Sweep(units, self.weights, self.states, self._copies, self._observer, on_host=on_host)
 
 
-def _codecs(plan: PhasePlan) -> MasterCodecs:
-    return master_codecs(plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales)
+def _formats(plan: PhasePlan) -> WeightFormats:
+    return weight_formats(plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales)

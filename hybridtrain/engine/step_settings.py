@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridtrain.engine.slow_momentum import SlowStep
+from hybridtrain.optim.optimizer import StepHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +18,5 @@ class StepSettings:
     """Keys stochastic rounding."""
     factor: Tensor | None
     """Of the gradients, a scalar of the device; None: 1."""
-    slow: SlowStep | None = None
-    """None: no slow average is kept."""
+    hook: StepHook | None = None
+    """What is done to every slice right after its update."""

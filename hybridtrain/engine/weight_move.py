@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import MasterCodec, MasterCodecs, StoredWeight, weight_part
+from hybridtrain.memory.formats import SLICE_ELEMENTS, StoredWeight, WeightFormat, WeightFormats, weight_part
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_store import Visit, WeightStore
@@ -20,9 +20,6 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
-_SLICE_ELEMENTS = 1 << 23
-"""As in a sweep: weights that come back to 16 bits are rounded by the same random numbers as if they had stayed."""
-
 
 class WeightMove:
     """One passage.
@@ -30,8 +27,8 @@ class WeightMove:
     Args:
         old: Where weights are.
         new: Where they go, empty.
-        states: Of all parameters; companions and codecs become those of the new plan.
-        codecs: Of the new plan.
+        states: Of all parameters; companions and formats become those of the new plan.
+        formats: Of the new plan.
         master: Where companions wait from now on.
         copies: The way to the other tiers.
         observer: Told what new tensors are for.
@@ -42,7 +39,7 @@ class WeightMove:
         old: WeightStore,
         new: WeightStore,
         states: StateStore,
-        codecs: MasterCodecs,
+        formats: WeightFormats,
         master: Placement,
         copies: CopyEngine,
         observer: MemoryObserver,
@@ -50,7 +47,7 @@ class WeightMove:
         self._old = old
         self._new = new
         self._states = states
-        self._codecs = codecs
+        self._formats = formats
         self._master = master
         self._copies = copies
         self._observer = observer
@@ -73,7 +70,7 @@ class WeightMove:
                     self._copies.transfer.seed(random_key(seed, number))
                     self._move_unit(unit)
         self._old.close()
-        self._states.codecs = self._codecs
+        self._states.formats = self._formats
 
     def _move_unit(self, unit: Unit) -> None:
         states = self._states.settled(unit.name)
@@ -83,7 +80,7 @@ class WeightMove:
         )
         targets = self._new.place(unit, keeps=keeps)
         for state, source, target in zip(states, sources, targets, strict=True):
-            old, new = self._states.codecs.of(source), self._codecs.of(target)
+            old, new = self._states.formats.of(source), self._formats.of(target)
             if _are_alike(old, new, source, target):
                 for source_part, target_part in zip(source, () if keeps else target, strict=not keeps):
                     target_part.copy_(source_part)
@@ -107,8 +104,8 @@ class WeightMove:
     def _convert(
         self,
         state: ParameterState,
-        old: MasterCodec,
-        new: MasterCodec,
+        old: WeightFormat,
+        new: WeightFormat,
         source: StoredWeight,
         target: StoredWeight,
         unit: str,
@@ -128,7 +125,7 @@ class WeightMove:
             del companion_P, value_P, created_P
         self._replace(state, kept)
 
-    def _store(self, codec: MasterCodec, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
+    def _store(self, codec: WeightFormat, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
         """Write a value for the first time; return its companion."""
         if codec.companion_dtype is not None or codec.in_place:
             return codec.create(value_P, weight)
@@ -165,7 +162,7 @@ class WeightMove:
         self._copies.wait(self._copies.store(value_P, stored.buffer, offset))
 
 
-def _are_alike(old: MasterCodec, new: MasterCodec, source: StoredWeight, target: StoredWeight) -> bool:
+def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, target: StoredWeight) -> bool:
     """Return whether what is stored stays the same, bit by bit."""
     return (
         type(old) is type(new)
@@ -179,4 +176,5 @@ def _place(stored: Stored) -> Placement:
 
 
 def _parts(count: int) -> Iterator[slice]:
-    yield from (slice(start, min(start + _SLICE_ELEMENTS, count)) for start in range(0, count, _SLICE_ELEMENTS))
+    # As in a pass: weights that come back to 16 bits are rounded by the same random numbers as if they had stayed.
+    yield from (slice(start, min(start + SLICE_ELEMENTS, count)) for start in range(0, count, SLICE_ELEMENTS))

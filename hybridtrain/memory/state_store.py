@@ -1,4 +1,4 @@
-"""Master weights and optimizer moments, one owner for both, on the device or below it."""
+"""What an update needs of a parameter beside weight and gradient: companion, optimizer state and what goes with it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,23 +7,51 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.history_codec import ZERO_CODE, MomentSpec, grouped_specs, part_of
-from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight
+from hybridtrain.memory.formats import DynamicInt8State, PlainState, StateFormat, StoredWeight, TensorSpec, WeightFormats, state_format
+from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.claim import UpdateDevice
+from hybridtrain.plan.memory_plan import Cell, PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
-SMALLEST_INT8_TENSOR = 4096
-"""Elements below which moments stay fp32, as in bitsandbytes: norms and biases are cheap to keep exact."""
-_UNSIGNED_ZERO_CODE = 0
-"""Code of the value zero in the unsigned map, which second moments use."""
+_SQUEEZED_ELEMENTS = 1 << 22
+"""Elements turned into 8-bit codes, or back, at a time: 16 MiB of fp32 a temporary."""
+
+
+@dataclass(slots=True)
+class StateSlot:
+    """One tensor of state of one parameter, in whatever format."""
+
+    spec: StateSpec
+    storage: StateFormat
+    specs: tuple[TensorSpec, ...]
+    placement: Placement
+    tensors: tuple[Stored, ...] = ()
+    """As many as ``specs``. Empty before step 1."""
+    is_fresh: bool = True
+    """Never written: below the device it must be set, not fetched."""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a slice of the parameter has a slice of it."""
+        return self.spec.shape is None
+
+    def pieces(self, part: slice, *, writes: bool = True) -> list[Piece]:
+        """Return what a slice of the parameter needs of it."""
+        return [
+            Piece(tensor, self.storage.part(i, part), writes=writes, fill=spec.zero if self.is_fresh else None)
+            for i, (spec, tensor) in enumerate(zip(self.specs, self.tensors, strict=True))
+        ]
+
+    def slice_of(self, tensors: Sequence[Tensor], num_elements: int) -> StateSlice:
+        """Return what the device, or the host, holds of it for a slice."""
+        return StateSlice(self.storage, tuple(tensors), num_elements)
 
 
 @dataclass(slots=True)
@@ -32,102 +60,90 @@ class ParameterState:
 
     parameter: nn.Parameter
     companion: Stored | None
-    """The master codec's, shape of the parameter."""
-    specs: tuple[MomentSpec, ...]
-    moments: tuple[Stored, ...] = ()
-    """float32 or bfloat16: m, v, shaped like the parameter. int8: m_codes, m_scale, v_codes, v_scale, flat. factored:
-    row and column means of a matrix, v of a vector, float32. Empty before step 1."""
-    is_fresh: bool = True
-    """The moments were never written: below the device they must be set, not fetched."""
+    """The weight format's, shape of the parameter."""
+    slots: tuple[StateSlot, ...]
+    """Of the optimizer."""
+    extra: tuple[StateSlot, ...] = ()
+    """What the plan keeps beside it, for whoever remembers a weight's trajectory."""
     arriving: list[Ticket] = field(default_factory=list)
     """On the way back from another tier; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
     """Where they come from, given back once they are here."""
-    scales: tuple[Tensor, ...] = ()
-    """Of moments that wait as 8-bit codes through a phase: one per group of 256, by moment."""
-    history_specs: tuple[MomentSpec, ...] = ()
-    num_history: int = 0
-    """Tensors of the history; int8 ones consist of codes and scales."""
-    history: tuple[Stored, ...] = ()
-    """What a predictor remembers, flat or shaped like the parameter. Empty before step 1."""
-    history_is_fresh: bool = True
-    """The history was never written: below the device it must be set, not fetched."""
 
     @property
-    def is_int8(self) -> bool:
-        """Whether the moments are 8-bit codes."""
-        return len(self.specs) == 4
+    def exists(self) -> bool:
+        """Whether the first update was done, or is under way."""
+        return any(slot.tensors for slot in (*self.slots, *self.extra))
 
-    @property
-    def has_history_codes(self) -> bool:
-        """Whether the history is stored as 8-bit codes with scales."""
-        return len(self.history_specs) == 2 * self.num_history > 0
-
-
-def history_pieces(state: ParameterState, part: slice, *, writes: bool = True) -> list[Piece]:
-    """Return the pieces of a parameter's history, tensor by tensor."""
-    return [
-        Piece(
-            tensor,
-            part_of(spec.dtype, part, is_grouped=state.has_history_codes),
-            writes=writes,
-            fill=spec.zero if state.history_is_fresh else None,
-        )
-        for spec, tensor in zip(state.history_specs, state.history, strict=True)
-    ]
+    def stored(self) -> list[Stored]:
+        """Return all tensors: of the optimizer, extra ones, the companion."""
+        tensors = [tensor for slot in (*self.slots, *self.extra) for tensor in slot.tensors]
+        return [*tensors, *([] if self.companion is None else [self.companion])]
 
 
 class StateStore:
-    """Owns the state of every parameter; moments are allocated when the first update asks for them.
+    """Owns the state of every parameter; it is allocated when the first update asks for it.
 
     Args:
-        plan: Codecs and placements of master and moments.
-        codecs: How exact weights are kept.
+        plan: Formats and placements of master and optimizer state.
+        formats: How exact weights are kept.
         copies: The way to the other tiers.
         observer: Told what the tensors are for.
     """
 
-    def __init__(self, plan: PhasePlan, codecs: MasterCodecs, copies: CopyEngine, observer: MemoryObserver) -> None:
-        allowed = (Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS, Codec.FACTORED)
-        if plan.optim_state.codec not in allowed:
-            raise ValueError(
-                f"optim_state.codec: {plan.optim_state.codec} cannot hold moments; allowed: {', '.join(allowed)}"
-            )
-        self.codecs = codecs
-        self.codec = plan.optim_state.codec
-        self._moment_placement = Placement.DEVICE if self.codec is Codec.FACTORED else plan.optim_state.placement
-        self._master_placement = plan.master.placement
+    def __init__(self, plan: PhasePlan, formats: WeightFormats, copies: CopyEngine, observer: MemoryObserver) -> None:
+        self.formats = formats
+        self._plan = plan
         self._copies = copies
         self._observer = observer
-        self._history = (plan.history_codec, plan.history_tensors)
-        self._history_placement = plan.optim_state.placement
         self._states: dict[str, list[ParameterState]] = {}
+        self._away: list[tuple[ParameterState, str]] = []
+        self._master_is_away = False
         self.born_after = 0
-        """Steps done when the moments started from zero: bias correction counts from there."""
+        """Steps done when the state started from zero: bias correction counts from there."""
+        state_format(plan.optim_state.codec, 1, signed=True)  # raises early
 
     @torch.no_grad()
-    def initialize(self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight) -> None:
-        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its companion."""
-        companion: Stored | None = self.codecs.of(weight).create(initial, weight)
+    def initialize(
+        self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight, specs: Sequence[StateSpec]
+    ) -> None:
+        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its companion.
+
+        Args:
+            unit: Name.
+            parameter: As the model knows it.
+            initial: Its value.
+            weight: Where it is stored.
+            specs: The state that the optimizer wants of it.
+        """
+        companion: Stored | None = self.formats.of(weight).create(initial, weight)
         if isinstance(companion, Tensor):
             self._observer.label(companion, TensorClass.MASTER, unit)
-            if self._master_placement is not Placement.DEVICE:
-                companion = self._send_away(companion, unit)
-        specs = self._moment_specs(tuple(parameter.shape))
-        codec, num_history = self._history
-        history_specs = self._history_specs(tuple(parameter.shape), codec) * num_history
-        state = ParameterState(parameter, companion, specs, history_specs=history_specs, num_history=num_history)
-        self._states.setdefault(unit, []).append(state)
+            if self._plan.master.placement is not Placement.DEVICE:
+                companion = self._send(companion, self._plan.master.placement, TensorClass.MASTER, unit)
+        shape, cell = tuple(parameter.shape), self._plan.optim_state
+        slots = tuple(self._slot(spec, shape, cell) for spec in specs)
+        history = Cell(placement=cell.placement, codec=self._plan.history_codec)
+        names = (f"history{number}" for number in range(self._plan.history_tensors))
+        extra = tuple(self._slot(StateSpec(name), shape, history) for name in names)
+        self._states.setdefault(unit, []).append(ParameterState(parameter, companion, slots, extra))
+
+    def _slot(self, spec: StateSpec, shape: tuple[int, ...], cell: Cell) -> StateSlot:
+        if spec.shape is not None:  # next to nothing: it stays at hand, and exact
+            small, on_host = PlainState(), self._plan.update_on is UpdateDevice.HOST
+            return StateSlot(spec, small, small.specs(spec.shape), Placement.HOST if on_host else Placement.DEVICE)
+        storage = state_format(cell.codec, torch.Size(shape).numel(), signed=spec.signed)
+        return StateSlot(spec, storage, storage.specs(shape), cell.placement)
 
     def acquire(self, unit: Unit) -> list[ParameterState]:
         """Return the states of ``unit`` in the order of its parameters."""
         states = self._states[unit.name]
-        if states and not states[0].moments:
-            self._allocate(unit.name, states)
+        for slots in ([state.slots for state in states], [state.extra for state in states]):
+            self._allocate(unit.name, [slot for group in slots for slot in group if not slot.tensors])
         return self.settled(unit.name)
 
     def settled(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit once nothing of them is on its way; their moments may not exist yet."""
+        """Return the states of a unit once nothing of them is on its way; they may not exist yet."""
         states = self._states[unit]
         for state in states:
             while state.arriving:
@@ -137,19 +153,15 @@ class StateStore:
         return states
 
     def of(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit as they are; their moments may not exist yet."""
+        """Return the states of a unit as they are; they may not exist yet."""
         return self._states[unit]
 
     def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
         """Return what a range of ``num_elements`` of a parameter's state takes in a slot, padding included."""
         share = min(1.0, num_elements / max(state.parameter.numel(), 1))
-        total = 0
-        if self._moment_placement is not Placement.DEVICE:
-            sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.specs)
-            total += sum(padded(ceil(size * share)) for size in sizes)
-        if self._history_placement is not Placement.DEVICE:
-            sizes = (torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in state.history_specs)
-            total += sum(padded(ceil(size * share)) for size in sizes)
+        specs = [s for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE for s in slot.specs]
+        sizes = [torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs]
+        total = sum(padded(ceil(size * share)) for size in sizes)
         if isinstance(state.companion, TierTensor):
             total += padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
         return total
@@ -158,58 +170,119 @@ class StateStore:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
 
-    def _send_away(self, companion: Tensor, unit: str) -> TierTensor:
-        buffer = self._copies.allocate(companion.nbytes, self._master_placement, TensorClass.MASTER, unit)
-        self._copies.wait(self._copies.store(companion, buffer))
-        return TierTensor(buffer, 0, tuple(companion.shape), companion.dtype)
-
-    def _moment_specs(self, shape: tuple[int, ...]) -> tuple[MomentSpec, ...]:
-        size = torch.Size(shape).numel()
-        if self.codec is Codec.FACTORED and len(shape) >= 2:
-            return (MomentSpec(shape[:1], torch.float32), MomentSpec(shape[1:], torch.float32))
-        if self.codec is Codec.FACTORED:
-            return (MomentSpec(shape, torch.float32),)
-        if self.codec is Codec.INT8_BLOCKS and size >= SMALLEST_INT8_TENSOR:
-            return grouped_specs(size, ZERO_CODE) + grouped_specs(size, _UNSIGNED_ZERO_CODE)
-        dtype = torch.float32 if self.codec is Codec.INT8_BLOCKS else to_torch_dtype(self.codec)
-        return (MomentSpec(shape, dtype), MomentSpec(shape, dtype))
-
-    @staticmethod
-    def _history_specs(shape: tuple[int, ...], codec: Codec) -> tuple[MomentSpec, ...]:
-        size = torch.Size(shape).numel()
-        if codec is Codec.INT8_BLOCKS and size >= SMALLEST_INT8_TENSOR:
-            return grouped_specs(size, ZERO_CODE)
-        if codec in {Codec.ABSENT, Codec.INT8_BLOCKS}:
-            return (MomentSpec(shape, torch.float32),)
-        return (MomentSpec(shape, to_torch_dtype(codec)),)
-
-    def _allocate(self, unit: str, states: list[ParameterState]) -> None:
-        moments = self._new_tensors(unit, [state.specs for state in states], self._moment_placement)
-        for state, tensors in zip(states, moments, strict=True):
-            state.moments = tensors
-            state.is_fresh = self._moment_placement is not Placement.DEVICE
-        if not states[0].num_history or states[0].history:
+    def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
+        """Give slots tensors of zeros on the device, or unset ones in one buffer below it."""
+        for slot in slots:
+            if slot.placement is Placement.DEVICE:
+                slot.tensors = tuple(self._zeros(spec, unit) for spec in slot.specs)
+                slot.is_fresh = False
+        below = [slot for slot in slots if slot.placement is not Placement.DEVICE]
+        if not below:
             return
-        history = self._new_tensors(unit, [state.history_specs for state in states], self._history_placement)
-        for state, tensors in zip(states, history, strict=True):
-            state.history = tensors
-            state.history_is_fresh = self._history_placement is not Placement.DEVICE
-
-    def _new_tensors(
-        self, unit: str, specs: Sequence[Sequence[MomentSpec]], placement: Placement
-    ) -> list[tuple[Stored, ...]]:
-        """Return tensors of zeros on the device, or unset ones in one buffer below it, as many as ``specs``."""
-        if placement is Placement.DEVICE:
-            return [tuple(self._zeros(spec, unit) for spec in group) for group in specs]
-        layout = lay_out((spec.shape, spec.dtype) for group in specs for spec in group)
-        buffer = self._copies.allocate(layout.num_bytes, placement, TensorClass.OPTIM_STATE, unit)
+        layout = lay_out((spec.shape, spec.dtype) for slot in below for spec in slot.specs)
+        buffer = self._copies.allocate(layout.num_bytes, below[0].placement, TensorClass.OPTIM_STATE, unit)
         fields = iter(layout.fields)
-        return [
-            tuple(TierTensor(buffer, f.offset, f.shape, f.dtype) for _, f in zip(group, fields, strict=False))
-            for group in specs
-        ]
+        for slot in below:
+            found = (next(fields) for _ in slot.specs)
+            slot.tensors = tuple(TierTensor(buffer, f.offset, f.shape, f.dtype) for f in found)
+            slot.is_fresh = True
 
-    def _zeros(self, spec: MomentSpec, unit: str) -> Tensor:
+    def _zeros(self, spec: TensorSpec, unit: str) -> Tensor:
         tensor = torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=self._copies.transfer.device)
         self._observer.label(tensor, TensorClass.OPTIM_STATE, unit)
         return tensor
+
+    # ---- through a phase that does not need it
+
+    @torch.no_grad()
+    def put_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
+        """Give up the device memory of optimizer state and master as the cells of the new phase say.
+
+        Args:
+            moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; anything else leaves them.
+            master: Placement HOST, or anything else; None: it moves with the weights.
+            step: Steps done so far; dropped state starts anew after it.
+        """
+        self._master_is_away = master is not None and master.placement is Placement.HOST
+        for unit, state in self._resident():
+            if self._master_is_away and isinstance(state.companion, Tensor):
+                state.companion = self._send(state.companion, Placement.HOST, TensorClass.MASTER, unit)
+            slots = [slot for slot in state.slots if slot.is_elementwise]  # rows and columns: there is nothing to gain
+            if moments.placement is Placement.HOST:
+                for slot in (*slots, *state.extra):
+                    slot.tensors = tuple(
+                        self._send(tensor, Placement.HOST, TensorClass.OPTIM_STATE, unit) for tensor in slot.tensors
+                    )
+            elif moments.placement is Placement.DROPPED:
+                for slot in state.slots:
+                    slot.tensors, slot.is_fresh = (), True
+            elif moments.codec is Codec.INT8_BLOCKS:
+                self._squeeze(state, slots, unit)
+            self._away.append((state, unit))
+        if moments.placement is Placement.DROPPED:
+            self.born_after = step
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
+        for state, unit in self._away:
+            for slot in state.slots:
+                self._widen(slot, state, unit)
+            if self._master_is_away and state.companion is not None:
+                state.companion = self._bring(state, state.companion, TensorClass.MASTER, unit)
+            for slot in (*state.slots, *state.extra):
+                slot.tensors = tuple(self._bring(state, t, TensorClass.OPTIM_STATE, unit) for t in slot.tensors)
+        self._away.clear()
+        self._master_is_away = False
+
+    def leave_master(self) -> None:
+        """Leave the master where it is; it moves with the weights."""
+        self._master_is_away = False
+
+    def _resident(self) -> Iterator[tuple[str, ParameterState]]:
+        for unit, states in self._states.items():
+            for state in states:
+                if any(isinstance(tensor, Tensor) for slot in state.slots for tensor in slot.tensors):
+                    yield unit, state
+
+    def _send(self, stored: Stored, placement: Placement, tensor_class: TensorClass, unit: str) -> Stored:
+        if isinstance(stored, TierTensor):
+            return stored
+        buffer = self._copies.allocate(stored.nbytes, placement, tensor_class, unit)
+        self._copies.wait(self._copies.store(stored, buffer))
+        return TierTensor(buffer, 0, tuple(stored.shape), stored.dtype)
+
+    def _bring(self, state: ParameterState, stored: Stored, tensor_class: TensorClass, unit: str) -> Stored:
+        if isinstance(stored, Tensor):
+            return stored
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.transfer.device)
+        self._observer.label(tensor, tensor_class, unit)
+        state.arriving.append(self._copies.fetch(tensor, stored.buffer, stored.offset, [self._copies.mark()]))
+        state.leaving.append(stored.buffer)
+        return tensor
+
+    def _squeeze(self, state: ParameterState, slots: Sequence[StateSlot], unit: str) -> None:
+        """Turn floating point state into 8-bit codes on the device, however small it is."""
+        for slot in slots:
+            if isinstance(slot.storage, PlainState):
+                storage = DynamicInt8State(slot.spec.signed)
+                self._convert(slot, storage, storage.specs(tuple(state.parameter.shape)), state, unit)
+
+    def _widen(self, slot: StateSlot, state: ParameterState, unit: str) -> None:
+        """Turn codes that ``_squeeze`` made back into what the plan says."""
+        home = self._slot(slot.spec, tuple(state.parameter.shape), self._plan.optim_state)
+        if slot.tensors and home.storage != slot.storage:
+            self._convert(slot, home.storage, home.specs, state, unit)
+
+    def _convert(
+        self, slot: StateSlot, storage: StateFormat, specs: tuple[TensorSpec, ...], state: ParameterState, unit: str
+    ) -> None:
+        tensors = tuple(self._zeros(spec, unit) for spec in specs)
+        resident = [tensor for tensor in slot.tensors if isinstance(tensor, Tensor)]
+        assert len(resident) == len(slot.tensors), "only what is on the device changes its format"
+        count = state.parameter.numel()
+        old, new = slot.slice_of(resident, count), StateSlice(storage, tensors, count)
+        for start in range(0, count, _SQUEEZED_ELEMENTS):
+            part = slice(start, min(start + _SQUEEZED_ELEMENTS, count))
+            new.part(part).store(old.part(part).load())
+        slot.storage, slot.specs, slot.tensors = storage, specs, tensors

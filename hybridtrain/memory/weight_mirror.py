@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import StoredWeight
+from hybridtrain.memory.formats import StoredWeight
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

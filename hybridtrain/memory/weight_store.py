@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.master_codec import StoredWeight
+from hybridtrain.memory.formats import StoredWeight
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_mirror import WeightMirror, host_views

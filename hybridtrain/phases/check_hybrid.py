@@ -1,7 +1,7 @@
 """Whether a trainer can run the cycle that a configuration asks for, and take a step back."""
 
-from hybridtrain.engine.adamw import AdamWConfig
 from hybridtrain.errors import ConfigError
+from hybridtrain.optim import Optimizer
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.memory_plan import check_history
 from hybridtrain.plan.placement import Placement
@@ -20,13 +20,15 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
         raise ConfigError("hybrid", faults)
 
 
-def rival_faults(optimizer: AdamWConfig, config: HybridConfig) -> list[str]:
+def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
     """Return a sentence where the optimizer uses what the predictor needs for itself."""
-    if optimizer.slow is None:
+    if config.follows_slow and not optimizer.second_moment_names:
+        return [f"hybrid.predictor: '{config.predictor}' divides by a second moment, which {optimizer.kind} does not keep"]
+    if optimizer.kind != "ademamix":
         return []
     if config.follows_slow:
-        return ["optimizer.slow: AdEMAMix and jumps along the same slow average do the same; use one of them"]
-    return [f"optimizer.slow: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
+        return ["optimizer.kind: AdEMAMix and jumps along the same slow average do the same; use one of them"]
+    return [f"optimizer.kind: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
 
 
 def refuses_in_time(trainer: Trainer) -> bool:

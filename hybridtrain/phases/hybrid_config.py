@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.optim.slow_average import SlowMomentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

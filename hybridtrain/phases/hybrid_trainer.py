@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.slow_momentum import SlowStep
+from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.errors import DivergenceError
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.phase import Phase
 from hybridtrain.phases.check_hybrid import check_hybrid, refuses_in_time
 from hybridtrain.phases.controller import PhaseController
@@ -165,14 +165,14 @@ class HybridTrainer:
             ratio = self._config.divergence_threshold / 10.0
             bounds = StepLimits(limits[0], limits[1] * ratio)
         try:
-            done = self.trainer.step(batches, slow=slow, limits=bounds, lr_factor=controller.state.lr_factor)
+            done = self.trainer.step(batches, hook=slow, limits=bounds, lr_factor=controller.state.lr_factor)
         except DivergenceError:
             if not guards:
                 raise
             self.undo()
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
-            done = self.trainer.step(batches, slow=slow, lr_factor=controller.state.lr_factor)
+            done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
             self._pending = None
             return done, True
         self._pending = None
@@ -216,7 +216,7 @@ class HybridTrainer:
         if steps <= 0:
             return Jump(self.trainer.steps_done, 0.0, self._last_lr, 0.0), math.nan
         if self._config.rollback == "copy" and self._rollback is None:
-            self._rollback = self.trainer.sweep.new_rollback()
+            self._rollback = RollbackCopy(self.trainer)
         pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
         jumps: list[Jump] = []
         loss = math.nan
@@ -236,7 +236,7 @@ class HybridTrainer:
         """Take the last jump back: by computing it again, or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
-            self.trainer.give_back(self._rollback)
+            self._rollback.give_back()
         else:
             self.predictor.undo(self._pending)
         self._pending = None

@@ -1,10 +1,9 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
-from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
-from hybridtrain.memory.history_codec import read_history, write_history
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.optim.slow_average import MoveNorm, SlowStep
+from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.phases.weight_predictor import Jump, read_rms
 from hybridtrain.trainer import Trainer
 
@@ -39,10 +38,10 @@ class Linear:
     def begin_block(self) -> None:
         """Set the anchor."""
 
-        def work(swept: SweptSlice) -> None:
-            write_history(swept.value_P, swept.history[0])
+        def work(swept: ParameterSlice) -> None:
+            swept.extra[0].store(swept.weight.value)
 
-        self._trainer.sweep.run(work, self._settings(writes_weights=False, writes_history=True))
+        self._trainer.parameters.visit(work, self._settings(writes_weights=False, writes_extra=True))
         self._has_anchor = True
 
     def after_step(self, full_steps: int) -> None:
@@ -55,16 +54,15 @@ class Linear:
         is_first = self._has_anchor
         self._num_pieces = 1 if is_first else self._num_pieces + 1
 
-        def work(swept: SweptSlice) -> None:
-            (stored,) = swept.history
-            count = swept.value_P.numel()
+        def work(swept: ParameterSlice) -> None:
+            (kept,) = swept.extra
             if is_first:
-                write_history(swept.value_P.sub(read_history(stored, count)).mul_(strength), stored)
-            moved_P = read_history(stored, count)  # as it is kept
+                kept.store(swept.weight.value.sub(kept.load()).mul_(strength))
+            moved_P = kept.load()  # as it is kept
             norm.add(moved_P)
-            swept.value_P.add_(moved_P)
+            swept.weight.value.add_(moved_P)
 
-        self._trainer.sweep.run(work, self._settings(writes_weights=True, writes_history=is_first), rollback)
+        visit_with(rollback, self._trainer, work, self._settings(writes_weights=True, writes_extra=is_first))
         moved = read_rms(self._trainer, norm)
         rms = moved / lr if lr else 0.0
         self._has_anchor = False
@@ -78,12 +76,11 @@ class Linear:
         """Subtract the kept move."""
         assert jump.step == self._trainer.steps_done, "before another true step"
 
-        def work(swept: SweptSlice) -> None:
-            moved_P = read_history(swept.history[0], swept.value_P.numel())
-            swept.value_P.sub_(moved_P, alpha=self._num_pieces)
+        def work(swept: ParameterSlice) -> None:
+            swept.weight.value.sub_(swept.extra[0].load(), alpha=self._num_pieces)
 
-        settings = SweepSettings(rounds_to_nearest=True, seed=self._trainer.predict_key(self._trainer.steps_done))
-        self._trainer.sweep.run(work, settings)
+        settings = PassSettings(rounds_to_nearest=True, seed=self._trainer.border_key(self._trainer.steps_done))
+        self._trainer.parameters.visit(work, settings)
 
     def state_dict(self) -> dict[str, float]:
         """Return whether there is an anchor."""
@@ -97,6 +94,6 @@ class Linear:
         self._has_anchor, self._full_steps = bool(state["has_anchor"]), int(state["full_steps"])
         self._num_pieces = int(state["num_pieces"])
 
-    def _settings(self, *, writes_weights: bool, writes_history: bool) -> SweepSettings:
-        key = random_key(self._trainer.predict_key(self._trainer.steps_done), self._num_pieces)
-        return SweepSettings(writes_weights=writes_weights, writes_history=writes_history, seed=key)
+    def _settings(self, *, writes_weights: bool, writes_extra: bool) -> PassSettings:
+        key = random_key(self._trainer.border_key(self._trainer.steps_done), self._num_pieces)
+        return PassSettings(writes_weights=writes_weights, writes_extra=writes_extra, seed=key)

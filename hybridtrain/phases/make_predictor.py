@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from hybridtrain.phases.drift import Drift
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.linear import Linear
 from hybridtrain.phases.slow_gradient import SlowGradient
@@ -16,7 +15,5 @@ def make_predictor(
     """Return it; ``probe_loss`` opens the next probe batch and returns how to ask for its loss."""
     if config.predictor == "linear":
         return Linear(trainer, config.strength)
-    if config.predictor == "drift":
-        return Drift(trainer, config.strength, probe_loss)
     slow = config.slow.within_bounds(trainer.config.schedule.total_steps) if config.guard else config.slow
     return SlowGradient(trainer, slow, config.max_move, config.max_relative_move)

@@ -23,8 +23,9 @@ def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
     found: list[Moments] = []
     with _disable_current_modes(), torch.no_grad():  # no part of the card's memory, no gradient
         for state in [state for _, states in trainer.states.items() for state in states]:
-            kept = [*state.moments, *state.history[: state.num_history]]
+            kept = [tensor for slot in (*state.slots, *state.extra) for tensor in slot.tensors]
             tensors = [stored for stored in kept if isinstance(stored, Tensor) and stored.is_floating_point()]
-            if len(state.specs) == 2 and len(tensors) == len(kept) and tensors[0].shape == tensors[1].shape:
+            names = tuple(slot.spec.name for slot in state.slots)
+            if names == ("exp_avg", "exp_avg_sq") and len(tensors) == len(kept):
                 found.append(Moments(*tensors[:3]))
         return moments_from_sums(moment_statistics(found)) if found else None

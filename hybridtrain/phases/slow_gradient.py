@@ -3,12 +3,10 @@
 import math
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.slow_momentum import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
-from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
-from hybridtrain.memory.history_codec import read_history
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.phases.weight_predictor import Jump, read_rms
-from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
 
 _FIRST_RMS = 0.15
@@ -93,12 +91,11 @@ class SlowGradient:
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
         trainer = self._trainer
         optimizer, updates = trainer.config.optimizer, trainer.steps_done - trainer.states.born_after
-        is_factored = trainer.states.codec is Codec.FACTORED
-        correction = 1.0 if is_factored else 1 - optimizer.beta2**updates
+        correction = optimizer.correction(updates)
 
-        def work(swept: SweptSlice) -> None:
+        def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"
-            slow_P = read_history(swept.history[0], swept.value_P.numel())
+            value_P, slow_P = swept.weight.value, swept.extra[0].load()
             moved_P = move(
                 slow_P,
                 swept.second_P,
@@ -108,12 +105,12 @@ class SlowGradient:
                 largest_ratio=LARGEST_RATIO,
             )
             if step is not None:
-                step.count(swept.value_P, moved_P)
-            swept.value_P.add_(moved_P)
+                step.count(value_P, moved_P)
+            value_P.add_(moved_P)
 
-        seed = random_key(trainer.predict_key(trainer.steps_done), self._piece)
-        settings = SweepSettings(reads_moments=True, rounds_to_nearest=step is None, seed=seed)
-        trainer.sweep.run(work, settings, rollback)
+        seed = random_key(trainer.border_key(trainer.steps_done), self._piece)
+        settings = PassSettings(reads_second_moment=True, rounds_to_nearest=step is None, seed=seed)
+        visit_with(rollback, trainer, work, settings)
 
     def _new_norm(self) -> MoveNorm:
         return MoveNorm.zero(self._trainer.transfer.device)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridtrain.engine.slow_momentum import MoveNorm, SlowStep
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.optim.slow_average import MoveNorm, SlowStep
+from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.trainer import Trainer
 
 

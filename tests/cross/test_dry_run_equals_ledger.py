@@ -14,7 +14,6 @@ from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
     ChunkedLoss,
-    FactoredOptimizer,
     FlashAttention,
     FusedUpdate,
     GradAccumulation,
@@ -34,6 +33,7 @@ from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
+from stack_optimizer import ADAFACTOR
 
 NUM_STEPS = 3
 WORKSPACE_BYTES = 8_519_680
@@ -94,7 +94,7 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
         Int8Weights(),
         MixedPrecision(master="absent"),
         WeightStreaming(),
-        FactoredOptimizer(),
+        ADAFACTOR,
         ActivationOffload(),
     ],
     "fused-all-away": [

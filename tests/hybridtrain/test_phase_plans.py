@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
-    FactoredOptimizer,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -53,6 +52,7 @@ CYCLE = HybridConfig(warmup_steps=1, full_steps=1, fuse=False, forecaster="ema")
 SETTINGS = TrainerConfig(
     optimizer=AdamWConfig(lr=3e-3, max_grad_norm=0.25), schedule=LrSchedule(warmup_steps=1, total_steps=20)
 )
+from stack_optimizer import ADAFACTOR
 NUM_STEPS = 4
 WARMUP, FULL, PREDICT, CORRECT = Phase
 STEPS = (WARMUP, FULL, CORRECT)
@@ -162,7 +162,7 @@ BASES: dict[str, list[Optimization]] = {
     "int8-alone": [Int8Weights(master="absent")],
     "int8-alone-bf16": [Int8Weights(master="absent"), MixedPrecision(master="absent")],
     "int8-state": [Int8Optimizer()],
-    "factored": [FactoredOptimizer()],
+    "factored": [ADAFACTOR],
     "host-update": [OptimizerOffload(update_on="host")],
     "host-update-bf16": [OptimizerOffload(update_on="host"), MixedPrecision(master="split16")],
     "away": [OptimizerOffload(), VERTICAL, GradientCheckpointing(interval=2), ActivationOffload()],

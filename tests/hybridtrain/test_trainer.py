@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.grad_store import GradStore

@@ -18,7 +18,7 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
-from hybridtrain.engine import factored_update, sweep, update
+from hybridtrain.engine import parameter_pass
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -120,13 +120,8 @@ def test_the_height_of_slices_changes_no_bit(storage: str, config: str, monkeypa
         stack.append(WeightStreaming())
     model = replace(GPT2, ffn_width=100)
     whole = hybrid_history(model, stack, CONFIGS[config])
-    for module, names in (
-        (sweep, ["_SLICE_ELEMENTS"]),
-        (factored_update, ["_SLICE_ELEMENTS"]),
-        (update, ["SLICE_ELEMENTS", "STREAM_SLICE_ELEMENTS"]),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, 768)
+    for name in ("SLICE_ELEMENTS", "RESIDENT_SLICE_ELEMENTS"):
+        monkeypatch.setattr(parameter_pass, name, 768)
     sliced = hybrid_history(model, stack, CONFIGS[config])
     assert_same_cycles(sliced, whole)
 

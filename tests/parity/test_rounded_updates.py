@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
-from hybridtrain.engine import rounded_update, update
+from hybridtrain.engine import parameter_pass
+from hybridtrain.optim import adamw
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
@@ -37,9 +38,9 @@ def stack_of(storage: str, place: str) -> list[Optimization]:
 def test_slices_of_two_lengths_draw_the_same_numbers(
     storage: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounded_update, "_SLICE_ELEMENTS", 768)
-    monkeypatch.setattr(update, "SLICE_ELEMENTS", 1536)
-    monkeypatch.setattr(update, "STREAM_SLICE_ELEMENTS", 768)
+    monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 768)
+    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
+    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", 768)
     on_host = [OptimizerOffload(update_on="host")] if "on-host" in place else []
     moved = trained_history(GPT2, stack_of(storage, place), ACCUM_STEPS, disk_folder=tmp_path)
     resident = trained_history(GPT2, [*stack_of(storage, ON_DEVICE), *on_host], ACCUM_STEPS)

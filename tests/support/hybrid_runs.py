@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.models.model_config import ModelConfig
@@ -22,6 +22,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from stack_optimizer import settings_of
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 
@@ -95,6 +96,7 @@ def fresh_hybrid(
 ) -> HybridTrainer:
     """Return a hybrid trainer on the CPU; a probe is the batch of the step before: a jump on helps there."""
     plan = compose(stack)
+    settings = settings_of(stack, settings)
     trainer = Trainer(model, plan, settings, transfer or DirectTransfer(torch.device("cpu")), observer)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
 

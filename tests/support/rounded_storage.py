@@ -5,7 +5,6 @@ from dataclasses import replace
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
-    FactoredOptimizer,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -17,6 +16,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
+from stack_optimizer import ADAFACTOR
 
 GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
 """Its matrices have 4096 elements and more, so their moments are 8-bit codes."""
@@ -33,14 +33,14 @@ STORAGE: dict[str, list[Optimization]] = {
     "int8-optimizer-split16": [Int8Optimizer(), MixedPrecision(master="split16")],
     "bf16-optimizer": [Bf16Optimizer()],
     "bf16-optimizer-absent": [Bf16Optimizer(), MixedPrecision(master="absent")],
-    "factored": [FactoredOptimizer()],
-    "factored-bf16-master": [FactoredOptimizer(), MixedPrecision()],
+    "factored": [ADAFACTOR],
+    "factored-bf16-master": [ADAFACTOR, MixedPrecision()],
     "int8-weights-master": [Int8Weights()],
     "int8-weights-absent": [Int8Weights(master="absent")],
     "int8-weights-static": [Int8Weights(master="absent", static_scales=True), MixedPrecision(master="absent")],
     "int8-weights-bf16": [Int8Weights(), MixedPrecision()],
     "int8-all": [Int8Weights(), MixedPrecision(master="absent"), Int8Optimizer()],
-    "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), FactoredOptimizer()],
+    "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), ADAFACTOR],
 }
 PLACES: dict[str, list[Optimization]] = {
     "weights": [WeightStreaming()],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridkernels.flash_attention import causal_attention
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
@@ -24,6 +24,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from lazy_transfer import LazyTransfer
 from numerics import assert_bitwise
+from stack_optimizer import settings_of
 from tiny_models import random_steps
 
 NUM_STEPS = 5
@@ -52,6 +53,7 @@ def fresh_trainer(
     settings: TrainerConfig = CONFIG,
 ) -> Trainer:
     """Return a trainer on the CPU."""
+    settings = settings_of(stack, settings)
     return Trainer(config, compose(stack), settings, transfer or DirectTransfer(torch.device("cpu")), observer)
 
 
@@ -149,7 +151,7 @@ def stored_state(trainer: Trainer) -> dict[str, Tensor]:
         for (name, _), state in zip(unit.parameters, trainer.states.of(unit.name), strict=True):
             if state.companion is not None:
                 found[f"{name}.companion"] = read_stored(state.companion).flatten()
-            for index, moment in enumerate(state.moments):
+            for index, moment in enumerate(tensor for slot in state.slots for tensor in slot.tensors):
                 found[f"{name}.moment{index}"] = read_stored(moment).flatten()
     return found
 

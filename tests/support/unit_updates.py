@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig, Optimizer
+from hybridtrain.optim.optimizer import Role
 from hybridtrain.engine.step_settings import StepSettings
-from hybridtrain.engine.update import Update
+from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
-from hybridtrain.memory.master_codec import MasterCodecs, StoredWeight, master_codecs
+from hybridtrain.memory.formats import StoredWeight, WeightFormats, weight_formats
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import Transfer
@@ -56,6 +57,7 @@ class UnitUpdates:
         static_scales: Of int8 weights.
         transfer: The device.
         clip_factor: Of all gradients.
+        optimizer: Whose updates they are.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class UnitUpdates:
         static_scales: bool = False,
         transfer: Transfer | None = None,
         clip_factor: float | None = None,
+        optimizer: Optimizer = CONFIG,
     ) -> None:
         compute = Codec.FLOAT32 if weight is Codec.INT8_BLOCKS else weight
-        self.codecs: MasterCodecs = master_codecs(weight, master, compute, static_scales=static_scales)
+        self.formats: WeightFormats = weight_formats(weight, master, compute, static_scales=static_scales)
         dtype = to_torch_dtype(compute)
         self.unit = Unit("unit", tuple(("name", nn.Parameter(torch.empty_like(v, dtype=dtype))) for v in initial))
         is_int8 = weight is Codec.INT8_BLOCKS
@@ -82,14 +85,15 @@ class UnitUpdates:
             master=Cell(placement=placement, codec=master),
         )
         self.copies: CopyEngine = new_copies(transfer)
-        self.states = StateStore(plan, self.codecs, self.copies, NullObserver())
+        self.states = StateStore(plan, self.formats, self.copies, NullObserver())
         for parameter, value, stored in zip(self.unit.tensors, initial, self.weights.stored, strict=True):
-            self.states.initialize("unit", parameter, value.clone(), stored)
+            role = Role(tuple(parameter.shape), in_block=False)
+            self.states.initialize("unit", parameter, value.clone(), stored, optimizer.state(role))
         self.grads = GradStore(
             [self.unit], sum_dtype=torch.float32, kept_dtype=torch.float32, placement=placement, wants_norm=False,
             copies=self.copies, observer=NullObserver(),
         )  # fmt: skip
-        self.update = Update([self.unit], self.weights, self.states, CONFIG, self.copies, NullObserver())
+        self.parameters = ParameterPass([self.unit], self.weights, self.states, optimizer, self.copies, NullObserver())
         self.factor = None if clip_factor is None else torch.tensor(clip_factor)
         self.steps_done = 0
 
@@ -101,14 +105,14 @@ class UnitUpdates:
             self.grads.accumulate("unit", [grad.clone() for grad in grads])
             self.grads.finish_visit("unit", is_last=True)
             settings = StepSettings(self.steps_done, lr, seed=self.steps_done, factor=self.factor)
-            self.update.apply(self.grads, settings)
+            self.parameters.update(self.grads, settings)
 
     def values(self) -> list[Tensor]:
         """Return the exact values behind the weights, in the shapes of the parameters."""
         values = []
         for state, weight in zip(self.states.of("unit"), self.weights.stored, strict=True):
             companion = None if state.companion is None else self.bring(state.companion)
-            values.append(self.codecs.of(weight).load(weight, companion).view(state.parameter.shape))
+            values.append(self.formats.of(weight).load(weight, companion).view(state.parameter.shape))
         return values
 
     def rounded(self) -> list[Tensor]:
@@ -124,7 +128,7 @@ class UnitUpdates:
 
     def moments(self) -> list[Tensor]:
         """Return all stored moments."""
-        return [self.bring(moment) for state in self.states.of("unit") for moment in state.moments]
+        return [self.bring(t) for state in self.states.of("unit") for slot in state.slots for t in slot.tensors]
 
     def bring(self, stored: Stored) -> Tensor:
         """Return a stored tensor on the device."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybrid_runs import fresh_hybrid, hybrid_config, remembers
-from hybridtrain.engine.adamw import AdamWConfig
-from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import PredictMemory, PredictorState

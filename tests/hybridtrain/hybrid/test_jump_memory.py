@@ -15,11 +15,10 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
-from hybridtrain.engine import sweep
+from hybridtrain.engine import parameter_pass
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.optimizations import (
     ActivationOffload,
-    FactoredOptimizer,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -38,6 +37,7 @@ from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from rounded_storage import GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
+from stack_optimizer import ADAFACTOR
 
 VERTICAL = GradAccumulation(steps=2, schedule="vertical")
 PLANNED: dict[str, list[Optimization]] = {
@@ -51,11 +51,11 @@ PLANNED: dict[str, list[Optimization]] = {
     "state-disk": [OptimizerOffload(tier="disk", offload_grads=False), MixedPrecision(master="split16")],
     "updated-on-host": [OptimizerOffload(update_on="host"), MixedPrecision(), WeightStreaming(resident_layers=1)],
     "int8-weights": [Int8Weights(), MixedPrecision(), WeightStreaming(), Int8Optimizer()],
-    "factored": [FactoredOptimizer(), OptimizerOffload(offload_grads=False), MixedPrecision()],
+    "factored": [ADAFACTOR, OptimizerOffload(offload_grads=False), MixedPrecision()],
     "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(interval=1), OptimizerOffload(offload_grads=False)],
     "predict-cpu": [PredictMemory(), MixedPrecision()],
     "predict-compress": [PredictMemory(optimizer_state="compress"), MixedPrecision(), WeightStreaming()],
-    "predict-factored": [PredictMemory(), FactoredOptimizer()],
+    "predict-factored": [PredictMemory(), ADAFACTOR],
     "all-away": [
         GradientCheckpointing(interval=1),
         MixedPrecision(master="split16"),
@@ -130,7 +130,7 @@ def test_a_jump_of_offloaded_state_makes_nothing_as_large_as_a_parameter(
     predictor: str, rollback: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     height = 1024
-    monkeypatch.setattr(sweep, "_SLICE_ELEMENTS", height)
+    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", height)
     config = hybrid_config(predictor=predictor, rollback=rollback, fuse=False)
     ledger, model = StorageLedger(), replace(GPT2, ffn_width=256, dropout=0.0)
     with ledger:
@@ -141,7 +141,7 @@ def test_a_jump_of_offloaded_state_makes_nothing_as_large_as_a_parameter(
             hybrid.advance(lambda number: steps[number])
         before = ledger.live_bytes
         ledger.begin_step()
-        kept = hybrid.trainer.sweep.new_rollback() if rollback == "copy" else None
+        kept = RollbackCopy(hybrid.trainer) if rollback == "copy" else None
         jump = hybrid.predictor.jump(1.0, 1e-3, kept)
         hybrid.predictor.undo(jump)
     # Two slots of (second moment, average) and at most six fp32 temporaries of a slice; a matrix alone is 64 KiB.

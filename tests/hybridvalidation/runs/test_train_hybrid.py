@@ -17,7 +17,7 @@ import torch
 from hybridtrain.config.decode import load_toml
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
-from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.phase import Phase

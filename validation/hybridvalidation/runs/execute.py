@@ -12,7 +12,7 @@ import torch
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.dry_run import Workload, check_workload, cycle_config
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.memory.run_folder import remove_left_folders

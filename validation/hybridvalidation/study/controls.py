@@ -9,11 +9,10 @@ from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
-from hybridtrain.engine.slow_momentum import LARGEST_RATIO, SlowStep, move
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
-from hybridtrain.engine.swept_slice import SweepSettings, SweptSlice
-from hybridtrain.memory.history_codec import read_history
-from hybridtrain.memory.rollback_copy import RollbackCopy
+from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
+from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.phases.slow_gradient import SlowGradient
 from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.trainer import Trainer
@@ -30,22 +29,22 @@ class RandomDirection(SlowGradient):
         """Move all weights by Gaussian noise of the predicted move's norm."""
         trainer = self._trainer
         optimizer = trainer.config.optimizer
-        correction = 1 - optimizer.beta2 ** (trainer.steps_done - trainer.states.born_after)
+        correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
         step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
 
-        def work(swept: SweptSlice) -> None:
+        def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"
-            slow_P = read_history(swept.history[0], swept.value_P.numel())
+            value_P, slow_P = swept.weight.value, swept.extra[0].load()
             moved_P = move(
                 slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps,
                 largest_ratio=LARGEST_RATIO,
             )  # fmt: skip
             noise_P = _random_like(moved_P)
-            step.count(swept.value_P, noise_P)
-            swept.value_P.add_(noise_P)
+            step.count(value_P, noise_P)
+            value_P.add_(noise_P)
 
-        seed = trainer.predict_key(trainer.steps_done)
-        trainer.sweep.run(work, SweepSettings(reads_moments=True, seed=seed), rollback)
+        seed = trainer.border_key(trainer.steps_done)
+        visit_with(rollback, trainer, work, PassSettings(reads_second_moment=True, seed=seed))
         return self._made(step, lr)
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.engine.slow_momentum import SlowMomentum
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridvalidation.scenario import name_faults

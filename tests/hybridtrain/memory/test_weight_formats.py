@@ -1,4 +1,4 @@
-"""Master codecs: exact where they promise it, unbiased where they round. P elements."""
+"""Weight formats: exact where they promise it, unbiased where they round. P elements."""
 
 import math
 
@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtrain.memory.master_codec import (
+from hybridtrain.memory.formats import (
     ExactWeight,
     Float32Master,
     Int8OfMaster,
     Int8Weight,
-    MasterCodec,
+    WeightFormat,
     Split16Master,
     StochasticWeight,
-    master_codecs,
+    weight_formats,
     round_stochastically,
 )
 from hybridtrain.plan.placement import Codec
 from numerics import assert_bitwise
 
-ALLOWED: dict[tuple[Codec, Codec], type[MasterCodec]] = {
+ALLOWED: dict[tuple[Codec, Codec], type[WeightFormat]] = {
     (Codec.FLOAT32, Codec.ABSENT): ExactWeight,
     (Codec.BFLOAT16, Codec.FLOAT32): Float32Master,
     (Codec.BFLOAT16, Codec.SPLIT16): Split16Master,
@@ -46,7 +46,7 @@ def hard_values() -> Tensor:
     return torch.cat([random_bits[random_bits.isfinite()], special])
 
 
-def updated(codec: MasterCodec, initial: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def updated(codec: WeightFormat, initial: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and decoded value after storing ``value`` over ``initial``."""
     weight = torch.empty_like(initial, dtype=torch.bfloat16)
     companion = codec.create(initial.clone(), (weight,))
@@ -57,7 +57,7 @@ def updated(codec: MasterCodec, initial: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("codec", [Float32Master(), Split16Master()], ids=["float32", "split16"])
-def test_a_master_returns_every_value_to_the_bit(codec: MasterCodec) -> None:
+def test_a_master_returns_every_value_to_the_bit(codec: WeightFormat) -> None:
     values = hard_values()
     weight = torch.empty_like(values, dtype=torch.bfloat16)
     companion = codec.create(values.clone(), (weight,))
@@ -148,12 +148,12 @@ def test_updates_too_small_for_bfloat16_add_up_under_stochastic_rounding() -> No
 @pytest.mark.parametrize("master", list(Codec))
 def test_only_pairs_that_lose_no_update_are_allowed(weight: Codec, master: Codec) -> None:
     if (weight, master) in ALLOWED:
-        codecs = master_codecs(weight, master, weight)
+        codecs = weight_formats(weight, master, weight)
         assert codecs.values is codecs.codes
         assert type(codecs.values) is ALLOWED[weight, master]
         return
     with pytest.raises(ValueError, match=f"^master.codec: {master} cannot accompany {weight} weights; allowed: "):
-        master_codecs(weight, master, weight)
+        weight_formats(weight, master, weight)
 
 
 @pytest.mark.parametrize("compute", [Codec.FLOAT32, Codec.BFLOAT16])
@@ -162,9 +162,9 @@ def test_int8_weights_are_a_rounded_master_or_trained_themselves(compute: Codec,
     allowed = {Codec.FLOAT32: Int8OfMaster, Codec.ABSENT: Int8Weight}
     if master not in allowed:
         with pytest.raises(ValueError, match=f"^master.codec: {master} cannot accompany int8 weights; allowed: "):
-            master_codecs(Codec.INT8_BLOCKS, master, compute)
+            weight_formats(Codec.INT8_BLOCKS, master, compute)
         return
-    codecs = master_codecs(Codec.INT8_BLOCKS, master, compute)
+    codecs = weight_formats(Codec.INT8_BLOCKS, master, compute)
     assert type(codecs.codes) is allowed[master]
     assert type(codecs.values) is (ExactWeight if compute is Codec.FLOAT32 else ALLOWED[compute, master])
     values, codes = (torch.empty(2),), (torch.empty(2, dtype=torch.int8), torch.empty(1))
@@ -182,7 +182,7 @@ def test_int8_weights_are_a_rounded_master_or_trained_themselves(compute: Codec,
     ],
 )
 def test_only_a_separate_copy_spares_reading_the_weight(weight: Codec, master: Codec, *, reads: bool) -> None:
-    codecs = master_codecs(weight, master, weight)
+    codecs = weight_formats(weight, master, weight)
     assert codecs.reads_weight is reads
     if not reads:  # and it means it: values stay what they are over garbage
         garbage = torch.full((3,), math.nan, dtype=torch.bfloat16)

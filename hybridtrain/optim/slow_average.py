@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridtrain.memory.history_codec import read_history, write_history
+from hybridtrain.memory.slices import StateSlice, WeightSlice
+from hybridtrain.optim.optimizer import Optimizer, UpdateStep
 
 LARGEST_RATIO = 1.0
 """Of s / sqrt(vhat) in a jump: a predicted step moves no weight further than the learning rate. Where gradients stop,
 as of tokens that are seldom seen, v fades much sooner than s and the quotient would grow without bound."""
-
-
 _USUAL_SHARE, _BOUNDS, _SHORTEST_RUN = 0.1, (0.05, 0.2), 200
 """Steps that the average spans, as a share of the run."""
 
@@ -97,7 +96,7 @@ class MoveNorm:
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """What one update does with the slow average."""
+    """What one update does with the slow average: a ``StepHook``."""
 
     beta: float
     """Decay in force."""
@@ -107,6 +106,32 @@ class SlowStep:
     """Where the size of a jump is counted; AdEMAMix counts none."""
     weight_norm: MoveNorm | None = None
     """Where the size of the weights is counted before the jump."""
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether there is a move."""
+        return bool(self.predicted_steps)
+
+    def __call__(
+        self, optimizer: Optimizer, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice],
+        extra: Sequence[StateSlice], part: slice, step: UpdateStep,
+    ) -> None:  # fmt: skip
+        """Add the gradient to the slow average, and move along it."""
+        slow_P = self.track(extra[0], grad_P)
+        if self.predicted_steps:
+            moved_P = move(
+                slow_P, optimizer.second_moment(state, part), correction=optimizer.correction(step.number),
+                eps=optimizer.eps, lr_steps=step.lr * self.predicted_steps, largest_ratio=self.largest_ratio,
+            )  # fmt: skip
+            self.count(weight.value, moved_P)
+            weight.value.add_(moved_P)
+
+    def track(self, average: StateSlice, grad_P: Tensor) -> Tensor:
+        """Add a gradient to the stored average and return its new (P,) float32 values: for a jump as they are kept."""
+        slow_P = average.load()
+        slow_P.lerp_(grad_P.float(), 1 - self.beta)
+        average.store(slow_P)
+        return slow_P if self.norm is None else average.load()  # what takes a jump back reads these
 
     def count(self, value_P: Tensor, moved_P: Tensor) -> None:
         """Count a part of the weights, not yet moved, and of the move."""
@@ -127,14 +152,6 @@ def _decay(steps: float) -> float:
 
 def _half_life(beta: float) -> float:
     return math.log(0.5) / math.log(beta) - 1
-
-
-def track(history: Sequence[Tensor], grad_P: Tensor, step: SlowStep) -> Tensor:
-    """Add a gradient to the stored slow average and return its new (P,) float32 values: for a jump as they are kept."""
-    slow_P = read_history(history, grad_P.numel())
-    slow_P.lerp_(grad_P.float(), 1 - step.beta)
-    write_history(slow_P, history)
-    return slow_P if step.norm is None else read_history(history, grad_P.numel())  # what takes a jump back reads these
 
 
 def move(

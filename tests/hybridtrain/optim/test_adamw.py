@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
-from hybridtrain.engine import adamw, update
-from hybridtrain.engine.adamw import AdamWConfig
+from hybridtrain.engine import parameter_pass
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
@@ -97,11 +98,11 @@ def test_a_master_trains_bit_for_bit_like_fp32_weights(master: Codec) -> None:
 def test_slices_change_no_bit(weight: Codec, master: Codec, moments: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     if moments is Codec.BFLOAT16:
         # Its moments are rounded stochastically, m and v of a slice in turn: other slices draw other numbers.
-        monkeypatch.setattr(adamw, "round_stochastically", lambda wide, target: target.copy_(wide))
+        monkeypatch.setattr(formats, "round_stochastically", lambda wide, target: target.copy_(wide))
     initial, steps = initial_values(), random_steps_of_grads(5, torch.bfloat16)
     in_one, in_slices = (UnitUpdates(initial, weight, master, moments) for _ in range(2))
     in_one.run(steps)
-    monkeypatch.setattr(update, "SLICE_ELEMENTS", 512)
+    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 512)
     in_slices.run(steps)
     assert_same_tensors(in_slices.values(), in_one.values(), "weight")
     assert_same_tensors(in_slices.rounded(), in_one.rounded(), "rounded weight")
@@ -109,8 +110,8 @@ def test_slices_change_no_bit(weight: Codec, master: Codec, moments: Codec, monk
 
 
 def test_slices_hold_whole_groups_of_8_bit_codes() -> None:
-    assert update.SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
-    assert update.STREAM_SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
+    assert parameter_pass.RESIDENT_SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
+    assert parameter_pass.SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
 
 
 def test_stochastic_weights_move_like_exact_ones_on_average() -> None:
@@ -162,9 +163,9 @@ def test_every_fault_of_the_configuration_is_listed() -> None:
         AdamWConfig(lr=0, beta1=1.0, beta2=-0.1, eps=0, weight_decay=-1, max_grad_norm=-1)
     assert str(raised.value).splitlines() == [
         "lr: 0 must be above 0",
+        "weight_decay: -1 must be at least 0",
+        "max_grad_norm: -1 must be at least 0",
         "beta1: 1.0 must be in [0, 1)",
         "beta2: -0.1 must be in [0, 1)",
         "eps: 0 must be above 0",
-        "weight_decay: -1 must be at least 0",
-        "max_grad_norm: -1 must be at least 0",
     ]

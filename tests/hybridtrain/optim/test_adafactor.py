@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtrain.engine import adafactor
-from hybridtrain.engine.adafactor import update_factored
-from hybridtrain.engine.adamw import AdamWConfig, AdamWStep
-from hybridtrain.memory.master_codec import ExactWeight, Float32Master, Int8Weight, MasterCodec, StochasticWeight
+from hybridtrain.memory.formats import (
+    ExactWeight,
+    Float32Master,
+    Int8Weight,
+    PlainState,
+    StochasticWeight,
+    StoredWeight,
+    WeightFormat,
+)
+from hybridtrain.memory.slices import StateSlice, WeightSlice
+from hybridtrain.optim import Adafactor, adafactor
+from hybridtrain.optim.optimizer import Role, UpdateStep
 
 Array = npt.NDArray[np.float64]
 LR = 0.01
@@ -60,8 +68,26 @@ class Reference:
         return np.array([[self.row[i] * self.column[j] / everything for j in range(width)] for i in range(height)])
 
 
-def settings(number: int, weight_decay: float = 0.0) -> AdamWStep:
-    return AdamWStep(config=AdamWConfig(lr=LR), lr=LR, weight_decay=weight_decay, number=number)
+def settings(number: int, weight_decay: float = 0.0) -> UpdateStep:
+    return UpdateStep(number, LR, weight_decay)
+
+
+def update_factored(
+    stored: StoredWeight,
+    companion: Tensor | None,
+    grad: Tensor,
+    moments: list[Tensor],
+    storage: WeightFormat,
+    step: UpdateStep,
+) -> None:
+    """Update a whole parameter of the gradient's shape."""
+    state = [StateSlice(PlainState(), (moment,), moment.numel()) for moment in moments]
+    Adafactor().update(WeightSlice(storage, stored, companion, tuple(grad.shape)), grad, state, step)
+
+
+def test_state_is_a_matrix_rows_and_columns_or_a_vector() -> None:
+    names = [[(s.name, s.shape) for s in Adafactor().state(Role(shape, in_block=True))] for shape in ((3, 5), (7,))]
+    assert names == [[("row", (3,)), ("column", (5,))], [("exp_avg_sq", (7,))]]
 
 
 def fresh_moments(shape: tuple[int, ...]) -> list[Tensor]:
@@ -154,7 +180,7 @@ def test_the_first_step_of_a_vector_is_the_gradients_sign() -> None:
 @pytest.mark.parametrize("shape", MATRICES)
 def test_slices_of_rows_change_rounding_only(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(shape)
-    monkeypatch.setattr(adafactor, "_SLICE_ELEMENTS", 1)  # the fewest rows that begin at a group of 256
+    monkeypatch.setattr(adafactor, "SLICE_ELEMENTS", 1)  # the fewest rows that begin at a group of 256
     if shape == (48, 64):
         assert [(part.start, part.stop) for part in adafactor._parts(torch.empty(shape))] == [
             (start, start + 4) for start in range(0, 48, 4)
@@ -167,7 +193,7 @@ def test_slices_of_rows_change_rounding_only(shape: tuple[int, ...], monkeypatch
 
 @pytest.mark.parametrize("width", [1, 3, 48, 64, 256, 300, 1000])
 def test_every_slice_begins_at_a_quantization_group(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adafactor, "_SLICE_ELEMENTS", 700)
+    monkeypatch.setattr(adafactor, "SLICE_ELEMENTS", 700)
     parts = list(adafactor._parts(torch.empty(600, width)))
     assert all(part.start * width % 256 == 0 for part in parts)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -175,7 +201,7 @@ def test_every_slice_begins_at_a_quantization_group(width: int, monkeypatch: pyt
 
 
 def test_sliced_int8_weights_move_by_the_update_up_to_one_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adafactor, "_SLICE_ELEMENTS", 1)
+    monkeypatch.setattr(adafactor, "SLICE_ELEMENTS", 1)
     shape = (48, 64)
     codes, scales = torch.empty(48 * 64, dtype=torch.int8), torch.empty(12)
     codec = Int8Weight(static_scales=False)
@@ -193,7 +219,7 @@ def test_sliced_int8_weights_move_by_the_update_up_to_one_code(monkeypatch: pyte
     assert error.mean() > 0  # it was rounded at all
 
 
-def bf16_weight(codec: MasterCodec, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor | None]:
+def bf16_weight(codec: WeightFormat, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor | None]:
     """Return a bfloat16 weight and its companion after one update with a bfloat16 gradient."""
     weight = torch.empty(shape, dtype=torch.bfloat16)
     companion = codec.create(initial(shape), (weight,))

@@ -1,0 +1,614 @@
+"""The one pass over parameters: what an update does, and whatever else reads or changes weights and their state.
+
+Everything is worked on where it lives: on the device in slices, streamed through it in slices, or on the host by the
+processor. Nothing of a parameter's size is held beyond what the stores hold, but for parameters that an optimizer must
+see in one piece. P elements of a flat slice.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.step_settings import StepSettings
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.formats import SLICE_ELEMENTS, ExactWeight, StoredWeight, weight_part
+from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.slices import StateSlice, WeightSlice
+from hybridtrain.memory.state_store import ParameterState, StateSlot, StateStore
+from hybridtrain.memory.tier import Ticket
+from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTensor, piece_bytes
+from hybridtrain.memory.weight_store import Visit, WeightStore
+from hybridtrain.models.block_model import Unit
+from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
+from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+
+_CLIP_EPS = 1e-6
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
+RESIDENT_SLICE_ELEMENTS = 1 << 24
+"""Elements updated at a time where nothing is streamed and fp32 temporaries are needed: 64 MiB each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSettings:
+    """What a pass outside of updates needs and changes."""
+
+    reads_second_moment: bool = False
+    uses_extra: bool = True
+    writes_extra: bool = False
+    reads_stored: bool = False
+    """What is stored of the weights is needed itself, whatever its format."""
+    loads_values: bool = True
+    """Without it only what is stored is read and written."""
+    writes_weights: bool = True
+    rounds_to_nearest: bool = False
+    """Weights without a master are otherwise rounded stochastically."""
+    seed: int = 0
+    """Keys stochastic rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """A slice of one parameter, for a callback of ``ParameterPass.visit`` to read and change."""
+
+    unit: str
+    index: int
+    """Of the parameter in its unit."""
+    part: slice
+    """Range of its elements."""
+    weight: WeightSlice
+    """``value`` is changed in place where the pass writes weights."""
+    second_P: Tensor | None
+    """Second moment, float32, without bias correction; None unless asked for."""
+    extra: tuple[StateSlice, ...]
+    """What the plan keeps beside the optimizer's state; empty unless asked for."""
+    on_host: bool
+    """Whether this is host memory, and the processor works."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One parameter of a unit in one pass."""
+
+    index: int
+    """In its unit."""
+    state: ParameterState
+    grad: Stored
+    step: UpdateStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What is worked on at a time."""
+
+    unit: Unit
+    work: Callable[[Sequence[StoredWeight], Sequence[Tensor]], None]
+    """Given what is stored of the unit's weights, and the pieces asked for."""
+
+
+class ParameterPass:
+    """Passes over all parameters of a model, or those of some units.
+
+    Args:
+        units: All of the model.
+        weights: Theirs.
+        states: Theirs.
+        optimizer: Whose updates it does.
+        copies: The way to the other tiers.
+        observer: Told what new tensors are for.
+        on_host: Whether the processor does the work, on state and gradients in host memory.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        weights: WeightStore,
+        states: StateStore,
+        optimizer: Optimizer,
+        copies: CopyEngine,
+        observer: MemoryObserver,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.units = tuple(units)
+        self.optimizer = optimizer
+        self.last: PassSettings | None = None
+        """Of the last visit that changed weights."""
+        self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
+        self._weights = weights
+        self._states = states
+        self._copies = copies
+        self._observer = observer
+        self._on_host = on_host
+
+    # ---- updates
+
+    @torch.no_grad()
+    def norm(self, grads: GradStore) -> Tensor:
+        """Return the global L2 norm, a scalar of the device."""
+        with self._observer.region(Stage.UPDATE, ""):
+            return grads.norm()
+
+    @torch.no_grad()
+    def clip_factor(self, norm: Tensor) -> Tensor:
+        """Return what gradients of this global norm are multiplied with, a scalar of the device."""
+        with self._observer.region(Stage.UPDATE, ""):
+            return torch.clamp(self.optimizer.max_grad_norm / (norm + _CLIP_EPS), max=1.0)
+
+    @torch.no_grad()
+    def update(self, grads: GradStore, settings: StepSettings, units: Sequence[Unit] | None = None) -> None:
+        """Update units, all by default, and release their gradients.
+
+        A single unit is updated within its visit: its weights are on the device and no visits are planned anew.
+        """
+        reads = self._states.formats.reads_weight
+        if units is None:
+            self._plan_visits(reads=reads)
+        chosen = self.units if units is None else units
+        with self._copies.transfer.keyed_random():
+            if self._on_host:
+                for unit in chosen:
+                    self._update_on_host(unit, grads, settings)
+                return
+            items = self._update_items(chosen, grads, settings)
+            self._run(items, self._update_slot_bytes(chosen, grads), settings.seed, reads=reads)
+
+    def _update_items(
+        self, chosen: Sequence[Unit], grads: GradStore, settings: StepSettings
+    ) -> Iterator[tuple[_Item, list[Piece]]]:
+        """Yield the work on each unit, parameters with weight decay first, with what it streams."""
+        for unit in chosen:
+            with self._observer.region(Stage.UPDATE, unit.name):
+                states = self._states.acquire(unit)
+            entries = [
+                _Entry(index, state, grad, self._step(state, settings))
+                for index, (state, grad) in enumerate(zip(states, grads.take(unit.name), strict=True))
+            ]
+            groups = [[e for e in entries if (e.state.parameter.dim() >= 2) is decays] for decays in (True, False)]
+            del entries
+            while groups:
+                yield from self._group_items(unit, groups.pop(0), settings)
+
+    def _group_items(
+        self, unit: Unit, group: list[_Entry], settings: StepSettings
+    ) -> Iterator[tuple[_Item, list[Piece]]]:
+        exact = [entry for entry in group if self._is_exact(unit, entry)]
+        if exact:
+            yield _Item(unit, partial(self._update_exact, exact, settings)), []
+        for entry in (entry for entry in group if not self._is_exact(unit, entry)):
+            if self.optimizer.needs_whole(_role(unit, entry.state)):
+                yield _Item(unit, partial(self._update_whole, entry, settings)), []
+                continue
+            for part in _parts(entry.state.parameter.numel(), streamed=_is_streamed(entry)):
+                yield (
+                    _Item(unit, partial(self._update_slice, entry, part, settings)),
+                    _update_pieces(entry, part, settings),
+                )
+            _written(entry.state, settings)
+
+    def _step(self, state: ParameterState, settings: StepSettings) -> UpdateStep:
+        """Return the settings for one parameter: matrices decay, norms and biases do not."""
+        weight_decay = self.optimizer.weight_decay if state.parameter.dim() >= 2 else 0.0
+        keeps_value = settings.hook is not None and settings.hook.moves_weights
+        return UpdateStep(settings.number - self._states.born_after, settings.lr, weight_decay, keeps_value)
+
+    def _is_exact(self, unit: Unit, entry: _Entry) -> bool:
+        """Return whether everything is fp32 and on the device, so that a fused kernel can work on it directly.
+
+        An extra tensor that is rounded by chance waits for its turn, so that it draws the same numbers wherever it
+        lives.
+        """
+        state, formats = entry.state, self._states.formats
+        if not self.optimizer.offers_groups or self.optimizer.needs_whole(_role(unit, state)):
+            return False
+        companion = [] if state.companion is None else [state.companion]
+        moments = [tensor for slot in state.slots for tensor in slot.tensors]
+        extra = [tensor for slot in state.extra for tensor in slot.tensors]
+        return (
+            all(isinstance(tensor, Tensor) and tensor.dtype != torch.bfloat16 for tensor in extra)
+            and all(isinstance(t, Tensor) and t.dtype == torch.float32 for t in [entry.grad, *moments, *companion])
+            and len(moments) == len(state.slots)
+            and formats.values.in_place
+            and formats.values is formats.codes
+            and (bool(companion) or state.parameter.dtype == torch.float32)
+        )
+
+    def _update_slot_bytes(self, chosen: Sequence[Unit], grads: GradStore) -> int:
+        """Return what the largest piece of work takes in a slot."""
+        return max(
+            (
+                self._states.streamed_bytes(state, SLICE_ELEMENTS)
+                + grads.streamed_bytes(unit.name, index, SLICE_ELEMENTS)
+                for unit in chosen
+                for index, state in enumerate(self._states.of(unit.name))
+                if not self.optimizer.needs_whole(_role(unit, state))
+            ),
+            default=0,
+        )
+
+    def _update_slice(
+        self,
+        entry: _Entry,
+        part: slice,
+        settings: StepSettings,
+        weights: Sequence[StoredWeight],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        grad_P, *rest = tensors
+        companion_P = rest.pop() if entry.state.companion is not None else None
+        if settings.factor is not None:
+            grad_P.mul_(settings.factor)
+        count = part.stop - part.start
+        state = _take_slices(entry.state.slots, rest, count)
+        extra = _take_slices(entry.state.extra if settings.hook else (), rest, count)
+        weight = self._slice(weight_part(weights[entry.index], part), companion_P)
+        self._apply(weight, grad_P, state, extra, part, entry.step, settings)
+
+    def _apply(
+        self,
+        weight: WeightSlice,
+        grad_P: Tensor,
+        state: Sequence[StateSlice],
+        extra: Sequence[StateSlice],
+        part: slice,
+        step: UpdateStep,
+        settings: StepSettings,
+    ) -> None:
+        """Update, let the hook work, store."""
+        self.optimizer.update(weight, grad_P, state, step)
+        if settings.hook is not None:
+            settings.hook(self.optimizer, weight, grad_P, state, extra, part, step)
+        weight.write()
+
+    def _slice(
+        self, weight: StoredWeight, companion_P: Tensor | None, shape: tuple[int, ...] = ()
+    ) -> WeightSlice:
+        return WeightSlice(self._states.formats.of(weight), weight, companion_P, shape)
+
+    def _update_exact(
+        self, entries: Sequence[_Entry], settings: StepSettings, weights: Sequence[StoredWeight], _: Sequence[Tensor]
+    ) -> None:
+        """Update fp32 tensors in one fused call, nothing temporary."""
+        storage = self._states.formats.values
+        companions = [None if e.state.companion is None else _tensor(e.state.companion) for e in entries]
+        values = [storage.load(weights[e.index], companion) for e, companion in zip(entries, companions, strict=True)]
+        grads = [_tensor(entry.grad) for entry in entries]
+        if settings.factor is not None:
+            torch._foreach_mul_(grads, settings.factor)
+        moments = [[_tensor(tensor) for slot in entry.state.slots for tensor in slot.tensors] for entry in entries]
+        self.optimizer.update_group(values, grads, moments, entries[0].step)
+        if settings.hook is not None:
+            for entry, value, grad in zip(entries, values, grads, strict=True):
+                for part in _parts(value.numel(), streamed=False):
+                    weight = WeightSlice(ExactWeight(), (value.view(-1)[part],), None)
+                    state, extra = (_resident_slices(slots, part) for slots in (entry.state.slots, entry.state.extra))
+                    settings.hook(self.optimizer, weight, grad.view(-1)[part], state, extra, part, entry.step)
+        for entry, value, companion in zip(entries, values, companions, strict=True):
+            storage.store(value, weights[entry.index], companion)
+
+    def _update_whole(
+        self, entry: _Entry, settings: StepSettings, weights: Sequence[StoredWeight], _: Sequence[Tensor]
+    ) -> None:
+        """Update a parameter in one piece: what waits elsewhere comes whole; extra state goes by in slices."""
+        state, step = entry.state, entry.step
+        grad = self._bring(entry.grad)
+        if settings.factor is not None:
+            grad.mul_(settings.factor)
+        companion = None if state.companion is None else self._bring(state.companion)
+        brought = [[self._bring(t, self._fill(slot, i)) for i, t in enumerate(slot.tensors)] for slot in state.slots]
+        slices = [
+            slot.slice_of([tensor.view(-1) for tensor in tensors], tensors[0].numel())
+            for slot, tensors in zip(state.slots, brought, strict=True)
+        ]
+        weight = self._slice(weights[entry.index], companion, tuple(state.parameter.shape))
+        self.optimizer.update(weight, grad, slices, step)
+        weight.write()
+        if settings.hook is not None:
+            parts = list(_parts(state.parameter.numel()))
+            pieces = [[piece for slot in state.extra for piece in slot.pieces(part)] for part in parts]
+            stream = SliceStream(self._copies, self._observer)
+            slot_bytes = max((piece_bytes(item) for item in pieces), default=0)
+            for part, tensors in zip(parts, stream.run(pieces, slot_bytes), strict=True):
+                extra = _take_slices(state.extra, list(tensors), part.stop - part.start)
+                piece = weight.part(part)
+                settings.hook(self.optimizer, piece, grad.view(-1)[part], slices, extra, part, step)
+                piece.write()
+        homes = [state.companion, *(tensor for slot in state.slots for tensor in slot.tensors)]
+        found = [companion, *(tensor for tensors in brought for tensor in tensors)]
+        for home, tensor in zip(homes, found, strict=True):
+            if isinstance(home, TierTensor) and tensor is not None:
+                self._copies.wait(self._copies.store(tensor, home.buffer, home.offset))
+        _written(state, settings)
+
+    @staticmethod
+    def _fill(slot: StateSlot, index: int) -> int | None:
+        return slot.specs[index].zero if slot.is_fresh else None
+
+    def _bring(self, stored: Stored, fill: int | None = None) -> Tensor:
+        """Return a whole tensor on the device."""
+        if isinstance(stored, Tensor):
+            return stored
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.transfer.device)
+        if fill is not None:
+            return tensor.fill_(fill)
+        self._copies.wait(self._copies.fetch(tensor, stored.buffer, stored.offset, after=[self._copies.mark()]))
+        return tensor
+
+    def _update_on_host(self, unit: Unit, grads: GradStore, settings: StepSettings) -> None:
+        with self._observer.region(Stage.UPDATE, unit.name):
+            states, taken = self._states.acquire(unit), grads.take(unit.name)
+            num_bytes = sum(grad.numel() * grad.dtype.itemsize for grad in taken)
+            num_bytes += sum(s.parameter.numel() * s.parameter.dtype.itemsize + 2 * _num_bytes(s) for s in states)
+            factor: Tensor | None = None
+
+            def work(index: int, weight: WeightSlice) -> None:
+                nonlocal factor
+                state, grad_P = states[index], _on_host(taken[index])
+                if settings.factor is not None:
+                    factor = settings.factor.cpu() if factor is None else factor
+                    grad_P.mul_(factor)
+                slices = [_host_slice(slot, state) for slot in state.slots]
+                extra = [_host_slice(slot, state) for slot in state.extra] if settings.hook else []
+                everything = slice(0, grad_P.numel())
+                self._apply(weight, grad_P, slices, extra, everything, self._step(state, settings), settings)
+
+            after = [tensor.buffer.last_store for tensor in taken if isinstance(tensor, TierTensor)]
+            order = sorted(range(len(states)), key=lambda index: states[index].parameter.dim() < 2)
+            done = self._work_on_host(unit, states, order, num_bytes, after, settings.seed, work)
+            for state in states:
+                _written(state, settings)
+            self._weights.refresh(unit.name, done)
+
+    # ---- anything else
+
+    @torch.no_grad()
+    def visit(self, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
+        """Call ``work`` on every slice: predicted steps, their undoing, snapshots."""
+        if settings.writes_weights and settings.loads_values:
+            self.last = settings
+        # A slot that is not written anew must hold what is stored afterwards.
+        reads = self._states.formats.reads_weight or settings.reads_stored or not settings.writes_weights
+        self._plan_visits(reads=reads)
+        with self._copies.transfer.keyed_random():
+            if self._on_host:
+                for unit in self.units:
+                    with self._observer.region(Stage.UPDATE, unit.name):
+                        self._visit_on_host(unit, work, settings)
+                return
+            slot_bytes = max(
+                (
+                    piece_bytes(self._visit_pieces(state, next(_parts(state.parameter.numel())), settings))
+                    for unit in self.units
+                    for state in self._states.acquire(unit)
+                ),
+                default=0,
+            )
+            self._run(
+                self._visit_items(work, settings), slot_bytes, settings.seed,
+                reads=reads, writes=settings.writes_weights,
+            )  # fmt: skip
+            if settings.writes_extra:
+                for unit in self.units:
+                    _extra_written(self._states.of(unit.name))
+
+    def _visit_items(
+        self, work: Callable[[ParameterSlice], None], settings: PassSettings
+    ) -> Iterator[tuple[_Item, list[Piece]]]:
+        for unit in self.units:
+            with self._observer.region(Stage.UPDATE, unit.name):
+                states = self._states.acquire(unit)
+            for index, state in enumerate(states):
+                for part in _parts(state.parameter.numel()):
+
+                    visited = partial(self._visit_slice, unit, index, part, work, settings)
+                    yield _Item(unit, visited), self._visit_pieces(state, part, settings)
+
+    def _second_slots(self, state: ParameterState, settings: PassSettings) -> list[StateSlot]:
+        names = self.optimizer.second_moment_names if settings.reads_second_moment else ()
+        return [slot for slot in state.slots if slot.spec.name in names]
+
+    def _visit_pieces(self, state: ParameterState, part: slice, settings: PassSettings) -> list[Piece]:
+        """Return the stored second moment, the extra state, then the companion, as far as they are needed."""
+        slots = [slot for slot in self._second_slots(state, settings) if slot.is_elementwise]
+        pieces = [piece for slot in slots for piece in slot.pieces(part, writes=False)]
+        if settings.uses_extra:
+            pieces += [piece for slot in state.extra for piece in slot.pieces(part, writes=settings.writes_extra)]
+        if state.companion is not None:
+            pieces.append(Piece(state.companion, part, writes=settings.writes_weights))
+        return pieces
+
+    def _visit_slice(
+        self,
+        unit: Unit,
+        index: int,
+        part: slice,
+        work: Callable[[ParameterSlice], None],
+        settings: PassSettings,
+        weights: Sequence[StoredWeight],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        state, rest, count = self._states.of(unit.name)[index], list(tensors), part.stop - part.start
+        companion_P = rest.pop() if state.companion is not None else None
+        piece = self._slice(weight_part(weights[index], part), companion_P)
+        seconds = [
+            _take_slices((slot,), rest, count)[0] if slot.is_elementwise else _whole_slice(slot)
+            for slot in self._second_slots(state, settings)
+        ]
+        extra = _take_slices(state.extra if settings.uses_extra else (), rest, count)
+        self._visited(unit, index, part, piece, seconds, extra, work, settings)
+
+    def _visited(
+        self,
+        unit: Unit,
+        index: int,
+        part: slice,
+        weight: WeightSlice,
+        seconds: Sequence[StateSlice],
+        extra: Sequence[StateSlice],
+        work: Callable[[ParameterSlice], None],
+        settings: PassSettings,
+    ) -> None:
+        if settings.loads_values:
+            _ = weight.value
+        second_P = self.optimizer.second_moment(seconds, part) if settings.reads_second_moment else None
+        work(ParameterSlice(unit.name, index, part, weight, second_P, tuple(extra), self._on_host))
+        if settings.writes_weights:
+            weight.write(nearest=settings.rounds_to_nearest)
+
+    def _visit_on_host(self, unit: Unit, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
+        states = self._states.acquire(unit)
+        stored = [t for state in states for t in state.stored() if isinstance(t, TierTensor)]
+        num_bytes = sum(2 * state.parameter.numel() * state.parameter.dtype.itemsize for state in states)
+        num_bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored)
+
+        def on_parameter(index: int, weight: WeightSlice) -> None:
+            state = states[index]
+            seconds = [_host_slice(slot, state, fills=False) for slot in self._second_slots(state, settings)]
+            extra = [_host_slice(slot, state) for slot in state.extra] if settings.uses_extra else []
+            everything = slice(0, state.parameter.numel())
+            self._visited(unit, index, everything, weight, seconds, extra, work, settings)
+
+        after = [tensor.buffer.last_store for tensor in stored]
+        done = self._work_on_host(unit, states, range(len(states)), num_bytes, after, settings.seed, on_parameter)
+        if settings.writes_extra:
+            _extra_written(states)
+        if settings.writes_weights:
+            self._weights.refresh(unit.name, done)
+
+    # ---- drivers
+
+    def _plan_visits(self, *, reads: bool) -> None:
+        self._weights.plan_visits([Visit(block, reads) for block in range(len(self.units) - 2)])
+
+    def _run(
+        self, items: Iterable[tuple[_Item, list[Piece]]], slot_bytes: int, seed: int, *, reads: bool, writes: bool = True
+    ) -> None:
+        """Do the work on the device, with the pieces of the next item on their way."""
+        queue: deque[_Item] = deque()
+
+        def pieces() -> Iterator[list[Piece]]:
+            for item, wanted in items:
+                queue.append(item)
+                handed = [wanted]
+                del item, wanted  # gradients are not to live on here
+                yield handed.pop()
+
+        current: Unit | None = None
+        weights: list[StoredWeight] = []
+        for tensors in SliceStream(self._copies, self._observer).run(pieces(), slot_bytes):
+            item = queue.popleft()
+            with self._observer.region(Stage.UPDATE, item.unit.name):
+                if item.unit is not current:
+                    if current is not None and writes:
+                        self._weights.write_back(current.name)
+                    current = item.unit
+                    self._copies.transfer.seed(random_key(seed, self._numbers[current.name]))
+                    weights = self._weights.acquire_stored(current.name, current.tensors, reads=reads)
+                item.work(weights, tensors)
+            del item, tensors
+        if current is not None and writes:
+            self._weights.write_back(current.name)
+
+    def _work_on_host(
+        self,
+        unit: Unit,
+        states: Sequence[ParameterState],
+        order: Iterable[int],
+        num_bytes: int,
+        after: Sequence[Ticket | None],
+        seed: int,
+        work: Callable[[int, WeightSlice], None],
+    ) -> Ticket:
+        """Let the processor work on whole parameters once what it reads has arrived; return when it will be done."""
+        done = self._copies.host_work(num_bytes, after)
+        weights = self._weights.host_parts(unit.name)
+        if weights is not None:
+            with _disable_current_modes():
+                torch.default_generator.manual_seed(random_key(seed, self._numbers[unit.name]))
+                for index in order:
+                    companion = states[index].companion
+                    flat = tuple(part.view(-1) for part in weights[index])
+                    shape = tuple(states[index].parameter.shape)
+                    work(index, self._slice(flat, None if companion is None else _on_host(companion), shape))
+        return done
+
+
+def _role(unit: Unit, state: ParameterState) -> Role:
+    return Role(tuple(state.parameter.shape), in_block=unit.name.startswith("block."))
+
+
+def _parts(count: int, *, streamed: bool = True) -> Iterator[slice]:
+    height = SLICE_ELEMENTS if streamed else RESIDENT_SLICE_ELEMENTS
+    yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
+
+
+def _update_pieces(entry: _Entry, part: slice, settings: StepSettings) -> list[Piece]:
+    """Return gradient, state, extra state where a hook works on it, then the companion if there is one."""
+    state = entry.state
+    pieces = [Piece(entry.grad, part, writes=False)]
+    pieces += [piece for slot in state.slots for piece in slot.pieces(part)]
+    if settings.hook is not None:
+        pieces += [piece for slot in state.extra for piece in slot.pieces(part)]
+    if state.companion is not None:
+        pieces.append(Piece(state.companion, part))
+    return pieces
+
+
+def _take_slices(slots: Iterable[StateSlot], tensors: list[Tensor], count: int) -> list[StateSlice]:
+    """Return the slices of slots, whose tensors come first in ``tensors`` and are taken from it."""
+    return [slot.slice_of([tensors.pop(0) for _ in slot.specs], count) for slot in slots]
+
+
+def _resident_slices(slots: Iterable[StateSlot], part: slice) -> list[StateSlice]:
+    return [_whole_slice(slot).part(part) for slot in slots]
+
+
+def _whole_slice(slot: StateSlot) -> StateSlice:
+    tensors = [_tensor(tensor) for tensor in slot.tensors]
+    return slot.slice_of(tensors, tensors[0].numel())
+
+
+def _host_slice(slot: StateSlot, state: ParameterState, *, fills: bool = True) -> StateSlice:
+    """Return all of a slot in host memory, or what is small enough to stay on the device."""
+    tensors = [_on_host(tensor) for tensor in slot.tensors]
+    if fills and slot.is_fresh:
+        for spec, tensor in zip(slot.specs, tensors, strict=True):
+            tensor.fill_(spec.zero)
+    return slot.slice_of(tensors, state.parameter.numel())
+
+
+def _written(state: ParameterState, settings: StepSettings) -> None:
+    for slot in state.slots:
+        slot.is_fresh = False
+    if settings.hook is not None:
+        _extra_written([state])
+
+
+def _extra_written(states: Iterable[ParameterState]) -> None:
+    for state in states:
+        for slot in state.extra:
+            slot.is_fresh = False
+
+
+def _is_streamed(entry: _Entry) -> bool:
+    return any(isinstance(tensor, TierTensor) for tensor in [entry.grad, *entry.state.stored()])
+
+
+def _on_host(stored: Stored) -> Tensor:
+    """Return the flat tensor of something that waits in host memory."""
+    assert isinstance(stored, TierTensor), "an update on the host finds everything there"
+    return stored.on_host()
+
+
+def _num_bytes(state: ParameterState) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.stored())
+
+
+def _tensor(stored: Stored) -> Tensor:
+    assert isinstance(stored, Tensor), "only what is on the device is updated whole"
+    return stored

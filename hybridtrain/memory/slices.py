@@ -1,0 +1,80 @@
+"""A slice of a weight and of state, as whoever changes it sees it: exact values, whatever is stored. P elements."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtrain.memory.formats import StateFormat, StoredWeight, WeightFormat, weight_part
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor of state."""
+
+    name: str
+    signed: bool = True
+    """Whether values may be negative; decides on the map of 8-bit codes."""
+    shape: tuple[int, ...] | None = None
+    """None: one value per element of the parameter, stored as the plan says. Else a small float32 tensor of this
+    shape, which stays on the device."""
+
+
+class WeightSlice:
+    """A weight, or a flat slice of it.
+
+    Args:
+        storage: How it is stored.
+        stored: What is stored of it, flat; of codes it begins at a multiple of 256.
+        companion: What is kept beside it, flat.
+        shape: Of the parameter where this is all of it.
+    """
+
+    __slots__ = ("_value", "companion", "shape", "storage", "stored")
+
+    def __init__(
+        self, storage: WeightFormat, stored: StoredWeight, companion: Tensor | None, shape: tuple[int, ...] = ()
+    ) -> None:
+        self.storage = storage
+        self.stored = stored
+        self.companion = companion
+        self.shape = shape
+        self._value: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The (P,) float32 value, to be changed in place; what reads it last writes it back."""
+        if self._value is None:
+            self._value = self.storage.load(self.stored, self.companion)
+        return self._value
+
+    def part(self, part: slice) -> "WeightSlice":
+        """Return a range of the elements, with a value of its own."""
+        companion = None if self.companion is None else self.companion.view(-1)[part]
+        return WeightSlice(self.storage, weight_part(self.stored, part), companion)
+
+    def write(self, *, nearest: bool = False) -> None:
+        """Store the value if it was asked for."""
+        if self._value is not None:
+            self.storage.store(self._value, self.stored, self.companion, nearest=nearest)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlice:
+    """A slice of one tensor of state."""
+
+    storage: StateFormat
+    stored: tuple[Tensor, ...]
+    num_elements: int
+
+    def load(self) -> Tensor:
+        """Return the (P,) float32 values: the stored tensor itself where it is float32."""
+        return self.storage.load(self.stored, self.num_elements)
+
+    def store(self, value_P: Tensor) -> None:
+        """Write values that ``load`` returned and the caller changed; fewer bits than 32 are rounded."""
+        self.storage.store(value_P, self.stored)
+
+    def part(self, part: slice) -> "StateSlice":
+        """Return a range of the elements."""
+        stored = tuple(tensor.view(-1)[self.storage.part(i, part)] for i, tensor in enumerate(self.stored))
+        return StateSlice(self.storage, stored, part.stop - part.start)

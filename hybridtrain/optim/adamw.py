@@ -1,0 +1,97 @@
+"""AdamW (Loshchilov and Hutter, 1711.05101): fp32 arithmetic inside, any storage outside. P elements of a slice.
+
+8-bit moments are updated by one op; where the weight is all there is of its value, the op rounds it as well and its
+float32 value is never made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from hybridkernels.adamw_int8 import adamw_int8_, adamw_int8_rounded_
+from hybridtrain.memory.formats import SLICE_ELEMENTS, DynamicInt8State, weight_part
+from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
+from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of, fused_adamw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig(Elementwise):
+    """Hyper-parameters of AdamW."""
+
+    kind: ClassVar[str] = "adamw"
+    offers_groups: ClassVar[bool] = True
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled; applied to matrices only, not to norms and biases."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    clip: Literal["exact", "previous"] = "exact"
+    """Only where updates are fused into the backward pass. exact: a second pass finds the norm first. previous: the
+    norm of the step before is taken; the first step is exact."""
+
+    def __post_init__(self) -> None:
+        faults = faults_of(self) + decay_faults(beta1=self.beta1, beta2=self.beta2)
+        if self.eps <= 0:
+            faults.append(f"eps: {self.eps} must be above 0")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def state(self, role: Role) -> tuple[StateSpec, ...]:  # noqa: ARG002  the same for all
+        """Return first and second moment."""
+        return StateSpec("exp_avg"), StateSpec("exp_avg_sq", signed=False)
+
+    def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
+        """Update a slice; bfloat16 moments are rounded stochastically."""
+        first, second = state
+        if isinstance(first.storage, DynamicInt8State):
+            if weight.storage.rounds_stochastically and not step.keeps_value:
+                self._update_rounded(weight, grad, state, step)
+                return
+            adamw_int8_(
+                weight.value, grad, (*first.stored, *second.stored), lr=step.lr, betas=(self.beta1, self.beta2),
+                eps=self.eps, weight_decay=step.weight_decay, step=step.number,
+            )  # fmt: skip
+            return
+        value_P, first_P, second_P = weight.value, first.load(), second.load()
+        self.update_group([value_P], [grad.float()], [[first_P, second_P]], step)
+        first.store(first_P)
+        second.store(second_P)
+
+    def _update_rounded(
+        self, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice], step: UpdateStep
+    ) -> None:
+        """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
+        for start in range(0, grad_P.numel(), SLICE_ELEMENTS):
+            part = slice(start, min(start + SLICE_ELEMENTS, grad_P.numel()))
+            first, second = (moment.part(part).stored for moment in state)
+            adamw_int8_rounded_(
+                weight_part(weight.stored, part), grad_P[part], (*first, *second), lr=step.lr,
+                betas=(self.beta1, self.beta2), eps=self.eps, weight_decay=step.weight_decay, step=step.number,
+            )  # fmt: skip
+
+    def update_group(
+        self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
+    ) -> None:
+        """Update whole float32 tensors in one fused call, nothing temporary; gradients and moments are float32 too."""
+        firsts, seconds = [moments[0] for moments in state], [moments[1] for moments in state]
+        fused_adamw(values, grads, firsts, seconds, step, betas=(self.beta1, self.beta2), eps=self.eps)
+
+    def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:  # noqa: ARG002  of the slice
+        """Return the second moment of a slice."""
+        return state[-1].load()
+
+    @property
+    def second_moment_names(self) -> tuple[str, ...]:
+        """The second of two."""
+        return ("exp_avg_sq",)
+
+    def correction(self, number: int) -> float:
+        """Return 1 - b2^t."""
+        return 1 - float(self.beta2) ** number

@@ -1,0 +1,45 @@
+"""Lion (Chen et al., 2302.06675): the sign of an interpolated momentum; one state tensor. P elements of a slice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
+from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lion(Elementwise):
+    """c = b1 m + (1 - b1) g;  w = w (1 - lr d) - lr sign(c);  m = b2 m + (1 - b2) g. 4 bytes a parameter in fp32."""
+
+    kind: ClassVar[str] = "lion"
+
+    lr: float = 1e-4
+    """Peak learning rate; a third to a tenth of AdamW's, with a decay as much larger."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 1.0
+    """Decoupled; applied to matrices only, not to norms and biases."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    clip: Literal["exact", "previous"] = "exact"
+    """Only where updates are fused into the backward pass, as for AdamW."""
+
+    def __post_init__(self) -> None:
+        faults = faults_of(self) + decay_faults(beta1=self.beta1, beta2=self.beta2)
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def state(self, role: Role) -> tuple[StateSpec, ...]:  # noqa: ARG002  the same for all
+        """Return the momentum."""
+        return (StateSpec("exp_avg"),)
+
+    def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
+        """Update a slice."""
+        (momentum,) = state
+        value_P, momentum_P, grad_P = weight.value, momentum.load(), grad.float()
+        direction_P = momentum_P.lerp(grad_P, 1 - self.beta1).sign_()
+        value_P.mul_(1 - step.lr * step.weight_decay).add_(direction_P, alpha=-step.lr)
+        momentum.store(momentum_P.lerp_(grad_P, 1 - self.beta2))
