@@ -28,12 +28,13 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from stack_optimizer import ADAFACTOR, settings_of
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
-from stack_optimizer import ADAFACTOR
 
 NUM_STEPS = 3
 WORKSPACE_BYTES = 8_519_680
@@ -153,7 +154,7 @@ def record(
     plan = compose(stack)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     batches = random_steps(config, num_steps, accum_steps, batch_size, seq_len)
-    return record_steps(config, plan, batches, transfer)
+    return record_steps(config, plan, batches, transfer, settings_of(stack, TrainerConfig()))
 
 
 def wide(config: ModelConfig) -> ModelConfig:

@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 import torch
+from hybridtrain.engine.update import Update
 from torch import Tensor
 
 from hybridkernels.flash_attention.unfused import unfused_attention
-from hybridtrain.engine.update import Update
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig

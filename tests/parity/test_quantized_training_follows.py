@@ -10,21 +10,22 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, embedded_corpus
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory import master_codec
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import Bf16Optimizer, Int8Optimizer, Int8Weights, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
+from stack_optimizer import ADAFACTOR
 
 MODEL = ModelConfig(
     family="gpt2", vocab_size=257, max_seq_len=32, num_blocks=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=128
 )
-from stack_optimizer import ADAFACTOR
+
 NUM_STEPS, LAST_STEPS, BATCH_SIZE, SEQ_LEN = 300, 50, 4, 32
 SEEDS = (0, 1, 2)
 LR = 1e-3

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig

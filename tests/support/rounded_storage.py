@@ -1,7 +1,9 @@
 """Stacks that store less than fp32, and places for what they store: only the places may not change a bit."""
 
 from dataclasses import replace
+from functools import cache
 
+from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
@@ -15,8 +17,9 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization
-from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 from stack_optimizer import ADAFACTOR
+from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
+from training_history import History, trained_history
 
 GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
 """Its matrices have 4096 elements and more, so their moments are 8-bit codes."""
@@ -65,3 +68,18 @@ PLACES: dict[str, list[Optimization]] = {
 ROUNDS_BY_CHANCE = {
     "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all"
 }  # fmt: skip
+
+
+def resident_history(config: ModelConfig, storage: str, place: str = "") -> History:
+    """Train with everything on the device, or at least the weights.
+
+    The processor draws other numbers than the device, so an update there is compared with an update there where
+    numbers are drawn.
+    """
+    return _resident_history(config, storage, on_host="updated-on-host" in place and storage in ROUNDS_BY_CHANCE)
+
+
+@cache
+def _resident_history(config: ModelConfig, storage: str, *, on_host: bool) -> History:
+    update = [OptimizerOffload(update_on="host")] if on_host else []
+    return trained_history(config, [*BASE, *STORAGE[storage], *update], ACCUM_STEPS)

@@ -27,7 +27,9 @@ def settings_of(stack: Sequence[Optimization], settings: TrainerConfig) -> Train
     """Return settings with the stack's optimizer at their learning rate, decay and clipping."""
     for part in stack:
         if isinstance(part, WithOptimizer):
-            common = {name: getattr(settings.optimizer, name) for name in ("lr", "weight_decay", "max_grad_norm", "clip")}
+            common = {
+                name: getattr(settings.optimizer, name) for name in ("lr", "weight_decay", "max_grad_norm", "clip")
+            }
             return replace(settings, optimizer=replace(part.optimizer, **common))
     return settings
 

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.optim import AdamWConfig, Optimizer
-from hybridtrain.optim.optimizer import Role
-from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.engine.parameter_pass import ParameterPass
+from hybridtrain.engine.step_settings import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.formats import StoredWeight, WeightFormats, weight_formats
+from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.block_model import Unit
+from hybridtrain.optim import AdamWConfig, Optimizer
+from hybridtrain.optim.optimizer import Role
 from hybridtrain.plan.memory_plan import Cell
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.virtual_gpu.observer import NullObserver
