@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer

@@ -195,6 +195,7 @@ def dry_run(
     *,
     host: Host | None = None,
     num_steps: int = 2,
+    config: TrainerConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
 ) -> DryRun:
@@ -210,6 +211,7 @@ def dry_run(
         workload: One micro-batch.
         host: The machine around the card; None: one with enough of everything.
         num_steps: Optimizer steps, at least 1.
+        config: Optimizer and schedule; None: AdamW.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
 
@@ -224,7 +226,7 @@ def dry_run(
     phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
     num_steps = len(phases) or num_steps
     hybrid = cycle_config() if phases else None
-    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, hybrid=hybrid)
+    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid)
     uncapped, capped = _replays(trace, card, allocator, record_history=record_history)
     return DryRun(
         num_params=model.num_params,

@@ -103,8 +103,9 @@ def _named_tensors(trainer: Trainer, *, with_moments: bool) -> Iterator[tuple[st
             named: dict[str, Stored | None] = {f"weight{part}": stored for part, stored in enumerate(weight)}
             named["companion"] = state.companion
             if with_moments:
-                named |= {f"moment{number}": moment for number, moment in enumerate(t for s in state.slots for t in s.tensors)}
-                named |= {f"history{number}": tensor for number, tensor in enumerate(t for s in state.extra for t in s.tensors)}
+                for kind, slots in (("state", state.slots), ("extra", state.extra)):
+                    tensors = (tensor for slot in slots for tensor in slot.tensors)
+                    named |= {f"{kind}{number}": tensor for number, tensor in enumerate(tensors)}
             yield from ((f"{unit.name}/{index}/{name}", stored) for name, stored in named.items() if stored is not None)
 
 

@@ -265,9 +265,7 @@ class ParameterPass:
             settings.hook(self.optimizer, weight, grad_P, state, extra, part, step)
         weight.write()
 
-    def _slice(
-        self, weight: StoredWeight, companion_P: Tensor | None, shape: tuple[int, ...] = ()
-    ) -> WeightSlice:
+    def _slice(self, weight: StoredWeight, companion_P: Tensor | None, shape: tuple[int, ...] = ()) -> WeightSlice:
         return WeightSlice(self._states.formats.of(weight), weight, companion_P, shape)
 
     def _update_exact(
@@ -404,7 +402,6 @@ class ParameterPass:
                 states = self._states.acquire(unit)
             for index, state in enumerate(states):
                 for part in _parts(state.parameter.numel()):
-
                     visited = partial(self._visit_slice, unit, index, part, work, settings)
                     yield _Item(unit, visited), self._visit_pieces(state, part, settings)
 
@@ -486,7 +483,13 @@ class ParameterPass:
         self._weights.plan_visits([Visit(block, reads) for block in range(len(self.units) - 2)])
 
     def _run(
-        self, items: Iterable[tuple[_Item, list[Piece]]], slot_bytes: int, seed: int, *, reads: bool, writes: bool = True
+        self,
+        items: Iterable[tuple[_Item, list[Piece]]],
+        slot_bytes: int,
+        seed: int,
+        *,
+        reads: bool,
+        writes: bool = True,
     ) -> None:
         """Do the work on the device, with the pieces of the next item on their way."""
         queue: deque[_Item] = deque()

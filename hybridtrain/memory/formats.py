@@ -131,7 +131,7 @@ def state_format(codec: Codec, num_elements: int, *, signed: bool) -> StateForma
             return PlainState()
         case Codec.BFLOAT16:
             return PlainState(to_torch_dtype(codec))
-    allowed = ", ".join((Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS))
+    allowed = f"{Codec.FLOAT32}, {Codec.BFLOAT16}, {Codec.INT8_BLOCKS}"
     raise ValueError(f"optim_state.codec: {codec} cannot hold optimizer state; allowed: {allowed}")
 
 

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import DynamicInt8State, PlainState, StateFormat, StoredWeight, TensorSpec, WeightFormats, state_format
+from hybridtrain.memory.formats import (
+    DynamicInt8State,
+    PlainState,
+    StateFormat,
+    StoredWeight,
+    TensorSpec,
+    WeightFormats,
+    state_format,
+)
 from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
@@ -159,7 +167,9 @@ class StateStore:
     def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
         """Return what a range of ``num_elements`` of a parameter's state takes in a slot, padding included."""
         share = min(1.0, num_elements / max(state.parameter.numel(), 1))
-        specs = [s for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE for s in slot.specs]
+        specs = [
+            s for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE for s in slot.specs
+        ]
         sizes = [torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs]
         total = sum(padded(ceil(size * share)) for size in sizes)
         if isinstance(state.companion, TierTensor):

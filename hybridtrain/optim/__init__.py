@@ -14,4 +14,4 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 }
 """By ``kind``; ``adamw`` where a file names none."""
 
-__all__ = ["OPTIMIZERS", "Adafactor", "AdEMAMix", "AdamWConfig", "Lion", "Muon", "Optimizer"]
+__all__ = ["OPTIMIZERS", "AdEMAMix", "Adafactor", "AdamWConfig", "Lion", "Muon", "Optimizer"]

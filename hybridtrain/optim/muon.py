@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.optim._muon import muon  # the function behind torch.optim.Muon, which itself wants parameters with gradients
 
-from hybridtrain.optim.adamw import AdamWConfig
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
+from hybridtrain.optim.adamw import AdamWConfig
 from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

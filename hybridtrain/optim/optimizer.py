@@ -150,10 +150,10 @@ class Elementwise:
         return False
 
     def update_group(
-        self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep  # noqa: ARG002
+        self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
     ) -> None:
         """Raise: the caller asks ``offers_groups`` first."""
-        raise AssertionError(f"{type(self).__name__} updates one by one")
+        raise AssertionError(f"{self} updates one by one: {len(values)}, {len(grads)}, {len(state)}, {step}")
 
     def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:
         """Raise: the caller asks ``second_moment_names`` first."""

@@ -23,7 +23,9 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
 def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
     """Return a sentence where the optimizer uses what the predictor needs for itself."""
     if config.follows_slow and not optimizer.second_moment_names:
-        return [f"hybrid.predictor: '{config.predictor}' divides by a second moment, which {optimizer.kind} does not keep"]
+        return [
+            f"hybrid.predictor: '{config.predictor}' divides by a second moment, which {optimizer.kind} does not keep"
+        ]
     if optimizer.kind != "ademamix":
         return []
     if config.follows_slow:

@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.engine.step_result import StepLimits, StepResult
 from hybridtrain.errors import DivergenceError
-from hybridtrain.phases.rollback_copy import RollbackCopy
+from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.phase import Phase
 from hybridtrain.phases.check_hybrid import check_hybrid, refuses_in_time
 from hybridtrain.phases.controller import PhaseController
@@ -23,6 +22,7 @@ from hybridtrain.phases.hybrid_result import HybridResult, HybridStatistics
 from hybridtrain.phases.loss_watch import LossWatch
 from hybridtrain.phases.make_predictor import make_predictor
 from hybridtrain.phases.moment_watch import read_moments
+from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer

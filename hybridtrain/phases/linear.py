@@ -1,7 +1,7 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
-from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.engine.random_key import random_key
 from hybridtrain.optim.slow_average import MoveNorm, SlowStep
 from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.phases.weight_predictor import Jump, read_rms

@@ -2,8 +2,8 @@
 
 import math
 
-from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.engine.random_key import random_key
 from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
 from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.phases.weight_predictor import Jump, read_rms

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, embedded_corpus
 from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.memory import master_codec
+from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
@@ -20,7 +20,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
-from stack_optimizer import ADAFACTOR
+from stack_optimizer import ADAFACTOR, settings_of
 
 MODEL = ModelConfig(
     family="gpt2", vocab_size=257, max_seq_len=32, num_blocks=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=128
@@ -59,7 +59,7 @@ def final_loss(stack: Sequence[Optimization], seed: int) -> float:
     config = TrainerConfig(
         optimizer=AdamWConfig(lr=LR), schedule=LrSchedule(warmup_steps=30, total_steps=NUM_STEPS), seed=seed
     )
-    trainer = Trainer(MODEL, compose(stack), config, DirectTransfer(torch.device("cpu")))
+    trainer = Trainer(MODEL, compose(stack), settings_of(stack, config), DirectTransfer(torch.device("cpu")))
     sampler = BatchSampler(corpus().train, micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=seed)
     losses = [trainer.step([sampler.batch(step, 0)]).loss for step in range(NUM_STEPS)]
     return fmean(losses[-LAST_STEPS:])
@@ -100,7 +100,7 @@ def test_adafactor_ends_near_adamw() -> None:
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the chance out of stored weights, int8 codes and bfloat16 values alike."""
-    quantize = master_codec.int8_quantize
+    quantize = formats.int8_quantize
 
     def nearest_code(value_P: Tensor, codes_P: Tensor, scales_G: Tensor, **settings: bool) -> None:
         quantize(value_P, codes_P, scales_G, stochastic=False, static=settings.get("static", False))
@@ -108,8 +108,8 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     def nearest_value(value_P: Tensor, target_P: Tensor) -> None:
         target_P.copy_(value_P)
 
-    monkeypatch.setattr(master_codec, "int8_quantize", nearest_code)
-    monkeypatch.setattr(master_codec, "round_stochastically", nearest_value)
+    monkeypatch.setattr(formats, "int8_quantize", nearest_code)
+    monkeypatch.setattr(formats, "round_stochastically", nearest_value)
 
 
 @pytest.mark.parametrize("name", ["int8-weights-trained", "bf16-weights-and-moments"])

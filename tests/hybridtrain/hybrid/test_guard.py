@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hybrid_runs import everything, exact_values, fresh_hybrid, hybrid_config, remembers
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import FusedUpdate, OptimizerOffload, PredictMemory, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_trainer import HybridTrainer

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hybrid_runs import fresh_hybrid, hybrid_config, remembers
-from hybridtrain.optim import AdamWConfig
-from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.optimizations import PredictMemory, PredictorState
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.hybrid_trainer import HybridTrainer

@@ -31,13 +31,14 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig
+from hybridtrain.phases.rollback_copy import RollbackCopy
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from rounded_storage import GPT2
-from tiny_models import LLAMA_GROUPED, random_steps
 from stack_optimizer import ADAFACTOR
+from tiny_models import LLAMA_GROUPED, random_steps
 
 VERTICAL = GradAccumulation(steps=2, schedule="vertical")
 PLANNED: dict[str, list[Optimization]] = {

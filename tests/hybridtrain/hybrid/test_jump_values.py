@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hybrid_runs import SETTINGS, everything, exact_values, fresh_hybrid, hybrid_config, remembers, run_steps
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.memory.formats import Int8Weight
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.slow_average import SlowMomentum, move
-from hybridtrain.memory.master_codec import Int8Weight
 from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, OptimizerOffload, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization

@@ -13,10 +13,10 @@ from hybridtrain.memory.formats import (
     DynamicInt8State,
     ExactWeight,
     Float32Master,
-    WeightFormat,
-    WeightFormats,
     Split16Master,
     StochasticWeight,
+    WeightFormat,
+    WeightFormats,
 )
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor

@@ -11,11 +11,11 @@ from hybridtrain.memory.formats import (
     Float32Master,
     Int8OfMaster,
     Int8Weight,
-    WeightFormat,
     Split16Master,
     StochasticWeight,
-    weight_formats,
+    WeightFormat,
     round_stochastically,
+    weight_formats,
 )
 from hybridtrain.plan.placement import Codec
 from numerics import assert_bitwise

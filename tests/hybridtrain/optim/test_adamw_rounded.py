@@ -115,7 +115,9 @@ def test_only_weights_without_a_copy_and_with_new_scales_take_it(codec: WeightFo
 
 def is_rounded_within(codec: WeightFormat, storage: StateFormat, step: UpdateStep) -> bool:
     """Return whether an update of 512 elements leaves nothing to be written."""
-    weight: StoredWeight = (torch.zeros(512, dtype=torch.float32 if isinstance(codec, ExactWeight) else torch.bfloat16),)
+    weight: StoredWeight = (
+        torch.zeros(512, dtype=torch.float32 if isinstance(codec, ExactWeight) else torch.bfloat16),
+    )
     if codec.is_coded:
         weight = (torch.empty(512, dtype=torch.int8), torch.empty(2))
     companion = codec.create(torch.randn(512), weight)

@@ -7,9 +7,9 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, validation_batches
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Schedule
 from hybridtrain.plan.memory_plan import Cell, MemoryPlan

@@ -12,13 +12,13 @@ import torch
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.dry_run import Workload, check_workload, cycle_config
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.phases.hybrid_result import HybridResult

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.phases.check_hybrid import rival_faults

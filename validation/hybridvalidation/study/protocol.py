@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.optim import AdamWConfig
 from hybridtrain.engine.lr_schedule import LrSchedule
-from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridvalidation.scenario import name_faults
 
