@@ -33,11 +33,7 @@ from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-<<<<<<< HEAD:tests/cross/test_dry_run_equals_ledger.py
 from stack_optimizer import ADAFACTOR, settings_of
-=======
-from stack_optimizer import ADAFACTOR
->>>>>>> main:tests/memory/test_dry_run_equals_ledger.py
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3

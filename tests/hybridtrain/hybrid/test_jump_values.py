@@ -173,7 +173,7 @@ def test_an_undone_jump_leaves_a_last_place_at_most(storage: str, predictor: str
     keeps_history = predictor == "slow_gradient"
     for other in (after[2], state):
         assert_all_bitwise(moments(other, history=keeps_history), moments(before[2], history=keeps_history), "state ")
-    holds_codes = isinstance(hybrid.trainer.states.codecs.codes, Int8Weight)
+    holds_codes = isinstance(hybrid.trainer.states.formats.codes, Int8Weight)
     for name, value in values.items():
         old, moved = before[0][name], after[0][name]
         if holds_codes and f"{name}.scales" in weights:
