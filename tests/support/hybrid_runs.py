@@ -168,7 +168,7 @@ def exact_values(trainer: Trainer) -> dict[str, Tensor]:
         for (name, _), state, parts in zip(unit.parameters, trainer.states.of(unit.name), stored, strict=True):
             weight = tuple(read_stored(part).flatten() for part in parts)
             companion = None if state.companion is None else read_stored(state.companion).flatten()
-            found[name] = trainer.states.codecs.of(weight).load(weight, companion).clone()
+            found[name] = trainer.states.formats.of(weight).load(weight, companion).clone()
     return found
 
 
