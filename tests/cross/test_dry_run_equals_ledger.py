@@ -33,7 +33,7 @@ from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from stack_optimizer import ADAFACTOR, settings_of
+from stacks import ADAFACTOR, settings_of
 from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3

@@ -31,8 +31,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
-from rounded_storage import BASE, GPT2, PLACES, ROUNDS_BY_CHANCE, STORAGE
-from streaming_stacks import STREAMING_STACKS, build
+from stacks import BASE, GPT2, PLACES, ROUNDS_BY_CHANCE, STORAGE, STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT
 
 CODECS = ("float32", "bfloat16", "int8")

@@ -20,7 +20,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
-from stack_optimizer import ADAFACTOR, settings_of
+from stacks import ADAFACTOR, settings_of
 
 MODEL = ModelConfig(
     family="gpt2", vocab_size=257, max_seq_len=32, num_blocks=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=128

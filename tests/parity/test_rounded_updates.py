@@ -15,7 +15,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from rounded_storage import ACCUM_STEPS, BASE, GPT2, PLACES
+from stacks import ACCUM_STEPS, BASE, GPT2, PLACES
 from tiny_models import random_steps
 from training_history import History, assert_all_bitwise, fresh_trainer, trained_history
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybridtrain.optimizations import ActivationOffload, ChunkedLoss, GradAccumulation, OptimizerOffload
 from hybridtrain.plan.compose import Optimization
-from streaming_stacks import MODELS, STREAMING_STACKS, build, recompute, streamed
+from stacks import MODELS, STREAMING_STACKS, build, recompute, streamed
 from tiny_models import GPT2_TIED_DROPOUT
 from training_history import CONFIG, NUM_STEPS, assert_same_training, plain_history, trained_history
 

@@ -13,8 +13,8 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec
-from rounded_storage import ACCUM_STEPS, BASE, GPT2, LLAMA, PLACES, STORAGE, resident_history
-from training_history import assert_all_bitwise, assert_same_training, trained_history
+from stacks import ACCUM_STEPS, BASE, GPT2, LLAMA, PLACES, STORAGE
+from training_history import assert_all_bitwise, assert_same_training, resident_history, trained_history
 
 
 @pytest.mark.parametrize("place", PLACES)

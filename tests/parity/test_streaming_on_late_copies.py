@@ -11,16 +11,15 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from lazy_transfer import LazyTransfer, RaceError
-from memory_span import ComputeWatch
-from rounded_storage import ACCUM_STEPS, BASE, GPT2, PLACES, STORAGE, resident_history
-from streaming_stacks import MODELS, STREAMING_STACKS, build
+from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
+from stacks import ACCUM_STEPS, BASE, GPT2, MODELS, PLACES, STORAGE, STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import (
     assert_all_bitwise,
     assert_same_training,
     fresh_trainer,
     plain_history,
+    resident_history,
     stored_state,
     stored_weights,
     trained_history,

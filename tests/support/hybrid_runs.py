@@ -22,7 +22,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
-from stack_optimizer import settings_of
+from stacks import settings_of
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 

@@ -14,7 +14,7 @@ from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, 
 from hybridtrain.phase import Phase
 from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.compose import Optimization
-from streaming_stacks import STREAMING_STACKS, build
+from stacks import STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import assert_all_bitwise, fresh_trainer
 

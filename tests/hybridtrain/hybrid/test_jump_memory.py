@@ -36,8 +36,7 @@ from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
 from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
-from rounded_storage import GPT2
-from stack_optimizer import ADAFACTOR
+from stacks import ADAFACTOR, GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
 
 VERTICAL = GradAccumulation(steps=2, schedule="vertical")
