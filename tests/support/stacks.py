@@ -1,4 +1,4 @@
-"""Stacks of the tests: an optimizer beside them, storage below fp32, places below the device, and many ways to use them.
+"""Stacks of the tests: an optimizer beside them, storage below fp32, places below the device, and ways to use them.
 
 Where something lives may not change a bit: a stack of places trains like plain autograd, rounded storage like itself
 with everything on the device.
