@@ -33,7 +33,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     token_ids_BT, target_ids_BT = (rng.integers(0, 50257, (_BATCH, _SEQ_LEN)) for _ in range(2))
     batch = TokenBatch(token_ids_BT=token_ids_BT, target_ids_BT=target_ids_BT)
-    mixed, recompute = MixedPrecision(), GradientCheckpointing(interval=1)
+    mixed, recompute = MixedPrecision(), GradientCheckpointing(recompute_every=1)
     for name, ours, theirs in (
         ("fp32 / transformers fp32", lambda: _ours([], batch), lambda: _transformers(batch, None)),
         ("bf16 / transformers autocast", lambda: _ours([mixed], batch), lambda: _transformers(batch, "autocast")),

@@ -18,17 +18,17 @@ from tabulate import tabulate
 from hybridkernels.rssm_gru import rssm_rollout
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step_result import StepResult
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.forecast import rssm_cell as cell
+from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.forecast.rssm import _SAMPLES, NUM_MEMBERS, RssmForecaster
+from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS, TICK_STEPS
+from hybridtrain.hybrid.watch import read_moments
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.optimizations import PredictorState
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.moment_watch import read_moments
 from hybridtrain.plan.compose import compose
-from hybridtrain.predictor import rssm_cell as cell
-from hybridtrain.predictor.rssm import _SAMPLES, NUM_MEMBERS, RssmForecaster
-from hybridtrain.predictor.signal import TrainingSignal
-from hybridtrain.predictor.tick_replay import NUM_ACTIONS, TICK_STEPS
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 

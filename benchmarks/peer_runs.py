@@ -23,7 +23,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import Efficiency, StepTime, estimate_step
 
@@ -85,13 +85,13 @@ class PeerRun:
         """Return the recipe in our terms."""
         facts = self.facts
         stack: list[Optimization] = [
-            GradAccumulation(steps=micro_batches, accumulator="bfloat16"),
+            GradAccumulation(grad_accum_steps=micro_batches, accumulator="bfloat16"),
             MixedPrecision(master="absent"),
             Bf16Optimizer(),
-            ChunkedLoss(chunk_tokens=facts["head_chunk_tokens"]),
+            ChunkedLoss(loss_chunk_tokens=facts["head_chunk_tokens"]),
         ]
         if self.kept_blocks < self.model.num_blocks:
-            stack.append(GradientCheckpointing(interval=1, keep_last=self.kept_blocks))
+            stack.append(GradientCheckpointing(recompute_every=1, kept_blocks=self.kept_blocks))
             if facts["system"] == "ml_dataflow" or "--offload-residual" in facts["flags"]:
                 stack.append(ActivationOffload())
         if facts["weights_home"] == "host":

@@ -1,6 +1,6 @@
 """A dry run: the real trainer, step after step, on a card that does not exist. Nothing is computed, all is counted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,23 +8,21 @@ import numpy as np
 from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory, replay_trace
-from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.replay import replay_on_card
+from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -42,17 +40,10 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
+class DryRun(CardRun):
     """What a dry run found. Bytes are ``planned``, times are ``estimated``."""
 
     num_params: int
-    card: Card
-    trace: LedgerTrace
-    uncapped: Replay
-    """The allocator without a cap: what the run would take."""
-    capped: Replay
-    """The allocator under the card's cap: what the card would do, cached segments released and retried."""
-    time: StepTime
     tokens_per_step: int
     host: Host
     host_peak_bytes: int
@@ -68,69 +59,18 @@ class DryRun:
         return self.fits_card and self.fits_host
 
     @property
-    def fits_card(self) -> bool:
-        """Whether every step ran under the card's cap."""
-        return self.capped.oom is None
-
-    @property
     def fits_host(self) -> bool:
         """Whether host memory and disk hold what is offloaded."""
         return self.host_peak_bytes <= self.host.tensor_bytes and self.disk_peak_bytes <= self.host.disk_bytes
-
-    @property
-    def oom(self) -> OutOfMemory | None:
-        """The refused request, if any."""
-        return self.capped.oom
-
-    @property
-    def steps(self) -> tuple[StepMemory, ...]:
-        """Peaks per step: under the cap where the run fits, without a cap where it does not."""
-        return self.capped.steps if self.fits_card else self.uncapped.steps
 
     def phase_of(self, step: int) -> Phase:
         """Return the phase of a step, counted from 1."""
         return self.phases[step - 1] if self.phases else Phase.FULL
 
     @property
-    def peak(self) -> StepMemory:
-        """The step with the most allocated bytes."""
-        return max(self.steps, key=lambda step: step.allocated_bytes)
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Largest reserved bytes of any step."""
-        return max(step.reserved_bytes for step in self.steps)
-
-    @property
-    def device_used_bytes(self) -> int:
-        """Reserved bytes plus the CUDA context: what nvidia-smi shows."""
-        return self.peak_reserved_bytes + self.card.context_bytes
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens of a step over its estimated time."""
         return self.tokens_per_step / self.time.seconds
-
-    @property
-    def bound(self) -> Bound:
-        """What the estimated time is spent on."""
-        return self.time.bound
-
-    def moments(self) -> Iterator[tuple[float, dict[TensorClass, int]]]:
-        """Yield seconds and allocated bytes by class through the last step, once per allocation and release."""
-        ops = iter(self.time.ops)
-        timed = next(ops, None)
-        clock = 0.0
-        for event, by_class in self.uncapped.live_by_class:
-            while timed is not None and timed.op.event <= event:
-                if timed.op.lane is Lane.COMPUTE:
-                    clock = timed.start_s
-                timed = next(ops, None)
-            yield clock, by_class
-
-    def by_class(self) -> dict[TensorClass, int]:
-        """Return the holders of the peak's allocated bytes."""
-        return self.peak.by_class
 
 
 def check_workload(model: ModelConfig, workload: Workload) -> None:
@@ -176,17 +116,6 @@ def phases_of_cycle() -> tuple[Phase, ...]:
     return (Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.CORRECT)
 
 
-def _replays(
-    trace: LedgerTrace, card: Card, allocator: AllocatorConfig | None, *, record_history: bool
-) -> tuple[Replay, Replay]:
-    """Return what the allocator does without a cap and under the card's."""
-    workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
-    uncapped = replay_trace(trace, workspace_bytes=workspace, config=allocator, record_history=record_history)
-    if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
-        return uncapped, uncapped
-    return uncapped, replay_trace(trace, workspace_bytes=workspace, config=allocator, capacity_bytes=capacity)
-
-
 def dry_run(
     model: ModelConfig,
     plan: MemoryPlan,
@@ -227,7 +156,7 @@ def dry_run(
     num_steps = len(phases) or num_steps
     hybrid = cycle_config() if phases else None
     trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid)
-    uncapped, capped = _replays(trace, card, allocator, record_history=record_history)
+    uncapped, capped = replay_on_card(trace, card, config=allocator, record_history=record_history)
     return DryRun(
         num_params=model.num_params,
         card=card,

@@ -9,10 +9,10 @@ from torch import Tensor
 from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 
 _SCHEMA = 4
@@ -82,14 +82,7 @@ def load_train_state(trainer: Trainer, path: Path, hybrid: HybridTrainer | None 
     trainer.states.born_after = int(content["born_after"])
     norm = tensors.get(_NORM)
     trainer.previous_norm = None if norm is None else norm.to(trainer.transfer.device)
-    for state in (state for _, states in trainer.states.items() for state in states):
-        for slot in state.slots:
-            slot.is_fresh = not steps_done
-        for slot in state.extra:
-            slot.is_fresh = history_is_fresh
-        if not steps_done:
-            for slot in (*state.slots, *state.extra):
-                slot.tensors = ()
+    trainer.states.loaded(is_fresh=not steps_done, extra_is_fresh=history_is_fresh)
     if hybrid is not None:
         hybrid.load_state_dict(hybrid_state)
 

@@ -25,7 +25,7 @@ from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models import build_model
 from hybridtrain.models.block_model import Unit
-from hybridtrain.models.initialize import fill_initial
+from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim.optimizer import Role, StepHook
 from hybridtrain.phase import Phase

@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -26,6 +26,8 @@ Unions: TypeAlias = Mapping[type, Mapping[str, type]]
 _NO_UNIONS: Final[Unions] = {}
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
 _SHOWN_CHARACTERS: Final = 60  # of a value found in the file, enough to recognise it
+_DEEP_KEY: Final = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+"""A dotted key with more parts than any file needs: tomllib takes time with the square of their number."""
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _FOUND: Final[Mapping[type, str]] = {
     bool: "a boolean",
@@ -39,18 +41,12 @@ _FOUND: Final[Mapping[type, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scalar:
-    """How one plain type is read."""
-
-    words: str
-    accepts: Callable[[object], bool]
-    build: Callable[..., object]
-
-
-def _is_integer(value: object) -> bool:
-    """Whether this is an integer; a boolean, though Python says so, is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_text(value: object) -> bool:
+    """Whether this is a string that can be written: JSON lets halves of a surrogate pair through."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_finite_number(value: object) -> bool:
@@ -63,13 +59,14 @@ def _is_finite_number(value: object) -> bool:
         return False
 
 
-_SCALARS: Final[Mapping[object, _Scalar]] = {
-    bool: _Scalar(words="true or false", accepts=lambda value: isinstance(value, bool), build=bool),
-    int: _Scalar(words="an integer", accepts=_is_integer, build=int),
-    float: _Scalar(words="a finite number", accepts=_is_finite_number, build=float),
-    str: _Scalar(words="a string", accepts=lambda value: isinstance(value, str), build=str),
-    Path: _Scalar(words="a path", accepts=lambda value: isinstance(value, str) and value != "", build=Path),
+_SCALARS: Final[Mapping[Callable[..., object], tuple[str, Callable[[object], bool]]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: ("a finite number", _is_finite_number),
+    str: ("a string", _is_text),
+    Path: ("a path", lambda value: _is_text(value) and value != ""),
 }
+"""How each plain type is called, and whether a value found is one; a boolean, though Python says so, is no integer."""
 
 
 def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_UNIONS) -> T:
@@ -106,6 +103,9 @@ def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
     """
     try:
         text = path.read_bytes().decode("utf-8")
+        if deep := _DEEP_KEY.search(text):
+            line = text.count("\n", 0, deep.start()) + 1
+            raise ConfigError(str(path), [f"line {line}: a key of more than 64 parts; write tables less deep"])
         mapping = tomllib.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(str(path), [missing_path(path)]) from None
@@ -119,6 +119,10 @@ def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
         last_line = f"at line {len(text.splitlines())}, the end of the file"
         fault = str(error).replace("at end of document", last_line)
         raise ConfigError(str(path), [f"is not TOML: {fault}"]) from error
+    except RecursionError:
+        raise ConfigError(str(path), ["nests arrays or tables too deep to be read; write it flatter"]) from None
+    except ValueError as error:
+        raise ConfigError(str(path), [f"holds a number that cannot be read ({error}); write a shorter one"]) from error
     return decode(cls, mapping, source=str(path), unions=unions)
 
 
@@ -141,9 +145,8 @@ class _Decoder:
         """Return ``value`` as the annotation ``hint`` wants it."""
         if isinstance(hint, type) and hint in self._unions:
             return self._tagged(self._unions[hint], value, path)
-        if hint in _SCALARS:
-            scalar = _SCALARS[hint]
-            return scalar.build(value) if scalar.accepts(value) else self._wrong(hint, value, path)
+        if isinstance(hint, type) and hint in _SCALARS:
+            return hint(value) if _SCALARS[hint][1](value) else self._wrong(hint, value, path)
         if isinstance(hint, type) and is_dataclass(hint):
             return self._object(hint, value, path)
         if choices := _choices(hint):
@@ -204,7 +207,7 @@ class _Decoder:
         for name, field in known.items():
             if name in value:
                 arguments[name] = self.value(hints[name], value[name], _child(path, name))
-            elif _is_required(field):
+            elif field.default is MISSING and field.default_factory is MISSING:
                 arguments[name] = self._fault(_child(path, name), f"is missing; {_words(hints[name])} is required")
         return _FAILED if _FAILED in arguments.values() else self._build(cls, arguments, path)
 
@@ -252,15 +255,10 @@ def _plain_type(choice: object) -> type:
     return str if isinstance(choice, StrEnum) else type(choice)
 
 
-def _is_required(field: Field[object]) -> bool:
-    """Whether a field has no default."""
-    return field.default is MISSING and field.default_factory is MISSING
-
-
 def _words(hint: object) -> str:
     """Return what an annotation allows, in words."""
-    if hint in _SCALARS:
-        return _SCALARS[hint].words
+    if isinstance(hint, type) and hint in _SCALARS:
+        return _SCALARS[hint][0]
     if choices := _choices(hint):
         return f"one of {_list(choices)}"
     if get_origin(hint) in {Union, UnionType}:
@@ -270,12 +268,18 @@ def _words(hint: object) -> str:
 
 def _found(value: object) -> str:
     """Return a value and its type in words."""
-    return f"{_show(value)} ({_FOUND.get(type(value), type(value).__name__)})"
+    kind = _FOUND.get(type(value), type(value).__name__)
+    if isinstance(value, str) and not _is_text(value):
+        kind = "half a surrogate pair, which is no text"
+    return f"{_show(value)} ({kind})"
 
 
 def _show(value: object) -> str:
     """Return a value as text, cut when long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested beyond the stack; an integer of more digits than Python writes
+        return "a value too large to show"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

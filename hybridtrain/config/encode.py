@@ -6,8 +6,7 @@ equal object, and equal objects have equal digests.
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from hashlib import sha256
 from pathlib import PurePath
@@ -23,7 +22,6 @@ DIGEST_LENGTH = 16
 """Hex characters kept of a SHA-256: 64 bits, so that a thousand files clash with a chance of 3e-14."""
 
 _EXACT_INTEGER = 2**53  # up to here every whole float is one integer and back
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class _Tagged(Protocol):
@@ -72,7 +70,9 @@ def to_toml(obj: object) -> str:
         TypeError: as ``encode``.
         ValueError: as ``encode``, or a None that leaving out would change.
     """
-    return "\n".join(_table_lines(_encode_fields(obj, "$", nulls=False), ())).lstrip("\n") + "\n"
+    import tomlkit  # noqa: PLC0415  only who writes TOML waits for it
+
+    return tomlkit.dumps(_encode_fields(obj, "$", nulls=False))
 
 
 def tag_of(cls: type) -> str | None:
@@ -151,47 +151,3 @@ def _canonical(value: JsonValue) -> JsonValue:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT_INTEGER:
         return int(value)
     return value
-
-
-def _table_lines(table: JsonMapping, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield the lines of one table: plain values first, as TOML demands, then tables and arrays of tables."""
-    parts: list[tuple[str, JsonMapping, str]] = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            parts.append((key, value, "[{}]"))
-        elif tables := _as_tables(value):
-            parts += [(key, item, "[[{}]]") for item in tables]
-        else:
-            yield f"{_toml_key(key)} = {_inline(value)}"
-    for key, part, header in parts:
-        yield ""
-        yield header.format(".".join(map(_toml_key, (*path, key))))
-        yield from _table_lines(part, (*path, key))
-
-
-def _as_tables(value: JsonValue) -> list[JsonMapping]:
-    """Return the items of an array that holds tables only; empty for anything else."""
-    items = value if isinstance(value, list) else []
-    tables = [item for item in items if isinstance(item, dict)]
-    return tables if len(tables) == len(items) else []
-
-
-def _inline(value: JsonValue) -> str:
-    """Return a value as it stands after ``=``."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {_inline(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return _toml_string(value) if isinstance(value, str) else repr(value)
-
-
-def _toml_key(key: str) -> str:
-    """Return a key, quoted where TOML needs it."""
-    return key if _BARE_KEY.fullmatch(key) else _toml_string(key)
-
-
-def _toml_string(text: str) -> str:
-    """Return a TOML basic string: JSON escapes the same characters, except DEL, which TOML forbids bare."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

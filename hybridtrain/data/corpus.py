@@ -2,7 +2,8 @@
 
 Which document is held out for validation depends on its path, so adding a document to many does not move the
 others. The embedded corpus is the source code of the Python standard library on this machine: megabytes of
-real text that need no download and no place in the repository.
+real text that need no download and no place in the repository. Text is read as byte tokens and held in memory,
+two bytes per byte of text; for more than a few gigabytes write a token file (``hybridtrain.data.token_file``).
 """
 
 import os
@@ -16,7 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
+from hybridtrain.config.decode import missing_path
+from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray, encode_bytes
+from hybridtrain.data.token_file import open_token_file
 from hybridtrain.errors import DataError
 from hybridtrain.units import MIB
 
@@ -177,3 +180,129 @@ def _digest(documents: Mapping[str, bytes], paths: list[str]) -> str:
         total.update(name)
         total.update(documents[path])
     return total.hexdigest()
+
+
+def text_corpus(path: Path) -> Corpus:
+    """Return a UTF-8 text file, or all UTF-8 text files below a folder, as byte tokens.
+
+    A single file keeps its last tenth for validation. In a folder each file is a document, and whole
+    documents are held out. Hidden files and folders (``.git``) and empty files are passed over; files that
+    are no UTF-8 text are skipped and counted in ``num_skipped_files``.
+
+    Raises:
+        DataError: the path is missing or unreadable, a single file is not UTF-8, or there is too little text.
+    """
+    if not path.exists():
+        raise DataError(f"{path} {missing_path(path)}")
+    try:
+        return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _file_corpus(path: Path) -> Corpus:
+    """Return one file as a corpus of one document."""
+    content = path.read_bytes()
+    if not content:
+        raise DataError(f"{path} is empty; name a file with text")
+    fault = _text_fault(content)
+    if fault:
+        raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
+    return corpus_of_documents({path.name: content}, name=path.name, source=f"text file {path}")
+
+
+def _folder_corpus(root: Path) -> Corpus:
+    """Return the text files of a folder as one document each."""
+    documents: dict[str, bytes] = {}
+    num_skipped = 0
+    for path in _visible_files(root):
+        content = path.read_bytes()
+        if _text_fault(content):
+            num_skipped += 1
+        elif content:
+            documents[path.relative_to(root).as_posix()] = content
+    if not documents:
+        raise DataError(
+            f"{root} holds no UTF-8 text file ({num_skipped} other files were skipped); name a folder with "
+            "text, or a single token file"
+        )
+    source = f"{len(documents)} text files below {root}, {num_skipped} other files skipped"
+    return corpus_of_documents(documents, name=root.resolve().name, source=source, num_skipped_files=num_skipped)
+
+
+def _visible_files(root: Path) -> Iterator[Path]:
+    """Yield every regular file below a folder that is not hidden; links to folders are not followed."""
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _raise(error: OSError) -> None:
+    """Refuse a folder that ``os.walk`` would silently pass over."""
+    raise error
+
+
+def _text_fault(content: bytes) -> str:
+    """Return why this is no UTF-8 text, with the byte offset, or an empty string."""
+    nul = content.find(b"\0")
+    if nul >= 0:
+        return f"byte {nul} is NUL"
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is 0x{content[error.start]:02x}"
+    return ""
+
+
+def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
+    """Return the corpus a path stands for.
+
+    Args:
+        path: None for the embedded corpus; a ``*.bin`` token file, whose last tenth is for validation; a
+            folder with ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte
+            tokens.
+        vocab_size: Every token is below it.
+
+    Raises:
+        DataError: the path is missing or cannot be used, or the vocabulary is too small for it.
+    """
+    if path is not None and path.suffix == ".bin" and not path.is_dir():
+        return _token_file_corpus(path, vocab_size)
+    if path is not None and ((path / "train.bin").exists() or (path / "val.bin").exists()):
+        return _token_folder_corpus(path, vocab_size)
+    if vocab_size < NUM_BYTE_TOKENS:
+        raise DataError(
+            f"text is read as {NUM_BYTE_TOKENS} byte tokens, but the vocabulary has {vocab_size}; use a "
+            "model with a larger one, or a token file"
+        )
+    return embedded_corpus() if path is None else text_corpus(path)
+
+
+def _token_file_corpus(path: Path, vocab_size: int) -> Corpus:
+    """Return one token file as a corpus."""
+    file = open_token_file(path, vocab_size=vocab_size)
+    source = f"token file {path} ({file.format})"
+    train, validation = split_tail(file.tokens, source)
+    return Corpus(
+        name=path.name, train=train, validation=validation, digest=file.digest, num_documents=0, source=source
+    )
+
+
+def _token_folder_corpus(path: Path, vocab_size: int) -> Corpus:
+    """Return ``train.bin`` and ``val.bin`` of a folder as a corpus."""
+    missing = [name for name in ("train.bin", "val.bin") if not (path / name).exists()]
+    if missing:
+        raise DataError(f"{path} lacks {missing[0]}; add it, or name one *.bin file to validate on its last tenth")
+    train = open_token_file(path / "train.bin", vocab_size=vocab_size)
+    validation = open_token_file(path / "val.bin", vocab_size=vocab_size)
+    return Corpus(
+        name=path.resolve().name,
+        train=train.tokens,
+        validation=validation.tokens,
+        digest=sha256((train.digest + validation.digest).encode("ascii")).hexdigest(),
+        num_documents=0,
+        source=f"token files train.bin and val.bin ({train.format}) in {path}",
+    )

@@ -18,10 +18,9 @@ from hybridtrain.memory.boundary_store import BoundaryStore
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.weight_store import Visit, WeightStore
-from hybridtrain.models.attention import ATTENTION
 from hybridtrain.models.block_model import BlockModel
-from hybridtrain.plan.claim import Schedule
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.models.layers import ATTENTION
+from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 

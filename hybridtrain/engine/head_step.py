@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.models.block_model import Unit
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Head
 
 
 @dataclass(frozen=True, slots=True)

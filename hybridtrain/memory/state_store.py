@@ -22,8 +22,7 @@ from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.memory_plan import Cell, PhasePlan
+from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -179,6 +178,14 @@ class StateStore:
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
+
+    def loaded(self, *, is_fresh: bool, extra_is_fresh: bool) -> None:
+        """Say that saved values were written into what exists; state that never was is allocated anew."""
+        for state in (state for _, states in self.items() for state in states):
+            for slots, never_written in ((state.slots, is_fresh), (state.extra, extra_is_fresh)):
+                for slot in slots:
+                    slot.is_fresh = never_written
+                    slot.tensors = () if is_fresh else slot.tensors
 
     def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
         """Give slots tensors of zeros on the device, or unset ones in one buffer below it."""

@@ -30,9 +30,8 @@ from hybridtrain.memory.weight_slots import (
     widen,
 )
 from hybridtrain.models.block_model import BlockModel, Unit
-from hybridtrain.models.head import Head
-from hybridtrain.plan.claim import UpdateDevice
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.models.layers import Head
+from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

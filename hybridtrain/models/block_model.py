@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hybridtrain.models.attention import AttentionFunction
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import AttentionFunction, Head
 from hybridtrain.models.model_config import ModelConfig
 
 BlockScope = Callable[[int], AbstractContextManager[None]]

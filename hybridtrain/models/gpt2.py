@@ -4,12 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hybridtrain.models.attention import ATTENTION, AttentionFunction
 from hybridtrain.models.block_model import BlockModel, BlockScope
-from hybridtrain.models.head import Head
-from hybridtrain.models.layers import LayerNorm, Linear, dropout
+from hybridtrain.models.layers import ATTENTION, AttentionFunction, Head, LayerNorm, Linear, dropout
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class Gpt2Embedding(nn.Module):

@@ -1,13 +1,24 @@
-"""The few layers both families share. B batch, T sequence, D width, V vocabulary, R half a head dim."""
+"""What both families are built of: layers, attention by the plan's name for it, the output head, initial values.
 
+B batch, T sequence, D width, V vocabulary, N heads, K key heads, H head dim, R half a head dim.
+"""
+
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import hybridtrain.kernel_rules  # noqa: F401  tells the ledger of the kernels' scratch
+from hybridkernels.flash_attention.op import causal_attention
+from hybridkernels.flash_attention.unfused import unfused_attention
 from hybridkernels.layer_norm import layer_norm
+from hybridkernels.linear_cross_entropy import linear_cross_entropy
 from hybridkernels.rms_norm import rms_norm
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.plan.memory_plan import Attention
 
 
 class Linear(nn.Module):
@@ -97,3 +108,76 @@ def dropout(x: Tensor, probability: float, *, training: bool) -> Tensor:
         return x
     dropped, _mask = torch.native_dropout(x, probability, train=True)
     return dropped
+
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of q_BTNH, k_BTKH and v_BTKH: out_BTNH."""
+
+ATTENTION: dict[Attention, AttentionFunction] = {
+    Attention.FLASH: causal_attention,
+    Attention.UNFUSED: unfused_attention,
+}
+
+
+class Head(nn.Module):
+    """Final norm and output projection; ``weight`` may be the token embedding's."""
+
+    def __init__(self, norm: nn.Module, weight_VD: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = weight_VD
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Return logits_BTV in the dtype of the weights."""
+        return functional.linear(self.norm(hidden_BTD), self.weight)
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        target_ids_BT: Tensor,
+        *,
+        chunk_tokens: int = 0,
+        weight_VD: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean cross entropy in nats per token, a scalar float32.
+
+        Args:
+            hidden_BTD: Output of the last block.
+            target_ids_BT: int64.
+            chunk_tokens: Tokens per slice of the logits; 0 computes them in one piece.
+            weight_VD: Stands in for ``self.weight``, detached when its gradient is not wanted here.
+        """
+        weight_VD = self.weight if weight_VD is None else weight_VD
+        return self.projection_loss(
+            self.norm(hidden_BTD), target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD
+        )
+
+    def projection_loss(
+        self, normed_BTD: Tensor, target_ids_BT: Tensor, *, chunk_tokens: int, weight_VD: Tensor
+    ) -> Tensor:
+        """Return the mean cross entropy of already normalised hidden states."""
+        targets = target_ids_BT.reshape(-1)
+        if chunk_tokens:
+            return linear_cross_entropy(normed_BTD.flatten(0, 1), weight_VD, targets, chunk_tokens=chunk_tokens)
+        logits_BTV = functional.linear(normed_BTD, weight_VD)
+        return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets)
+
+
+_STD = 0.02
+"""Standard deviation of GPT-2's and LLaMA's initial weights."""
+
+
+def fill_initial(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator | None) -> None:
+    """Fill ``values`` in place by the rule for the parameter's qualified name.
+
+    Norm weights are 1, biases 0, everything else normal; projections onto the residual stream are scaled by
+    1/sqrt(2 * num_blocks) (GPT-2's rule). ``generator`` is None on meta tensors, where nothing is drawn.
+    """
+    if name.endswith("bias"):
+        values.zero_()
+    elif "norm" in name:
+        values.fill_(1.0)
+    else:
+        onto_residual = name.endswith(("attention_out.weight", "ffn_out.weight"))
+        std = _STD / math.sqrt(2 * config.num_blocks) if onto_residual else _STD
+        values.normal_(0.0, std, generator=generator)

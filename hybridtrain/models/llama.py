@@ -9,12 +9,10 @@ from torch.nn import functional
 
 from hybridkernels.rotary import rotary
 from hybridkernels.swiglu import swiglu
-from hybridtrain.models.attention import ATTENTION, AttentionFunction
 from hybridtrain.models.block_model import BlockModel, BlockScope
-from hybridtrain.models.head import Head
-from hybridtrain.models.layers import Linear, RmsNorm, RotaryTable, add_linear
+from hybridtrain.models.layers import ATTENTION, AttentionFunction, Head, Linear, RmsNorm, RotaryTable, add_linear
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 
 
 class LlamaEmbedding(nn.Module):

@@ -4,21 +4,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.claim import Claim, setting_claims, setting_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss:
-    """Compute the head's loss and gradients ``chunk_tokens`` tokens at a time."""
+    """Compute the head's loss and gradients ``loss_chunk_tokens`` tokens at a time."""
 
     kind: ClassVar[str] = "chunked_loss"
 
-    chunk_tokens: int = 1024
+    loss_chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens: {self.chunk_tokens} must be at least 1")
+        faults = setting_faults(self, switch="loss_chunk_tokens")
+        if faults:
+            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claim on the loss."""
-        yield Claim("loss_chunk_tokens", self.chunk_tokens)
+        return setting_claims(self)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from hybridtrain.plan.claim import Attention, Claim
+from hybridtrain.plan.claim import Claim, setting_claims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,9 +13,9 @@ class FlashAttention:
 
     kind: ClassVar[str] = "flash_attention"
 
-    enabled: bool = True
-    """False: scores, mask and softmax as ops of their own, as eager implementations do; for comparison."""
+    attention: Literal["flash", "unfused"] = "flash"
+    """unfused: scores, mask and softmax as ops of their own, as eager implementations do; for comparison."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claim on attention."""
-        yield Claim("attention", Attention.FLASH if self.enabled else Attention.UNFUSED)
+        return setting_claims(self)

@@ -1,21 +1,22 @@
 """Gradient accumulation: several micro-batches per optimizer step."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import below_least
-from hybridtrain.plan.claim import Claim, Schedule
+from hybridtrain.phase import Phase
+from hybridtrain.plan.claim import Claim, setting_claims, setting_faults
+from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradAccumulation:
-    """Split a batch into ``steps`` micro-batches; the loss of each is divided by ``steps``."""
+    """Split a batch into ``grad_accum_steps`` micro-batches; the loss of each is divided by it."""
 
     kind: ClassVar[str] = "grad_accumulation"
 
-    steps: int = 4
+    grad_accum_steps: int = 4
     schedule: Literal["horizontal", "vertical"] = "horizontal"
     """vertical keeps one boundary per micro-batch and block, and sums a block's gradients in fp32 within its visit."""
     visit_micro_batches: int = 0
@@ -24,7 +25,7 @@ class GradAccumulation:
     """Element type in which gradients wait for the update."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("steps",)) + below_least(self, ("visit_micro_batches",), least=0)
+        faults = setting_faults(self)
         if self.visit_micro_batches and self.schedule == "horizontal":
             faults.append("visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one")
         if faults:
@@ -32,7 +33,28 @@ class GradAccumulation:
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the step loop and the gradient's storage."""
-        yield Claim("grad_accum_steps", self.steps)
-        yield Claim("schedule", Schedule(self.schedule))
-        yield Claim("visit_micro_batches", self.visit_micro_batches)
+        yield from setting_claims(self)
         yield Claim("grad.codec", Codec(self.accumulator))
+
+
+def with_accumulation(stack: Sequence[Optimization], grad_accum_steps: int | None) -> tuple[Optimization, ...]:
+    """Return a stack with another number of micro-batches per step, all else as it was; None leaves the stack's.
+
+    A stack that accumulates keeps its schedule; any other takes the micro-batches one by one and sums gradients in the
+    element type that it stores them in.
+
+    Raises:
+        PlanConflictError: the stack itself cannot be composed. Whether the new one can, ``compose`` says.
+        ValueError: fewer than one micro-batch.
+    """
+    found = [item for item in stack if isinstance(item, GradAccumulation)]
+    if grad_accum_steps is None or (grad_accum_steps == 1 and not found):
+        return tuple(stack)
+    if found:
+        changed = replace(found[0], grad_accum_steps=grad_accum_steps)
+        return tuple(changed if item is found[0] else item for item in stack)
+    is_exact = compose(stack).for_phase(Phase.FULL).grad.codec is Codec.FLOAT32
+    return (
+        *stack,
+        GradAccumulation(grad_accum_steps=grad_accum_steps, accumulator="float32" if is_exact else "bfloat16"),
+    )

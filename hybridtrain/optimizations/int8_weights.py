@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims
 from hybridtrain.plan.placement import Codec, Placement
 
 
@@ -40,6 +40,6 @@ class Int8Weights:
             yield Claim("weight.codec", Codec.INT8_BLOCKS, phase)
             if master is not None:
                 yield Claim("master.codec", Codec(master), phase)
-            yield Claim("static_scales", int(self.static_scales), phase)
+            yield from setting_claims(self, phase)
         if is_guest and Phase.PREDICT in self.active_phases and master == "float32":
             yield Claim("master.placement", Placement.HOST, Phase.PREDICT)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims
 from hybridtrain.plan.placement import Codec, Placement
 
 
@@ -31,7 +31,7 @@ class MixedPrecision:
     def claims(self) -> Iterable[Claim]:
         """Return the claims on precision and master copy."""
         for phase in claimed_phases(self.active_phases):
-            yield Claim("compute_dtype", Codec(self.compute_dtype), phase)
+            yield from setting_claims(self, phase)
             yield Claim("master.codec", Codec(self.master), phase)
         if Phase.PREDICT in self.active_phases and Phase.FULL not in self.active_phases:
             yield Claim("master.placement", Placement.HOST, Phase.PREDICT)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.plan.claim import Claim, UpdateDevice
+from hybridtrain.plan.claim import Claim, setting_claims
 from hybridtrain.plan.placement import Placement
 
 
@@ -29,6 +29,6 @@ class OptimizerOffload:
         """Return the claims on the place of everything the update reads and writes."""
         yield Claim("master.placement", Placement(self.tier))
         yield Claim("optim_state.placement", Placement(self.tier))
-        yield Claim("update_on", UpdateDevice(self.update_on))
+        yield from setting_claims(self)
         if self.offload_grads or self.update_on == "host":
             yield Claim("grad.placement", Placement.HOST)

@@ -8,7 +8,6 @@ from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.placement import Codec
 
 _CODECS = {"float32": Codec.FLOAT32, "bfloat16": Codec.BFLOAT16, "int8": Codec.INT8_BLOCKS}
-_TENSORS = {"slow_gradient": 1, "linear": 1, "drift": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +16,12 @@ class PredictorState:
 
     kind: ClassVar[str] = "predictor_state"
 
-    predictor: Literal["slow_gradient", "linear", "drift"] = "slow_gradient"
-    """slow_gradient: one slow average of the gradients, which AdEMAMix uses too. linear: the weights some steps ago.
-    drift: two means of the weights."""
+    predictor: Literal["slow_gradient", "linear"] = "slow_gradient"
+    """slow_gradient: one slow average of the gradients, which AdEMAMix uses too. linear: the weights some steps ago."""
     codec: Literal["float32", "bfloat16", "int8"] = "float32"
-    """4, 2 or about 1 byte a parameter and tensor; drift keeps the weights themselves in it and needs float32."""
-
-    def __post_init__(self) -> None:
-        if self.predictor == "drift" and self.codec != "float32":
-            raise ValueError(f"codec: '{self.codec}' would round the weights that drift puts aside; use 'float32'")
+    """4, 2 or about 1 byte a parameter."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the history of every parameter."""
         yield Claim("history_codec", _CODECS[self.codec])
-        yield Claim("history_tensors", _TENSORS[self.predictor])
+        yield Claim("history_tensors", 1)

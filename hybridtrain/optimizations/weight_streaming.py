@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import below_least
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults
+from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims, setting_faults
 from hybridtrain.plan.placement import Placement
 
 
@@ -27,10 +26,7 @@ class WeightStreaming:
     """Phases with streaming; in others weights are on the device."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("max_active_layers",)) + below_least(
-            self, ("prefetch_distance", "resident_layers"), least=0
-        )
-        faults += no_phase_faults(self.active_phases)
+        faults = setting_faults(self) + no_phase_faults(self.active_phases)
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -38,6 +34,4 @@ class WeightStreaming:
         """Return the claims on the weights' place and on the places of active blocks."""
         for phase in claimed_phases(self.active_phases):
             yield Claim("weight.placement", Placement(self.tier), phase)
-        yield Claim("max_active_layers", self.max_active_layers)
-        yield Claim("prefetch_distance", self.prefetch_distance)
-        yield Claim("resident_layers", self.resident_layers)
+        yield from setting_claims(self)

@@ -1,63 +1,10 @@
 """A claim: one optimization's wish for one cell or setting of the memory plan."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.placement import Codec, Placement
-
-
-class Schedule(StrEnum):
-    """In which order micro-batches and blocks are visited within one optimizer step."""
-
-    HORIZONTAL = "horizontal"
-    """Each micro-batch passes all blocks before the next one starts."""
-    VERTICAL = "vertical"
-    """All micro-batches pass a block before the next block is touched."""
-
-
-class UpdateDevice(StrEnum):
-    """Where the optimizer's arithmetic runs."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-class Attention(StrEnum):
-    """How attention is computed."""
-
-    FLASH = "flash"
-    """By a kernel that never holds the scores of all pairs of tokens."""
-    UNFUSED = "unfused"
-    """By plain ops, one of which makes them."""
-
-
-PlanValue = int | Placement | Codec | Schedule | UpdateDevice | Attention
-
-CELL_PATHS = tuple(
-    f"{tensor_class}.{column}"
-    for tensor_class in ("weight", "master", "grad", "optim_state", "boundary")
-    for column in ("placement", "codec")
-)
-SETTING_PATHS = (
-    "compute_dtype",
-    "recompute_every",
-    "kept_blocks",
-    "grad_accum_steps",
-    "schedule",
-    "visit_micro_batches",
-    "loss_chunk_tokens",
-    "max_active_layers",
-    "prefetch_distance",
-    "resident_layers",
-    "static_scales",
-    "update_on",
-    "attention",
-    "history_codec",
-    "history_tensors",
-)
-PLAN_PATHS = CELL_PATHS + SETTING_PATHS
+from hybridtrain.plan.memory_plan import SETTINGS, PlanValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +12,38 @@ class Claim:
     """One value for one path of the plan, for one phase or for all of them."""
 
     path: str
-    """One of ``PLAN_PATHS``."""
+    """One of ``SETTINGS``."""
     value: PlanValue
     phase: Phase | None = None
     """None: every phase."""
 
     def __post_init__(self) -> None:
-        assert self.path in PLAN_PATHS, f"no such path in the memory plan: {self.path}"
+        assert self.path in SETTINGS, f"no such path in the memory plan: {self.path}"
+
+
+def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]:
+    """Yield a claim for each setting of the plan that ``owner`` has a field for: they have the same name."""
+    for path, setting in SETTINGS.items():
+        if hasattr(owner, path):
+            yield Claim(path, setting.read(getattr(owner, path)), phase)
+
+
+def setting_faults(owner: object, *, switch: str = "") -> list[str]:
+    """Return a fault for each setting of ``owner`` that is below the least value of the plan.
+
+    Args:
+        owner: An optimization.
+        switch: The setting whose 0 says in a plan that there is no such optimization.
+    """
+    faults = []
+    for path, setting in SETTINGS.items():
+        if setting.least is None or not hasattr(owner, path):
+            continue
+        value, least = getattr(owner, path), 1 if path == switch else setting.least
+        if value < least:
+            advice = "; drop the optimization instead" if path == switch else ""
+            faults.append(f"{path}: {value} must be at least {least}{advice}")
+    return faults
 
 
 def claimed_phases(active: Iterable[Phase]) -> list[Phase | None]:

@@ -5,10 +5,9 @@ from typing import ClassVar, Protocol
 
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, PlanValue, Schedule, UpdateDevice
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, resolve
-from hybridtrain.plan.phase_change import border_faults
-from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, PlanValue, resolve
+from hybridtrain.plan.placement import Placement
 
 
 class Optimization(Protocol):
@@ -31,52 +30,24 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
             together describe nothing that could run.
     """
     _refuse_twice(stack)
-    plan = MemoryPlan(phases={phase: resolve(_claims_for(stack, phase)) for phase in Phase})
-    faults = [
-        fault
-        for phase in Phase
-        for fault in plan_faults(plan.for_phase(phase), keeps_boundaries=phase is not Phase.PREDICT)
-    ] + border_faults(plan)
+    tables: dict[Phase, PhasePlan] = {}
+    faults: list[str] = []
+    for phase, claims in {phase: _claims_for(stack, phase) for phase in Phase}.items():
+        try:
+            tables[phase] = resolve(claims)
+        except PlanConflictError as error:
+            faults += str(error).splitlines()
     if faults:
         raise PlanConflictError("\n".join(dict.fromkeys(faults)))
-    return plan
-
-
-def plan_faults(plan: PhasePlan, *, keeps_boundaries: bool = True) -> list[str]:
-    """Return what contradicts itself in a table, one sentence each; PREDICT keeps no boundaries."""
-    faults = []
-    is_offloaded = keeps_boundaries and plan.boundary.placement in {Placement.HOST, Placement.DISK}
-    if is_offloaded and not plan.recompute_every:
-        faults.append(
-            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
-            "activations inside the blocks stay on the device and nothing would be saved."
-        )
-    if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1:
-        in_one_visit = plan.visit_micro_batches in {0, plan.grad_accum_steps}
-        if plan.schedule is Schedule.HORIZONTAL or not in_one_visit:
-            faults.append(
-                f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
-                "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
-            )
-    if plan.update_on is UpdateDevice.HOST and Codec.FACTORED is plan.optim_state.codec:
-        faults.append("update_on: factored_optimizer updates on the device; use update_on = 'device' with it.")
-    if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
-        faults.append(
-            "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
-        )
-    if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
-        faults.append("master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent.")
-    if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
-        faults.append(
-            "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
-            "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
-        )
-    return faults
+    return MemoryPlan(phases=tables)
 
 
 def _claims_for(stack: Sequence[Optimization], phase: Phase) -> dict[str, PlanValue]:
-    every_phase = _unite(stack, None)
-    return every_phase | _unite(stack, phase)
+    claims = _unite(stack, None) | _unite(stack, phase)
+    is_offloaded = claims.get("boundary.placement") in {Placement.HOST, Placement.DISK}
+    if phase is Phase.PREDICT and is_offloaded and not claims.get("recompute_every"):
+        claims["boundary.placement"] = Placement.DROPPED  # without a backward pass nothing asks for them
+    return claims
 
 
 def _unite(stack: Sequence[Optimization], phase: Phase | None) -> dict[str, PlanValue]:

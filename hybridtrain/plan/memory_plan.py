@@ -1,65 +1,220 @@
-"""The memory plan: where each tensor class lives, how it is stored, and the few settings of the step loop."""
+"""The memory plan: where each tensor class lives, how it is stored, and the few settings of the step loop.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A setting is declared once, as a field of ``PhasePlan`` with its default, its meaning and what is allowed. The paths
+that optimizations claim, the checks, what records keep and the help follow from there. A plan that contradicts itself
+cannot be made.
+"""
 
-from hybridtrain.errors import ConfigError
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from operator import attrgetter
+from typing import Final, TypeVar, cast
+
+from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Attention, PlanValue, Schedule, UpdateDevice
+from hybridtrain.plan.phase_change import border_faults
 from hybridtrain.plan.placement import Codec, Placement
+
+
+class Schedule(StrEnum):
+    """In which order micro-batches and blocks are visited within one optimizer step."""
+
+    HORIZONTAL = "horizontal"
+    """Each micro-batch passes all blocks before the next one starts."""
+    VERTICAL = "vertical"
+    """All micro-batches pass a block before the next block is touched."""
+
+
+class UpdateDevice(StrEnum):
+    """Where the optimizer's arithmetic runs."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Attention(StrEnum):
+    """How attention is computed."""
+
+    FLASH = "flash"
+    """By a kernel that never holds the scores of all pairs of tokens."""
+    UNFUSED = "unfused"
+    """By plain ops, one of which makes them."""
+
+
+PlanValue = int | Placement | Codec | Schedule | UpdateDevice | Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Placement and storage format of one tensor class."""
 
-    placement: Placement
-    codec: Codec
+    placement: Placement = Placement.DEVICE
+    codec: Codec = Codec.FLOAT32
+
+
+T = TypeVar("T")
+_FLOATS: Final = (Codec.FLOAT32, Codec.BFLOAT16, Codec.FLOAT16)
+_TIERS: Final = (Placement.DEVICE, Placement.HOST, Placement.DISK)
+
+
+def setting(
+    default: T, says: str, *, least: int | None = None, codecs: tuple[Codec, ...] = (),
+    placements: tuple[Placement, ...] = (), is_young: bool = False,
+) -> T:  # fmt: skip
+    """Declare one field of the plan: its value in plain training, what it means, and what is allowed.
+
+    A young one was not known to the first records, which therefore keep it only where it is not the default.
+    """
+    names = tuple(map(str, codecs))
+    allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
+    return field(default=default, metadata={"says": says, "least": least, "allowed": allowed, "is_young": is_young})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """The whole table for one phase."""
+    """The whole table for one phase; its defaults are plain fp32 training.
 
-    weight: Cell
-    master: Cell
-    grad: Cell
-    optim_state: Cell
-    boundary: Cell
-    compute_dtype: Codec
-    """Element type of the forward and backward arithmetic."""
-    recompute_every: int
-    """Keep one boundary per this many blocks and recompute the rest in the backward pass; 0 keeps everything."""
-    kept_blocks: int
-    """Last blocks whose activations are kept all the same, where the others' are recomputed."""
-    grad_accum_steps: int
-    """Micro-batches per optimizer step."""
-    schedule: Schedule
-    visit_micro_batches: int
-    """Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step."""
-    loss_chunk_tokens: int
-    """Tokens per slice of the logits; 0 computes them in one piece."""
-    max_active_layers: int
-    """Blocks whose weights are on the device at a time, where weights live elsewhere; the ones on the way included."""
-    prefetch_distance: int
-    """Blocks fetched ahead of the one at work; below ``max_active_layers``."""
-    resident_layers: int
-    """Blocks whose weights stay on the device, where the others' live elsewhere."""
-    static_scales: bool
-    """int8 weights keep the scales of their first values."""
-    update_on: UpdateDevice
-    attention: Attention
-    history_codec: Codec
-    """How tensors that remember the trajectory of a weight are stored; they live where the optimizer state does."""
-    history_tensors: int
-    """How many of them a parameter has: 0 without a predictor that needs them."""
+    Raises:
+        PlanConflictError: a value is not allowed, or the values together describe nothing that could run.
+    """
+
+    weight: Cell = setting(
+        Cell(), "Weights; their codec is the compute dtype unless claimed.",
+        placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS),
+    )  # fmt: skip
+    master: Cell = setting(
+        Cell(codec=Codec.ABSENT), "What the update works on where stored weights are less exact than float32.",
+        placements=_TIERS, codecs=(Codec.FLOAT32, Codec.SPLIT16, Codec.ABSENT),
+    )  # fmt: skip
+    grad: Cell = setting(
+        Cell(), "Gradients that wait for the update; their codec is the compute dtype unless claimed.",
+        placements=(Placement.DEVICE, Placement.HOST, Placement.DROPPED), codecs=_FLOATS,
+    )  # fmt: skip
+    optim_state: Cell = setting(
+        Cell(), "Moments of the optimizer.",
+        placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS, Codec.FACTORED),
+    )  # fmt: skip
+    boundary: Cell = setting(
+        Cell(), "Block inputs kept for the backward pass; their codec is the compute dtype unless claimed.",
+        placements=tuple(Placement), codecs=_FLOATS,
+    )  # fmt: skip
+    compute_dtype: Codec = setting(
+        Codec.FLOAT32, "Element type of the forward and backward arithmetic.", codecs=_FLOATS
+    )
+    recompute_every: int = setting(
+        0, "Keep one boundary per this many blocks and recompute the rest in the backward pass; 0 keeps everything.",
+        least=0,
+    )  # fmt: skip
+    kept_blocks: int = setting(
+        0, "Last blocks whose activations are kept all the same, where the others' are recomputed.", least=0
+    )
+    grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1)
+    schedule: Schedule = setting(
+        Schedule.HORIZONTAL,
+        "horizontal: each micro-batch passes all blocks; vertical: all pass block by block.",
+    )
+    visit_micro_batches: int = setting(
+        0, "Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step.", least=0
+    )
+    loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
+    max_active_layers: int = setting(
+        2, "Blocks whose weights are on the device at a time, where weights live elsewhere; those on the way included.",
+        least=1,
+    )  # fmt: skip
+    prefetch_distance: int = setting(1, "Blocks fetched ahead of the one at work; below max_active_layers.", least=0)
+    resident_layers: int = setting(
+        0, "Blocks whose weights stay on the device, where the others' live elsewhere.", least=0
+    )
+    static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
+    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
+    attention: Attention = setting(
+        Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
+    )
+    history_codec: Codec = setting(
+        Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
+        codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
+    )  # fmt: skip
+    history_tensors: int = setting(
+        0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, is_young=True
+    )
+
+    def __post_init__(self) -> None:
+        faults = [*_value_faults(self), *_contradictions(self)]
+        if faults:
+            raise PlanConflictError("\n".join(faults))
+
+    def values(self) -> dict[str, PlanValue]:
+        """Return every value by its path, in the order of declaration."""
+        return {path: attrgetter(path)(self) for path in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One path of the plan, as ``PhasePlan`` declares it."""
+
+    path: str
+    default: PlanValue
+    allowed: tuple[str, ...]
+    """Values of an enum; empty for a number."""
+    least: int | None
+    says: str
+    is_young: bool
+
+    def read(self, value: object) -> PlanValue:
+        """Return a value as the type of the setting; raises ``ValueError`` for the name of no member of an enum."""
+        kind: Callable[..., PlanValue] = type(self.default)
+        return kind(value)
+
+    @property
+    def words(self) -> str:
+        """Return what is allowed, in words."""
+        if isinstance(self.default, bool):
+            return "true or false"
+        return " | ".join(self.allowed) if self.allowed else f"a number of at least {self.least}"
+
+
+def describe_settings() -> Iterator[Setting]:
+    """Yield every path of the plan with its default, its meaning and what is allowed."""
+    for item in fields(PhasePlan):
+        default = cast("PlanValue | Cell", item.default)
+        columns: dict[str, PlanValue] = {}
+        if isinstance(default, Cell):
+            columns = {"placement": default.placement, "codec": default.codec}
+        else:
+            columns[""] = default
+        for column, value in columns.items():
+            members = () if isinstance(value, int) else type(value)
+            yield Setting(
+                path=f"{item.name}.{column}" if column else item.name,
+                default=value,
+                allowed=item.metadata["allowed"][column] or tuple(map(str, members)),
+                least=item.metadata["least"],
+                says=item.metadata["says"],
+                is_young=item.metadata["is_young"],
+            )
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {found.path: found for found in describe_settings()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One table per phase."""
+    """One table per phase.
+
+    Raises:
+        PlanConflictError: tables differ in what cannot change between phases.
+    """
 
     phases: Mapping[Phase, PhasePlan]
+
+    def __post_init__(self) -> None:
+        assert set(self.phases) == set(Phase), "a plan has one table for every phase"
+        faults = [
+            fault for phase in Phase for fault in border_faults(self.phases[Phase.FULL], self.phases[phase], phase)
+        ]
+        if faults:
+            raise PlanConflictError("\n".join(dict.fromkeys(faults)))
 
     def for_phase(self, phase: Phase) -> PhasePlan:
         """Return the table that is in force during ``phase``."""
@@ -67,49 +222,30 @@ class MemoryPlan:
 
 
 def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
-    """Fill every cell that nobody claimed.
+    """Fill every cell and setting that nobody claimed.
 
     Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
-    stored weights are less exact than fp32; moments are fp32.
+    stored weights are less exact than fp32; fetching ahead leaves one place to the block at work; all else has the
+    default of its declaration.
+
+    Raises:
+        PlanConflictError: as ``PhasePlan``.
     """
-    compute_dtype = Codec(str(claims.get("compute_dtype", Codec.FLOAT32)))
-    weight_codec = Codec(str(claims.get("weight.codec", compute_dtype)))
-    default_codecs = {
-        "weight": weight_codec,
-        "master": Codec.ABSENT if weight_codec is Codec.FLOAT32 else Codec.FLOAT32,
-        "grad": compute_dtype,
-        "optim_state": Codec.FLOAT32,
-        "boundary": compute_dtype,
-    }
-
-    def cell(name: str) -> Cell:
-        return Cell(
-            placement=Placement(str(claims.get(f"{name}.placement", Placement.DEVICE))),
-            codec=Codec(str(claims.get(f"{name}.codec", default_codecs[name]))),
-        )
-
-    return PhasePlan(
-        weight=cell("weight"),
-        master=cell("master"),
-        grad=cell("grad"),
-        optim_state=cell("optim_state"),
-        boundary=cell("boundary"),
-        compute_dtype=compute_dtype,
-        recompute_every=int(claims.get("recompute_every", 0)),
-        kept_blocks=int(claims.get("kept_blocks", 0)),
-        grad_accum_steps=int(claims.get("grad_accum_steps", 1)),
-        schedule=Schedule(str(claims.get("schedule", Schedule.HORIZONTAL))),
-        visit_micro_batches=int(claims.get("visit_micro_batches", 0)),
-        loss_chunk_tokens=int(claims.get("loss_chunk_tokens", 0)),
-        max_active_layers=int(claims.get("max_active_layers", 2)),
-        prefetch_distance=min(int(claims.get("prefetch_distance", 1)), int(claims.get("max_active_layers", 2)) - 1),
-        resident_layers=int(claims.get("resident_layers", 0)),
-        static_scales=bool(claims.get("static_scales", 0)),
-        update_on=UpdateDevice(str(claims.get("update_on", UpdateDevice.DEVICE))),
-        attention=Attention(str(claims.get("attention", Attention.FLASH))),
-        history_codec=Codec(str(claims.get("history_codec", Codec.ABSENT))),
-        history_tensors=int(claims.get("history_tensors", 0)),
-    )
+    values = {path: setting.default for path, setting in SETTINGS.items()} | dict(claims)
+    values["weight.codec"] = claims.get("weight.codec", values["compute_dtype"])
+    is_exact = values["weight.codec"] == Codec.FLOAT32
+    values["master.codec"] = claims.get("master.codec", Codec.ABSENT if is_exact else Codec.FLOAT32)
+    for path in ("grad.codec", "boundary.codec"):
+        values[path] = claims.get(path, values["compute_dtype"])
+    values["prefetch_distance"] = min(int(values["prefetch_distance"]), int(values["max_active_layers"]) - 1)
+    arguments: dict[str, object] = {}
+    cells: dict[str, dict[str, PlanValue]] = {}
+    for path, setting in SETTINGS.items():
+        name, _, column = path.partition(".")
+        (cells.setdefault(name, {}) if column else arguments)[column or name] = setting.read(values[path])
+    make_cell: Callable[..., Cell] = Cell
+    make_plan: Callable[..., PhasePlan] = PhasePlan
+    return make_plan(**arguments, **{name: make_cell(**cell) for name, cell in cells.items()})
 
 
 def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: int = 1) -> None:
@@ -120,3 +256,45 @@ def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: 
             f"keeps {plan.history_tensors}; add an optimization of kind 'predictor_state' for this predictor"
         )
         raise ConfigError(owner, [fault])
+
+
+def _value_faults(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for each value that its declaration does not allow."""
+    for path, value in plan.values().items():
+        declared = SETTINGS[path]
+        if declared.allowed and value not in declared.allowed:
+            yield f"{path}: '{value}' is not one of {', '.join(declared.allowed)}; claim one of those."
+        if declared.least is not None and int(value) < declared.least:
+            yield f"{path}: {value} must be at least {declared.least}."
+    if plan.prefetch_distance >= plan.max_active_layers > 0:
+        yield (
+            f"prefetch_distance: {plan.prefetch_distance} must be below max_active_layers ({plan.max_active_layers}), "
+            "which counts the block at work too."
+        )
+
+
+def _contradictions(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for each combination of values that could not run."""
+    if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
+        yield (
+            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
+            "activations inside the blocks stay on the device and nothing would be saved."
+        )
+    if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1:
+        in_one_visit = plan.visit_micro_batches in {0, plan.grad_accum_steps}
+        if plan.schedule is Schedule.HORIZONTAL or not in_one_visit:
+            yield (
+                f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
+                "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
+            )
+    if plan.update_on is UpdateDevice.HOST and plan.optim_state.codec is Codec.FACTORED:
+        yield "update_on: factored_optimizer updates on the device; use update_on = 'device' with it."
+    if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
+        yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
+    if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
+        yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
+    if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
+        yield (
+            "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
+            "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
+        )

@@ -1,10 +1,16 @@
 """What may change at the border between two phases: everything that leaves what FULL trains as it is, to the bit."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hybridtrain.plan.memory_plan import PhasePlan
 
 _SAME_EVERYWHERE = ("grad_accum_steps", "update_on", "history_codec", "history_tensors")
 _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
@@ -25,21 +31,15 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
     )
 
 
-def border_faults(plan: MemoryPlan) -> list[str]:
-    """Return what cannot change between phases, one sentence each."""
-    full = plan.for_phase(Phase.FULL)
-    faults: list[str] = []
-    for phase in Phase:
-        other = plan.for_phase(phase)
-        names = _SAME_EVERYWHERE if phase is Phase.PREDICT else _SAME_IN_STEPS
-        faults += [
-            f"{name}: {_words(getattr(other, name))} in {phase}, {_words(getattr(full, name))} in full; it must be the "
-            "same there: let the optimization act in every phase."
-            for name in names
-            if getattr(other, name) != getattr(full, name)
-        ]
-        faults += _losses(full, other, phase)
-    return faults
+def border_faults(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
+    """Yield what cannot change between FULL and ``phase``, one sentence each."""
+    for name in _SAME_EVERYWHERE if phase is Phase.PREDICT else _SAME_IN_STEPS:
+        if getattr(other, name) != getattr(full, name):
+            yield (
+                f"{name}: {_words(getattr(other, name))} in {phase}, {_words(getattr(full, name))} in full; it must be "
+                "the same there: let the optimization act in every phase."
+            )
+    yield from _losses(full, other, phase)
 
 
 def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:

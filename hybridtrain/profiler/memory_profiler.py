@@ -12,10 +12,15 @@ from typing import Self
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.phase import Phase
-from hybridtrain.profiler.memory_history import MemoryHistory
+from hybridtrain.profiler.memory_history import (
+    MemoryHistory,
+    MemorySnapshot,
+    ProfilingCost,
+    alert_advice,
+    memory_report,
+    to_csv,
+)
 from hybridtrain.profiler.memory_reader import MemoryReader, SystemReader
-from hybridtrain.profiler.memory_report import ProfilingCost, alert_advice, memory_report
-from hybridtrain.profiler.memory_snapshot import MemorySnapshot, to_csv
 from hybridtrain.profiler.metric_loggers import MetricLogger, MetricLoggers
 from hybridtrain.units import GB
 

@@ -1,12 +1,16 @@
 """One reading of everything a memory profile shows, from the best source this machine has."""
 
+import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from hybridtrain.profiler.cuda_memory import CudaMemory, read_cuda_memory
 from hybridtrain.profiler.nvml import (
     DeviceIdentity,
     DeviceReader,
@@ -15,7 +19,120 @@ from hybridtrain.profiler.nvml import (
     identify_device,
     open_device_reader,
 )
-from hybridtrain.profiler.process_memory import ProcessMemory, machine_memory_bytes, read_process_memory
+from hybridtrain.units import KIB
+
+
+class CudaModule(Protocol):
+    """The part of ``torch.cuda`` that is read here."""
+
+    def is_initialized(self) -> bool:
+        """Say whether this process has a CUDA context."""
+        ...
+
+    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
+        """Return the allocator's counters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaMemory:
+    """The allocator's counters of one device, in bytes. Peaks count from the last ``reset_peak_memory_stats``."""
+
+    allocated_bytes: int
+    """In live tensors."""
+    reserved_bytes: int
+    """Taken from the driver: live tensors, cached blocks and the gaps between them."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """Reserved but in no tensor: handed out again without asking the driver."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
+def read_cuda_memory(device: int | None = None, *, cuda: CudaModule = torch.cuda) -> CudaMemory | None:
+    """Return the allocator's counters; None before CUDA is used in this process, and where there is none.
+
+    One call into the allocator: ``torch.cuda.memory_allocated`` and its sisters each collect and flatten all of its
+    counters to return one. Nothing waits for the device.
+
+    Args:
+        device: Index among the visible devices; None: the current device.
+        cuda: What is asked.
+    """
+    if not cuda.is_initialized():
+        return None
+    stats = cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return CudaMemory(
+        allocated_bytes=allocated["current"], reserved_bytes=reserved["current"],
+        peak_allocated_bytes=allocated["peak"], peak_reserved_bytes=reserved["peak"],
+    )  # fmt: skip
+
+
+_STATUS = "/proc/self/status"
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Resident set size of this process, in bytes."""
+
+    rss_bytes: int
+    peak_rss_bytes: int
+    """The largest since the process began."""
+
+
+def read_process_memory(status: str | Path = _STATUS) -> ProcessMemory | None:
+    """Return this process' resident memory; None where the system does not tell.
+
+    Linux tells it in /proc. Elsewhere ``getrusage`` knows only the peak, which then stands for both figures.
+    """
+    try:
+        content = _read(status)
+        return ProcessMemory(_kib(content, b"\nVmRSS:") * KIB, _kib(content, b"\nVmHWM:") * KIB)
+    except (OSError, ValueError):
+        return _from_rusage()
+
+
+def machine_memory_bytes(limits: tuple[str | Path, ...] = _CGROUP_LIMITS) -> int | None:
+    """Return the memory this process may use, in bytes: the machine's, or its container's where that is less."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no sysconf on this system, or not these names
+        return None
+    for path in limits:
+        try:
+            total = min(total, int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total
+
+
+def _read(path: str | Path) -> bytes:
+    """Return the first 64 KiB of a file, without Python's buffers: this runs every step, and takes half the time."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 64 * KIB)
+    finally:
+        os.close(descriptor)
+
+
+def _kib(content: bytes, key: bytes) -> int:
+    begin = content.index(key) + len(key)
+    return int(content[begin : content.index(b"kB", begin)])
+
+
+def _from_rusage() -> ProcessMemory | None:
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # Windows
+        return None
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else KIB
+    return ProcessMemory(peak, peak)
+
 
 _NO_CARD = (
     "no CUDA card is visible to torch, so these are figures of this process' resident memory; for a card's figures "

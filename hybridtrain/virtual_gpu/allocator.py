@@ -7,12 +7,13 @@ below older ones.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from hybridtrain.virtual_gpu.allocator_blocks import BlockState, FreePool, HeapBlock
+from hybridtrain.errors import OutOfMemoryError
+from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent, AllocatorOutOfMemory, record
-from hybridtrain.virtual_gpu.segment_cache import SegmentCache
-from hybridtrain.virtual_gpu.segment_view import Block, Segment, view_segments
+from hybridtrain.virtual_gpu.segments import AllocatorEvent, BlockState, FreePool, Heap, HeapBlock, SegmentCache, record
 
 __all__ = [
     "AllocatorConfig",
@@ -30,6 +31,48 @@ _EXBIBYTE = 2**60
 # Looked up once: an enum's member costs a call each time.
 _ALLOCATED = BlockState.ACTIVE_ALLOCATED
 _INACTIVE = BlockState.INACTIVE
+
+
+class AllocatorOutOfMemory(OutOfMemoryError):  # noqa: N818  an outcome that planners report, named like one
+    """The capacity does not hold a request, even with every cached segment given back. Fields are bytes."""
+
+    def __init__(
+        self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, capacity_bytes: int | None
+    ) -> None:
+        self.requested_bytes = requested_bytes
+        self.reserved_bytes = reserved_bytes
+        self.allocated_bytes = allocated_bytes
+        self.capacity_bytes = capacity_bytes
+        limit = "less than 1 EiB" if capacity_bytes is None else format_bytes(capacity_bytes)
+        super().__init__(
+            f"virtual GPU: no room for {format_bytes(requested_bytes)}, with {format_bytes(allocated_bytes)} "
+            f"allocated and {format_bytes(reserved_bytes)} reserved; the limit is {limit}; shrink "
+            "the step, or use expandable_segments when much more is reserved than allocated."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of bytes inside a segment."""
+
+    address: int
+    size: int
+    requested_size: int
+    """Bytes that were asked for; 0 for an inactive block."""
+    state: BlockState
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Reserved memory in one piece: a classic segment, or a contiguous mapped part of an expandable range."""
+
+    address: int
+    total_size: int
+    stream: int
+    is_small: bool
+    is_expandable: bool
+    blocks: tuple[Block, ...]
+    """By address and without gaps; the sizes sum up to ``total_size``."""
 
 
 class CachingAllocator:
@@ -236,3 +279,34 @@ class CachingAllocator:
         if not self.config.expandable_segments:
             neighbours = joined.size - size
             self.inactive_split_bytes += (joined.size if joined.is_split else 0) - neighbours
+
+
+def view_segments(heap: Heap, *, is_expandable: bool) -> tuple[Segment, ...]:
+    """Return all segments by address."""
+    return tuple(
+        Segment(
+            address=run[0].address,
+            total_size=sum(block.size for block in run),
+            stream=run[0].stream,
+            is_small=run[0].pool.is_small,
+            is_expandable=is_expandable,
+            blocks=tuple(Block(cut.address, cut.size, cut.requested_size, cut.state) for cut in run),
+        )
+        for head in heap.heads.values()
+        for run in _mapped_runs(head)
+    )
+
+
+def _mapped_runs(head: HeapBlock) -> Iterator[list[HeapBlock]]:
+    """Yield the blocks from ``head`` on, cut where addresses have no memory."""
+    run: list[HeapBlock] = []
+    block: HeapBlock | None = head
+    while block is not None:
+        if block.state is not BlockState.UNMAPPED:
+            run.append(block)
+        elif run:
+            yield run
+            run = []
+        block = block.next
+    if run:
+        yield run

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
-from hybridtrain.virtual_gpu.allocator_events import AllocatorEvent
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.segment_view import Segment
+from hybridtrain.virtual_gpu.segments import AllocatorEvent
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 ClassBytes = dict[TensorClass, int]
@@ -90,6 +90,20 @@ def replay_trace(
     allocator = CachingAllocator(config, capacity_bytes, record_history=record_history)
     run = _Run(trace, allocator, workspace_bytes)
     return run.finish(run.play())
+
+
+def replay_on_card(
+    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False
+) -> tuple[Replay, Replay]:
+    """Return what the allocator does without a cap and under the card's; the same replay twice where it fits.
+
+    A snapshot's history, if wanted, is that of the replay without a cap.
+    """
+    workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
+    uncapped = replay_trace(trace, workspace_bytes=workspace, config=config, record_history=record_history)
+    if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
+        return uncapped, uncapped
+    return uncapped, replay_trace(trace, workspace_bytes=workspace, config=config, capacity_bytes=capacity)
 
 
 class _Run:

@@ -14,9 +14,8 @@ from functools import cache
 from importlib import resources
 
 from hybridtrain.config.decode import decode
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 
 

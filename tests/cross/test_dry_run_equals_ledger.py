@@ -25,11 +25,11 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import UpdateDevice
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import UpdateDevice
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, find_peak
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -43,40 +43,44 @@ WORKSPACE_BYTES = 8_519_680
 STACKS: dict[str, list[Optimization]] = {
     "vanilla": [],
     "mixed": [MixedPrecision()],
-    "conservative": [GradientCheckpointing(interval=8), Int8Optimizer()],
-    "phase2-lite": [MixedPrecision(), GradAccumulation(steps=4), GradientCheckpointing(interval=8)],
+    "conservative": [GradientCheckpointing(recompute_every=8), Int8Optimizer()],
+    "phase2-lite": [MixedPrecision(), GradAccumulation(grad_accum_steps=4), GradientCheckpointing(recompute_every=8)],
     "tight": [
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="absent"),
         Int8Optimizer(),
-        GradAccumulation(steps=4, accumulator="bfloat16"),
-        ChunkedLoss(chunk_tokens=16),
+        GradAccumulation(grad_accum_steps=4, accumulator="bfloat16"),
+        ChunkedLoss(loss_chunk_tokens=16),
     ],
-    "unfused-attention": [FlashAttention(enabled=False), GradientCheckpointing(interval=2)],
-    "unfused-attention-mixed": [FlashAttention(enabled=False), MixedPrecision()],
+    "unfused-attention": [FlashAttention(attention="unfused"), GradientCheckpointing(recompute_every=2)],
+    "unfused-attention-mixed": [FlashAttention(attention="unfused"), MixedPrecision()],
     "split-vertical": [
-        GradientCheckpointing(interval=2),
+        GradientCheckpointing(recompute_every=2),
         MixedPrecision(master="split16"),
-        GradAccumulation(steps=3, schedule="vertical"),
+        GradAccumulation(grad_accum_steps=3, schedule="vertical"),
     ],
 }
-VERTICAL = GradAccumulation(steps=3, schedule="vertical")
+VERTICAL = GradAccumulation(grad_accum_steps=3, schedule="vertical")
 STREAMED_STACKS: dict[str, list[Optimization]] = {
     "streamed": [WeightStreaming()],
-    "streamed-one-slot": [WeightStreaming(max_active_layers=1), GradientCheckpointing(interval=1)],
+    "streamed-one-slot": [WeightStreaming(max_active_layers=1), GradientCheckpointing(recompute_every=1)],
     "streamed-resident-disk": [
         WeightStreaming(resident_layers=1, tier="disk"),
-        GradientCheckpointing(interval=2, keep_last=1),
+        GradientCheckpointing(recompute_every=2, kept_blocks=1),
         VERTICAL,
     ],
     "state-away": [OptimizerOffload(), MixedPrecision()],
     "state-alone-disk": [OptimizerOffload(tier="disk", offload_grads=False), MixedPrecision(master="split16")],
     "updated-on-host": [OptimizerOffload(update_on="host"), MixedPrecision(), Int8Optimizer()],
     "updated-on-host-streamed": [OptimizerOffload(update_on="host"), WeightStreaming(resident_layers=1)],
-    "boundaries-away": [ActivationOffload(), GradientCheckpointing(interval=1), GradAccumulation(steps=2)],
-    "boundaries-vertical-disk": [ActivationOffload(tier="disk"), GradientCheckpointing(interval=2), VERTICAL],
+    "boundaries-away": [
+        ActivationOffload(),
+        GradientCheckpointing(recompute_every=1),
+        GradAccumulation(grad_accum_steps=2),
+    ],
+    "boundaries-vertical-disk": [ActivationOffload(tier="disk"), GradientCheckpointing(recompute_every=2), VERTICAL],
     "visits-of-two": [
-        GradAccumulation(steps=3, schedule="vertical", visit_micro_batches=2),
+        GradAccumulation(grad_accum_steps=3, schedule="vertical", visit_micro_batches=2),
         OptimizerOffload(),
         WeightStreaming(),
     ],
@@ -87,11 +91,11 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
         WeightStreaming(max_active_layers=1),
         Bf16Optimizer(),
     ],
-    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(interval=1)],
+    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(recompute_every=1)],
     "fused-factored-int8": [
         FusedUpdate(),
         VERTICAL,
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         Int8Weights(),
         MixedPrecision(master="absent"),
         WeightStreaming(),
@@ -101,33 +105,33 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
     "fused-all-away": [
         FusedUpdate(),
         VERTICAL,
-        GradientCheckpointing(interval=2),
+        GradientCheckpointing(recompute_every=2),
         MixedPrecision(),
         WeightStreaming(tier="disk"),
         OptimizerOffload(offload_grads=False),
         ActivationOffload(),
     ],
     "all-away": [
-        GradAccumulation(steps=2),
-        GradientCheckpointing(interval=1),
+        GradAccumulation(grad_accum_steps=2),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="split16"),
         WeightStreaming(max_active_layers=3),
         OptimizerOffload(),
         ActivationOffload(),
-        ChunkedLoss(chunk_tokens=16),
+        ChunkedLoss(loss_chunk_tokens=16),
     ],
 }
 EVERY_STACK = STACKS | STREAMED_STACKS
 REAL_STACKS: dict[str, list[Optimization]] = {
     "vanilla": [],
     "mixed": [MixedPrecision()],
-    "conservative": [GradientCheckpointing(interval=8), Int8Optimizer()],
-    "phase2-lite": [MixedPrecision(), GradAccumulation(steps=2), GradientCheckpointing(interval=8)],
+    "conservative": [GradientCheckpointing(recompute_every=8), Int8Optimizer()],
+    "phase2-lite": [MixedPrecision(), GradAccumulation(grad_accum_steps=2), GradientCheckpointing(recompute_every=8)],
     "tight": [
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="absent"),
         Int8Optimizer(),
-        GradAccumulation(steps=2, accumulator="bfloat16"),
+        GradAccumulation(grad_accum_steps=2, accumulator="bfloat16"),
         ChunkedLoss(chunk_tokens=3),
     ],
 }

@@ -18,8 +18,7 @@ from hybridtrain.models import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, holders
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger, holders
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from memory_parts import plan_of
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
@@ -90,7 +89,7 @@ def test_keeping_everything_peaks_at_the_head_like_plain_autograd(name: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_peaks_at_the_head_like_torch_checkpoint(name: str) -> None:
     config = large_vocabulary(MODELS[name])
-    assert executor_peak(config, [GradientCheckpointing(interval=1)]) == plain_peak(config, checkpointed)
+    assert executor_peak(config, [GradientCheckpointing(recompute_every=1)]) == plain_peak(config, checkpointed)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,7 +103,7 @@ def test_keeping_everything_peaks_in_a_block_like_plain_autograd(name: str) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_peaks_in_a_block_like_torch_checkpoint(name: str) -> None:
     config = small_vocabulary(MODELS[name])
-    extra = executor_peak(config, [GradientCheckpointing(interval=1)]) - plain_peak(config, checkpointed)
+    extra = executor_peak(config, [GradientCheckpointing(recompute_every=1)]) - plain_peak(config, checkpointed)
     # The scalar of the test above; and one vector of the feed-forward's width: the gradient of its bias is made
     # at the peak of one and just after the peak of the other.
     bias_bytes = 4 * config.ffn_width
@@ -114,7 +113,7 @@ def test_recomputing_peaks_in_a_block_like_torch_checkpoint(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_holds_less_than_keeping(name: str) -> None:
     config = small_vocabulary(MODELS[name])
-    assert executor_peak(config, [GradientCheckpointing(interval=1)]) < executor_peak(config, [])
+    assert executor_peak(config, [GradientCheckpointing(recompute_every=1)]) < executor_peak(config, [])
 
 
 def boundary_bytes(config: ModelConfig, itemsize: int = 4) -> int:
@@ -139,13 +138,13 @@ def last_event_of_first_head(trace: LedgerTrace) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_boundary_is_kept_per_interval(name: str, interval: int, num_kept: int) -> None:
     config = large_vocabulary(MODELS[name])
-    kept = boundaries_at_the_head(config, [GradientCheckpointing(interval=interval)])
+    kept = boundaries_at_the_head(config, [GradientCheckpointing(recompute_every=interval)])
     assert kept == num_kept * boundary_bytes(config)
 
 
 def test_boundaries_are_kept_in_the_compute_dtype() -> None:
     config = large_vocabulary(LLAMA_GROUPED)
-    kept = boundaries_at_the_head(config, [GradientCheckpointing(interval=2), MixedPrecision()])
+    kept = boundaries_at_the_head(config, [GradientCheckpointing(recompute_every=2), MixedPrecision()])
     assert kept == 3 * boundary_bytes(config, itemsize=2)
 
 
@@ -153,5 +152,5 @@ def test_boundaries_are_kept_in_the_compute_dtype() -> None:
 def test_a_vertical_schedule_keeps_the_boundaries_of_every_micro_batch(tied: bool, num_head_inputs: int) -> None:
     # A tied head's input waits as well: its weight gradient is computed when the embedding's is at hand.
     config = replace(large_vocabulary(GPT2_UNTIED), tied=tied)
-    stack = [GradientCheckpointing(interval=2), GradAccumulation(steps=3, schedule="vertical")]
+    stack = [GradientCheckpointing(recompute_every=2), GradAccumulation(grad_accum_steps=3, schedule="vertical")]
     assert boundaries_at_the_head(config, stack, 3) == 3 * (3 + num_head_inputs) * boundary_bytes(config)

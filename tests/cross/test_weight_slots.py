@@ -23,7 +23,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, holders
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, holders
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
@@ -39,9 +39,9 @@ ALIGNMENT = 512
 
 STACKS: dict[str, list[Optimization]] = {
     "one-slot": [WeightStreaming(max_active_layers=1)],
-    "two-slots": [WeightStreaming(), GradientCheckpointing(interval=1)],
+    "two-slots": [WeightStreaming(), GradientCheckpointing(recompute_every=1)],
     "more-slots-than-blocks": [WeightStreaming(max_active_layers=9, prefetch_distance=3)],
-    "resident": [WeightStreaming(max_active_layers=3, resident_layers=2), GradientCheckpointing(interval=2)],
+    "resident": [WeightStreaming(max_active_layers=3, resident_layers=2), GradientCheckpointing(recompute_every=2)],
     "all-resident": [WeightStreaming(resident_layers=6)],
     "bf16-disk": [WeightStreaming(tier="disk"), MixedPrecision(), OptimizerOffload()],
     "int8": [Int8Weights()],
@@ -50,8 +50,8 @@ STACKS: dict[str, list[Optimization]] = {
     "fused": [
         WeightStreaming(),
         FusedUpdate(),
-        GradAccumulation(steps=2, schedule="vertical"),
-        GradientCheckpointing(interval=1),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
+        GradientCheckpointing(recompute_every=1),
     ],
     "updated-on-host": [WeightStreaming(resident_layers=2), OptimizerOffload(update_on="host")],
 }

@@ -27,11 +27,11 @@ CARD = find_card("rtx-4070-ti-super")
 BATCH_SIZE, SEQ_LEN = 3, 17
 VANILLA: list[Optimization] = []
 TIGHT = [
-    GradientCheckpointing(interval=1),
+    GradientCheckpointing(recompute_every=1),
     MixedPrecision(master="absent"),
     Int8Optimizer(),
-    GradAccumulation(steps=4, accumulator="bfloat16"),
-    ChunkedLoss(chunk_tokens=1024),
+    GradAccumulation(grad_accum_steps=4, accumulator="bfloat16"),
+    ChunkedLoss(loss_chunk_tokens=1024),
 ]
 
 
@@ -128,14 +128,14 @@ def test_the_device_holds_the_context_beside_the_allocator() -> None:
 
 @pytest.mark.parametrize(("steps", "num_tokens"), [(1, 51), (4, 204)])
 def test_tokens_and_time_are_those_of_a_whole_step(steps: int, num_tokens: int) -> None:
-    found = run(GPT2_UNTIED, [GradAccumulation(steps=steps)])
+    found = run(GPT2_UNTIED, [GradAccumulation(grad_accum_steps=steps)])
     assert found.tokens_per_step == num_tokens
     assert found.tokens_per_s == num_tokens / found.time.seconds
     assert found.bound in found.time.seconds_by_bound
 
 
 def test_accumulation_repeats_the_arithmetic_but_not_the_update() -> None:
-    one, four = (run(GPT2_UNTIED, [GradAccumulation(steps=steps)]).time for steps in (1, 4))
+    one, four = (run(GPT2_UNTIED, [GradAccumulation(grad_accum_steps=steps)]).time for steps in (1, 4))
     assert four.flops == 4 * one.flops
     # The same ops at other starts: equal but for the rounding of a float64 sum.
     assert four.seconds_by_bound[Bound.OPTIMIZER] == pytest.approx(one.seconds_by_bound[Bound.OPTIMIZER], rel=1e-12)
@@ -144,7 +144,7 @@ def test_accumulation_repeats_the_arithmetic_but_not_the_update() -> None:
 
 
 def test_the_host_holds_one_array_of_tokens() -> None:
-    assert run(GPT2_UNTIED, [GradAccumulation(steps=4)]).host_peak_bytes == 8 * 51
+    assert run(GPT2_UNTIED, [GradAccumulation(grad_accum_steps=4)]).host_peak_bytes == 8 * 51
 
 
 def test_a_run_that_fits_needs_no_cap() -> None:
@@ -166,7 +166,7 @@ def test_a_run_that_does_not_fit_tells_what_it_would_take() -> None:
 
 def test_a_run_fits_a_cap_below_what_it_reserves_by_releasing_cached_segments() -> None:
     config = replace(PRESETS["gpt2-small"], num_blocks=2)
-    plan = compose([GradientCheckpointing(interval=2), GradAccumulation(steps=2), Int8Optimizer()])
+    plan = compose([GradientCheckpointing(recompute_every=2), GradAccumulation(grad_accum_steps=2), Int8Optimizer()])
     workload = Workload(micro_batch_size=2, seq_len=640)
     free = dry_run(config, plan, CARD, workload)
     card = replace(CARD, memory_mib=free.peak_reserved_bytes // MIB - 2, context_mib=0)
@@ -218,7 +218,7 @@ def one_billion_on_16_gb(name: str) -> DryRun:
     stacks: dict[str, list[Optimization]] = {
         "vanilla": [],
         "mixed": [MixedPrecision()],
-        "conservative": [GradientCheckpointing(interval=8), Int8Optimizer()],
+        "conservative": [GradientCheckpointing(recompute_every=8), Int8Optimizer()],
         "tight": TIGHT,
     }
     workload = Workload(micro_batch_size=1, seq_len=1024)

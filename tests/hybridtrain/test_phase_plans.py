@@ -14,6 +14,8 @@ from torch import Tensor
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
@@ -31,17 +33,14 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import ComputeWatch, LazyTransfer
 from stacks import ADAFACTOR
@@ -153,7 +152,7 @@ def assert_same(actual: Found, expected: Found) -> None:
     assert_all_bitwise(actual.state, expected.state, "state ")
 
 
-VERTICAL = GradAccumulation(steps=2, schedule="vertical")
+VERTICAL = GradAccumulation(grad_accum_steps=2, schedule="vertical")
 BASES: dict[str, list[Optimization]] = {
     "fp32": [],
     "bf16": [MixedPrecision()],
@@ -165,7 +164,7 @@ BASES: dict[str, list[Optimization]] = {
     "factored": [ADAFACTOR],
     "host-update": [OptimizerOffload(update_on="host")],
     "host-update-bf16": [OptimizerOffload(update_on="host"), MixedPrecision(master="split16")],
-    "away": [OptimizerOffload(), VERTICAL, GradientCheckpointing(interval=2), ActivationOffload()],
+    "away": [OptimizerOffload(), VERTICAL, GradientCheckpointing(recompute_every=2), ActivationOffload()],
     "disk": [OptimizerOffload(tier="disk"), MixedPrecision()],
     "fused": [FusedUpdate(), MixedPrecision(master="split16")],
 }
@@ -185,7 +184,7 @@ STREAMED_STEPS = WeightStreaming(
 )
 STREAMED_PREDICT = WeightStreaming(max_active_layers=1, active_phases=(PREDICT,))
 FROM_DISK = WeightStreaming(tier="disk", active_phases=(FULL, PREDICT))
-PARTLY = GradientCheckpointing(interval=3, keep_last=1, active_phases=(FULL, CORRECT))
+PARTLY = GradientCheckpointing(recompute_every=3, kept_blocks=1, active_phases=(FULL, CORRECT))
 
 
 def wide_predict(name: str) -> list[Optimization]:
@@ -404,7 +403,7 @@ NO_RECOMPUTATION = Claim("recompute_every", 1, CORRECT)
 
 @pytest.mark.parametrize("guests", [[INT8], [STREAMED_PREDICT], [INT8, STREAMED_STEPS], [Wish(NO_RECOMPUTATION)]])
 def test_nothing_below_the_device_is_left_behind_or_there_twice(guests: list[Optimization]) -> None:
-    away = [OptimizerOffload(), VERTICAL, ActivationOffload(), GradientCheckpointing(interval=2)]
+    away = [OptimizerOffload(), VERTICAL, ActivationOffload(), GradientCheckpointing(recompute_every=2)]
     expected, found = trained(away, on_cpu()).host, trained([*away, *guests], on_cpu()).host
     assert set(expected) == {TensorClass.GRAD, TensorClass.OPTIM_STATE, TensorClass.BOUNDARY}
     if STREAMED_STEPS in guests:

@@ -28,9 +28,9 @@ CONFIG = TrainerConfig(optimizer=AdamWConfig(lr=1e-2), schedule=LrSchedule(warmu
 STACKS: dict[str, list[Optimization]] = {
     "fp32": [],
     "master": [MixedPrecision()],
-    "split16": [MixedPrecision(master="split16"), GradAccumulation(steps=2)],
+    "split16": [MixedPrecision(master="split16"), GradAccumulation(grad_accum_steps=2)],
     "absent": [MixedPrecision(master="absent")],
-    "int8": [Int8Optimizer(), GradientCheckpointing(interval=1)],
+    "int8": [Int8Optimizer(), GradientCheckpointing(recompute_every=1)],
     "absent-int8": [MixedPrecision(master="absent"), Int8Optimizer()],
 }
 NUM_STEPS = 5

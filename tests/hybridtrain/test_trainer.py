@@ -71,7 +71,7 @@ def assert_same_weights(actual: Trainer, expected: dict[str, Tensor]) -> None:
 
 def test_a_step_reports_what_it_did() -> None:
     config = TrainerConfig(optimizer=AdamWConfig(lr=0.5), schedule=LrSchedule(warmup_steps=4, total_steps=10))
-    trainer = new_trainer(config=config, stack=[GradAccumulation(steps=2)])
+    trainer = new_trainer(config=config, stack=[GradAccumulation(grad_accum_steps=2)])
     first, second = (trainer.step(step) for step in batches(2, accum_steps=2))
     assert (first.step, second.step) == (1, 2)
     assert trainer.steps_done == 2
@@ -116,7 +116,7 @@ def test_the_callers_random_state_is_left_alone() -> None:
         [MixedPrecision()],
         [MixedPrecision(master="split16")],
         [Int8Optimizer()],
-        [GradAccumulation(steps=2)],
+        [GradAccumulation(grad_accum_steps=2)],
     ],
     ids=["master", "split16", "int8", "accumulation"],
 )
@@ -137,12 +137,12 @@ def test_weights_are_the_rounded_master() -> None:
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches() -> None:
     (both,) = batches(1, accum_steps=2)
     apart = [new_trainer().step([batch]).loss for batch in both]
-    assert new_trainer(stack=[GradAccumulation(steps=2)]).step(both).loss == sum(apart) / 2
+    assert new_trainer(stack=[GradAccumulation(grad_accum_steps=2)]).step(both).loss == sum(apart) / 2
 
 
 def test_a_wrong_number_of_micro_batches_is_refused() -> None:
     with pytest.raises(AssertionError, match="one batch per accumulation step"):
-        new_trainer(stack=[GradAccumulation(steps=2)]).step(batches(1)[0])
+        new_trainer(stack=[GradAccumulation(grad_accum_steps=2)]).step(batches(1)[0])
 
 
 def test_the_gradient_norm_is_the_one_before_clipping() -> None:

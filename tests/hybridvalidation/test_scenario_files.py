@@ -1,10 +1,13 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import Schedule
+from hybridtrain.plan.placement import Placement
 from hybridvalidation.judge import metrics
 from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
@@ -53,7 +56,7 @@ says = "in four pieces"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 4
+grad_accum_steps = 4
 """
 TARGETS = """\
 [[target]]
@@ -162,6 +165,28 @@ def test_a_folder_of_ones_own_is_read(files: ScenarioFiles) -> None:
     scenario = files.scenario("mine")
     assert scenario.targets == (ScenarioTarget(id="small", stacks=("lean",)),)
     assert files.stack("lean").plan().for_phase(Phase.FULL).grad_accum_steps == 4
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", SHIPPED.stack_names())
+def test_a_stack_takes_another_number_of_micro_batches_or_says_why_not(name: str, steps: int) -> None:
+    stack = SHIPPED.stack(name)
+    own = stack.plan().for_phase(Phase.FULL)
+    is_fused = own.grad.placement is Placement.DROPPED and own.schedule is Schedule.HORIZONTAL
+    if is_fused and steps > 1:
+        with pytest.raises(PlanConflictError, match=r"^grad\.placement: fused_update with 4 accumulated micro-batches"):
+            stack.plan(steps)
+        return
+    plan = stack.plan(steps)
+    assert {plan.for_phase(phase) for phase in Phase} == {
+        replace(stack.plan().for_phase(phase), grad_accum_steps=steps) for phase in Phase
+    }
+
+
+def test_a_stack_keeps_its_micro_batches_unless_told() -> None:
+    assert SHIPPED.stack("phase2").plan().for_phase(Phase.FULL).grad_accum_steps == 4
+    with pytest.raises(PlanConflictError, match="fused_update"):
+        SHIPPED.stack("stream-int8-disk").plan(4)
 
 
 def test_a_scenario_may_be_a_path(files: ScenarioFiles) -> None:

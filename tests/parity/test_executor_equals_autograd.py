@@ -61,7 +61,7 @@ def assert_same_history(actual: History, expected: History) -> None:
 
 
 def recompute(interval: int) -> list[Optimization]:
-    return [GradientCheckpointing(interval=interval)] if interval else []
+    return [GradientCheckpointing(recompute_every=interval)] if interval else []
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,7 +71,7 @@ def recompute(interval: int) -> list[Optimization]:
 def test_training_equals_plain_autograd(
     name: str, accum_steps: int, schedule: Direction, interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack = [GradAccumulation(steps=accum_steps, schedule=schedule), *recompute(interval)]
+    stack = [GradAccumulation(grad_accum_steps=accum_steps, schedule=schedule), *recompute(interval)]
     actual = executor_history(MODELS[name], stack, accum_steps, monkeypatch)
     assert_same_history(actual, plain_history(MODELS[name], accum_steps))
 
@@ -81,7 +81,11 @@ def test_training_equals_plain_autograd(
 def test_unfused_attention_equals_plain_autograd_of_it(
     name: str, interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack = [FlashAttention(enabled=False), GradAccumulation(steps=3, schedule="vertical"), *recompute(interval)]
+    stack = [
+        FlashAttention(attention="unfused"),
+        GradAccumulation(grad_accum_steps=3, schedule="vertical"),
+        *recompute(interval),
+    ]
     actual = executor_history(MODELS[name], stack, 3, monkeypatch)
     flash = plain_history(MODELS[name], 3)
     plain = plain_history(MODELS[name], 3, attention=unfused_attention)
@@ -97,7 +101,11 @@ def test_a_vertical_chunked_tied_loss_equals_the_horizontal_one(interval: int, m
     histories = [
         executor_history(
             GPT2_TIED_DROPOUT,
-            [GradAccumulation(steps=3, schedule=schedule), ChunkedLoss(chunk_tokens=8), *recompute(interval)],
+            [
+                GradAccumulation(grad_accum_steps=3, schedule=schedule),
+                ChunkedLoss(loss_chunk_tokens=8),
+                *recompute(interval),
+            ],
             3,
             monkeypatch,
         )
@@ -127,7 +135,7 @@ def test_dropout_does_not_depend_on_the_random_state_outside(monkeypatch: pytest
 def test_dropout_differs_between_blocks_micro_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Guards the oracle: with one mask for all, the equality above would hold for a wrong engine too.
     transfer = DirectTransfer(torch.device("cpu"))
-    trainer = fresh_trainer(GPT2_TIED_DROPOUT, [GradAccumulation(steps=2)], transfer)
+    trainer = fresh_trainer(GPT2_TIED_DROPOUT, [GradAccumulation(grad_accum_steps=2)], transfer)
     seeds: list[int] = []
     seed = transfer.seed
     monkeypatch.setattr(transfer, "seed", lambda key: (seeds.append(key), seed(key))[1])

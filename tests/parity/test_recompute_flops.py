@@ -11,7 +11,7 @@ from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Stage
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
@@ -56,7 +56,7 @@ def test_keeping_everything_costs_two_forwards_in_the_backward_pass(name: str) -
 def test_recomputing_adds_one_forward_less_the_last_projection_of_each_segment(name: str, interval: int) -> None:
     config = MODELS[name]
     kept = step_ops(MODELS[name], [])
-    recomputed = step_ops(MODELS[name], [GradientCheckpointing(interval=interval)])
+    recomputed = step_ops(MODELS[name], [GradientCheckpointing(recompute_every=interval)])
     forward = block_flops(kept, Stage.FORWARD)
     assert block_flops(recomputed, Stage.FORWARD) == forward
     num_segments = -(-config.num_blocks // interval)
@@ -87,7 +87,7 @@ def horizontal_flops(config: ModelConfig, interval: int) -> int:
 
 
 def scheduled_flops(config: ModelConfig, schedule: Literal["horizontal", "vertical"], interval: int) -> int:
-    stack: list[Optimization] = [GradAccumulation(steps=3, schedule=schedule)]
+    stack: list[Optimization] = [GradAccumulation(grad_accum_steps=3, schedule=schedule)]
     if interval:
-        stack.append(GradientCheckpointing(interval=interval))
+        stack.append(GradientCheckpointing(recompute_every=interval))
     return sum(op.flops for op in step_ops(config, stack, 3))

@@ -41,7 +41,7 @@ def test_any_number_of_micro_batches_a_visit_gives_the_same_sums(
     model: str, visit_micro_batches: int, *, offload_grads: bool
 ) -> None:
     stack: list[Optimization] = [
-        GradAccumulation(steps=3, schedule="vertical", visit_micro_batches=visit_micro_batches),
+        GradAccumulation(grad_accum_steps=3, schedule="vertical", visit_micro_batches=visit_micro_batches),
         OptimizerOffload(offload_grads=offload_grads),
         streamed(2, 1),
         ActivationOffload(),
@@ -54,8 +54,8 @@ def test_any_number_of_micro_batches_a_visit_gives_the_same_sums(
 def test_a_chunked_loss_does_not_know_where_anything_lives(schedule: Literal["horizontal", "vertical"]) -> None:
     # Plain autograd knows no slices: the same stack with everything on the device is the reference.
     plain: list[Optimization] = [
-        GradAccumulation(steps=3, schedule=schedule),
-        ChunkedLoss(chunk_tokens=8),
+        GradAccumulation(grad_accum_steps=3, schedule=schedule),
+        ChunkedLoss(loss_chunk_tokens=8),
         recompute(1),
     ]
     away = [*plain, OptimizerOffload(), streamed(2, 1), ActivationOffload()]

@@ -47,10 +47,13 @@ def test_each_storage_gives_another_training() -> None:
 def test_a_bfloat16_accumulator_sums_alike_here_and_below(visit_micro_batches: int, *, offload_grads: bool) -> None:
     stack: list[Optimization] = [
         GradAccumulation(
-            steps=3, schedule="vertical", visit_micro_batches=visit_micro_batches, accumulator=Codec.BFLOAT16.value
+            grad_accum_steps=3,
+            schedule="vertical",
+            visit_micro_batches=visit_micro_batches,
+            accumulator=Codec.BFLOAT16.value,
         ),
         MixedPrecision(),
-        GradientCheckpointing(interval=2),
+        GradientCheckpointing(recompute_every=2),
     ]
     away = [*stack, OptimizerOffload(offload_grads=offload_grads), WeightStreaming()]
     histories = [trained_history(GPT2, chosen, 3) for chosen in (away, stack)]

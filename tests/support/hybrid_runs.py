@@ -9,19 +9,18 @@ from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import PredictorState
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from stacks import settings_of
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
@@ -29,7 +28,7 @@ from training_history import assert_all_bitwise, read_stored, stored_state, stor
 WARMUP_STEPS = 1
 FULL_STEPS = 2
 NUM_STEPS = 6
-"""True steps: two jumps are followed by true steps; drift needs a block for its first mean."""
+"""True steps: two jumps are followed by true steps."""
 SETTINGS = TrainerConfig(
     optimizer=AdamWConfig(lr=3e-3, max_grad_norm=0.25), schedule=LrSchedule(warmup_steps=WARMUP_STEPS, total_steps=20)
 )
@@ -37,9 +36,7 @@ SETTINGS = TrainerConfig(
 
 def hybrid_config(**changes: object) -> HybridConfig:
     """Return short cycles."""
-    values: dict[str, object] = {"full_steps": FULL_STEPS, "rollback": "copy"} | changes
-    if changes.get("predictor") != "drift" and "rollback" not in changes:
-        values["rollback"] = "undo"
+    values: dict[str, object] = {"full_steps": FULL_STEPS} | changes
     return HybridConfig(**values)  # type: ignore[arg-type]
 
 
@@ -51,8 +48,6 @@ CONFIGS: dict[str, HybridConfig] = {
     "slow-every-step": hybrid_config(monitor="every_step", rollback="copy"),
     "linear-probe": hybrid_config(predictor="linear", monitor="probe", probe_every=2),
     "linear-every-step": hybrid_config(predictor="linear", monitor="every_step", strength=0.75),
-    "drift": hybrid_config(predictor="drift", strength=0.5),
-    "drift-probe": hybrid_config(predictor="drift", monitor="probe", probe_every=1),
 }
 
 
@@ -155,7 +150,7 @@ def stored_trajectory(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
     for unit in trainer.model.units():
         for (name, _), state in zip(unit.parameters, trainer.states.of(unit.name), strict=True):
-            for index, tensor in enumerate(state.history):
+            for index, tensor in enumerate(tensor for slot in state.extra for tensor in slot.tensors):
                 found[f"{name}.history{index}"] = read_stored(tensor).flatten()
     return found
 
@@ -180,7 +175,7 @@ def remembers(predictor: str = "slow_gradient", codec: str = "float32") -> Predi
 def memory_of(config: HybridConfig, codec: str) -> Optimization:
     """Return the state that the configuration's predictor needs."""
     kind = config.predictor if config.predictor != "rssm" else "slow_gradient"
-    return remembers(kind, "float32" if kind == "drift" else codec)
+    return remembers(kind, codec)
 
 
 def assert_same_cycles(actual: HybridHistory, expected: HybridHistory) -> None:

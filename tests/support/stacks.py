@@ -59,7 +59,7 @@ GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
 LLAMA = replace(LLAMA_GROUPED, width=64, ffn_width=96, num_blocks=4)
 """6144 elements of a feed-forward matrix: whole groups of 256; 2048 of a key's: fp32 moments."""
 ACCUM_STEPS = 2
-BASE = (GradAccumulation(steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(interval=2))
+BASE = (GradAccumulation(grad_accum_steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(recompute_every=2))
 
 STORAGE: dict[str, list[Optimization]] = {
     "bf16-master": [MixedPrecision()],
@@ -118,7 +118,7 @@ def streamed(slots: int, ahead: int, resident: int = 0, tier: Tier = "host") -> 
 
 def recompute(interval: int, keep_last: int = 0) -> GradientCheckpointing:
     """Return checkpointing."""
-    return GradientCheckpointing(interval=interval, keep_last=keep_last)
+    return GradientCheckpointing(recompute_every=interval, kept_blocks=keep_last)
 
 
 def streaming_alone(*settings: int | Tier) -> Stack:
@@ -245,4 +245,4 @@ STREAMING_STACKS = WEIGHTS | RECOMPUTED_WEIGHTS | STATE | BOUNDARIES | FUSED | T
 
 def build(stack: str, accum_steps: int) -> list[Optimization]:
     """Return a stack by name for a number of micro-batches."""
-    return STREAMING_STACKS[stack](lambda **settings: GradAccumulation(steps=accum_steps, **settings))
+    return STREAMING_STACKS[stack](lambda **settings: GradAccumulation(grad_accum_steps=accum_steps, **settings))

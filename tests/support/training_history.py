@@ -14,8 +14,8 @@ from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
-from hybridtrain.models.attention import AttentionFunction
 from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.layers import AttentionFunction
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import OptimizerOffload

@@ -9,11 +9,11 @@ from hybridtrain.config.rules import below_least
 from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.virtual_gpu.card import Card, card_catalogue, find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
@@ -216,9 +216,13 @@ class Stack:
             raise ValueError("\n".join(faults))
         self.plan()
 
-    def plan(self) -> MemoryPlan:
-        """Return the composed plan; raises ``PlanConflictError``."""
-        return compose(self.optimizations)
+    def plan(self, grad_accum_steps: int | None = None) -> MemoryPlan:
+        """Return the composed plan, with another number of micro-batches if one is given.
+
+        Raises:
+            PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
+        """
+        return compose(with_accumulation(self.optimizations, grad_accum_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from hybridkernels.compile_case import CompileCase
 from hybridkernels.rssm_gru.triton_kernel import NUM_WARPS, RUN_TIME, TILES, kernel_constants, rssm_rollout_kernel
 
 _SIZES = {"hidden": 256, "categoricals": 32, "classes": 32, "actions": 4, "width": 64}
-"""Those of hybridtrain.predictor.rssm_cell."""
+"""Those of hybridtrain.hybrid.forecast.rssm_cell."""
 _FEATURES = 51
 _INTEGER_POINTERS = ("initial_classes", "classes")
 

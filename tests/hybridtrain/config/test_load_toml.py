@@ -57,6 +57,32 @@ def test_a_broken_file_says_where(tmp_path: Path, content: bytes, words: str) ->
     assert caught.value.faults == (words,)
 
 
+DEEP = 2000
+QUOTES = '"' * 1000
+BOMBS = {
+    "nests arrays or tables too deep to be read; write it flatter": f"a = {'[' * DEEP}{']' * DEEP}",
+    "holds a number that cannot be read (Exceeds the limit (4300 digits)": f"seq_len = {'9' * 5000}",
+    "$.a: is an unknown key (found a value too large to show)": f"seq_len = 1\na = 0x{'f' * 5000}",
+    "$.b: is an unknown key (found a value too large to show)": f"seq_len = 1\na = 1\nb = [0x{'f' * 5000}]",
+    "line 2: a key of more than 64 parts; write tables less deep": f"\n{'.'.join(['a'] * 100_000)} = 1",
+}
+
+
+@pytest.mark.parametrize("words", [*BOMBS, "line 1: a key of more than 64 parts"])
+def test_a_file_that_no_parser_endures_is_a_fault(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(BOMBS.get(words, "[" + " . ".join(['"a b"'] * 100_000) + "]"))
+    with pytest.raises(ConfigError) as caught:
+        load_toml(Model, path)
+    assert any(fault.startswith(words) for fault in caught.value.faults), caught.value.faults
+
+
+def test_long_words_and_texts_are_searched_in_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f"seq_len = 2\n# {'a' * 500_000} {'a.' * 60} {QUOTES} {'-' * 500_000}\n")
+    assert load_toml(Model, path) == Model(seq_len=2)
+
+
 def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "llama_7b.toml").touch()
     (tmp_path / "other.txt").touch()

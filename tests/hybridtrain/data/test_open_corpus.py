@@ -4,9 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.data.open_corpus import open_corpus
-from hybridtrain.data.text_files import text_corpus
+from hybridtrain.data.corpus import embedded_corpus, open_corpus, text_corpus
 from hybridtrain.data.token_file import TokenFormat, open_token_file, write_token_file
 from hybridtrain.errors import DataError
 

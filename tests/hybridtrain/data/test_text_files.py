@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.data.byte_tokens import decode_tokens
-from hybridtrain.data.text_files import text_corpus
+from hybridtrain.data.corpus import text_corpus
 from hybridtrain.errors import DataError
 
 TEXT = "Ein paar W\u00f6rter, oft genug. " * 10

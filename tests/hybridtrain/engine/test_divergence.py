@@ -23,7 +23,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from numerics import assert_bitwise
 from tiny_models import GPT2_UNTIED, random_steps
 
@@ -31,17 +31,17 @@ POISON = 7
 """A token whose embedding is NaN: batches with it diverge, batches without it do not touch it."""
 ACCUM_STEPS = 2
 STACKS: dict[str, list[Optimization]] = {
-    "plain": [GradAccumulation(steps=ACCUM_STEPS)],
+    "plain": [GradAccumulation(grad_accum_steps=ACCUM_STEPS)],
     "recompute-vertical": [
-        GradAccumulation(steps=ACCUM_STEPS, schedule="vertical"),
-        GradientCheckpointing(interval=3),
+        GradAccumulation(grad_accum_steps=ACCUM_STEPS, schedule="vertical"),
+        GradientCheckpointing(recompute_every=3),
     ],
     "tight": [
-        GradAccumulation(steps=ACCUM_STEPS, accumulator="bfloat16"),
-        GradientCheckpointing(interval=1),
+        GradAccumulation(grad_accum_steps=ACCUM_STEPS, accumulator="bfloat16"),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="absent"),
         Int8Optimizer(),
-        ChunkedLoss(chunk_tokens=8),
+        ChunkedLoss(loss_chunk_tokens=8),
     ],
 }
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.divergence import DivergenceLevel
 from hybridtrain.phase import Phase
-from hybridtrain.phases.controller import PhaseController
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.predictor.divergence import DivergenceLevel
 
 NORMAL, WARNING = DivergenceLevel.NORMAL, DivergenceLevel.WARNING
 
@@ -44,18 +44,6 @@ def test_no_jump_while_the_level_warns_and_one_as_soon_as_it_does_not() -> None:
     assert "predict" not in run(controller, 8, level=WARNING)
     controller.update(8, NORMAL)
     assert controller.phase is Phase.PREDICT
-
-
-def test_a_forced_phase_lasts_and_the_cycle_goes_on_after_it() -> None:
-    controller = PhaseController(HybridConfig(full_steps=2), 0)
-    controller.force(Phase.FULL)
-    assert set(run(controller, 6)) == {"full"}
-    assert not controller.jumps_after(7, NORMAL)
-    controller.force(None)
-    assert controller.phase is Phase.PREDICT
-    for phase in (Phase.PREDICT, Phase.CORRECT, Phase.WARMUP):
-        with pytest.raises(ValueError, match="cannot be forced"):
-            controller.force(phase)
 
 
 @pytest.mark.parametrize("full_steps", [1, 2, 3, 10])
@@ -159,9 +147,6 @@ def test_a_saved_controller_decides_alike() -> None:
     run(one, 7)
     one.judge_block(2.0, 1.0)
     one.judge_probe(4.0, 4.01)
-    one.force(Phase.FULL)
     other.load_state_dict(one.state_dict())
     assert other.state_dict() == one.state_dict()
-    one.force(None)
-    other.force(None)
     assert run(one, 20, start=6) == run(other, 20, start=6)

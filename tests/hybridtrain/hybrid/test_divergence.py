@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from hybridtrain.predictor.divergence import FEWEST_STEPS, DivergenceLevel, DivergenceMonitor
+from hybridtrain.hybrid.divergence import FEWEST_STEPS, DivergenceLevel, DivergenceMonitor
 
 
 def healthy(step: int, rng: np.random.Generator) -> tuple[float, float]:

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
+from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.evaluate import evaluate_forecasters
+from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 from hybridtrain.phase import Phase
-from hybridtrain.predictor.calibration import IntervalCalibrator
-from hybridtrain.predictor.evaluate import evaluate_forecasters
-from hybridtrain.predictor.forecast import LossForecaster
-from hybridtrain.predictor.registry import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
-from hybridtrain.predictor.rssm import RssmForecaster
-from hybridtrain.predictor.signal import MomentStatistics, TrainingSignal
 
 KINDS = sorted(FORECASTERS)
 NOISE = 0.05
@@ -41,7 +39,7 @@ def run(num_steps: int, *, seed: int = 0, noise: float = NOISE, total: int = 150
     return signals
 
 
-def feed(forecaster: LossForecaster, signals: Sequence[TrainingSignal]) -> None:
+def feed(forecaster: Forecaster, signals: Sequence[TrainingSignal]) -> None:
     for signal in signals:
         forecaster.observe(signal)
 
@@ -148,7 +146,7 @@ def test_asking_changes_no_weight(kind: str) -> None:
         unasked.observe(signal)
         if signal.step % 60 == 0:
             asked.forecast([1e-3] * 400, 25)
-    one, other = asked.state_dict()["model"], unasked.state_dict()["model"]
+    one, other = asked.state_dict()["ensemble"], unasked.state_dict()["ensemble"]
     assert all(
         torch.equal(a, b) for a, b in zip(_leaves(one), _leaves(other), strict=True) if isinstance(a, torch.Tensor)
     )

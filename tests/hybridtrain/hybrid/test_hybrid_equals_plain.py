@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
+from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.compose import Optimization
 from stacks import STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
@@ -32,7 +32,6 @@ OFF: dict[str, HybridConfig | None] = {
     "no-steps": hybrid_config(max_predict_steps=0.0, full_steps=4, rollback="copy"),
     "no-steps-linear": hybrid_config(predictor="linear", max_predict_steps=0.0, monitor="probe", probe_every=1),
     "no-strength-linear": hybrid_config(predictor="linear", strength=0.0, monitor="every_step"),
-    "no-steps-drift": hybrid_config(predictor="drift", max_predict_steps=0.0),
     "no-move": hybrid_config(max_move=0.0, monitor="every_step"),
 }
 

@@ -40,7 +40,7 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("config", "seed"), [("slow-copy", None), ("linear-every-step", 0), ("drift-probe", None)])
+@pytest.mark.parametrize(("config", "seed"), [("slow-copy", None), ("linear-every-step", 0), ("linear-probe", None)])
 @pytest.mark.parametrize("stack", ["weights-3-ahead-2-resident-1-disk", "everything-horizontal", "predict"])
 def test_cycles_wait_for_late_copies(stack: str, config: str, seed: int | None, tmp_path: Path) -> None:
     memory = memory_of(CONFIGS[config], "int8")

@@ -5,11 +5,11 @@ from math import sqrt
 import pytest
 import torch
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.hybrid.watch import read_moments
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import Int8Optimizer, OptimizerOffload, PredictorState
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
-from hybridtrain.phases.moment_watch import read_moments
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import pytest
 
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.forecast.base import LossForecast, TrainingSignal
+from hybridtrain.hybrid.stateful import State
+from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.phase import Phase
-from hybridtrain.phases.controller import PhaseController
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.loss_watch import LossWatch
-from hybridtrain.predictor.forecast import LossForecast, State
-from hybridtrain.predictor.signal import TrainingSignal
 
 LOSS = 2.0
 MISSED = 0.5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtrain.predictor.residual_store import TEMPERATURE, ResidualStore
+from hybridtrain.hybrid.forecast.residual_store import TEMPERATURE, ResidualStore
 
 
 def filled(count: int = 40, max_entries: int = 64, *, seed: int = 0, temperature: float = TEMPERATURE) -> ResidualStore:

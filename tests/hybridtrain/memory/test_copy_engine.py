@@ -17,8 +17,8 @@ from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane, NullObserver
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
 from memory_parts import direct, new_copies

@@ -16,7 +16,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from tiny_models import GPT2_UNTIED, random_steps
 
@@ -43,9 +43,9 @@ class Case:
         schedule = "vertical" if self.vertical else "horizontal"
         stack: list[Optimization] = [
             WeightStreaming(max_active_layers=self.slots, prefetch_distance=self.ahead, resident_layers=self.resident),
-            GradAccumulation(steps=self.accum_steps, schedule=schedule),
+            GradAccumulation(grad_accum_steps=self.accum_steps, schedule=schedule),
         ]
-        stack += [GradientCheckpointing(interval=self.interval)] if self.interval else []
+        stack += [GradientCheckpointing(recompute_every=self.interval)] if self.interval else []
         return [*stack, FusedUpdate()] if self.fused else stack
 
     def passes(self) -> Iterator[int]:
@@ -198,7 +198,7 @@ def test_a_fused_update_does_not_disturb_fetching_ahead(master: str, interval: i
 @pytest.mark.parametrize(("slots", "ahead"), [(1, 0), (2, 1), (4, 1), (4, 3)])
 def test_8_bit_blocks_wait_in_as_many_places_as_are_fetched_ahead(slots: int, ahead: int) -> None:
     streaming = WeightStreaming(max_active_layers=slots, prefetch_distance=ahead)
-    ops = copies_in([streaming, Int8Weights(master="absent"), GradientCheckpointing(interval=1)], 1)
+    ops = copies_in([streaming, Int8Weights(master="absent"), GradientCheckpointing(recompute_every=1)], 1)
     case = Case(slots=ahead + 1, ahead=ahead, interval=1)
     assert len(ops) == len(case.fetched())
     assert len({op.bytes_moved for op in ops}) == 1

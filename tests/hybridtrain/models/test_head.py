@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.models.head import Head
-from hybridtrain.models.layers import LayerNorm
+from hybridtrain.models.layers import Head, LayerNorm
 from numerics import assert_bitwise, assert_error_bound, largest_error
 
 BATCH_SIZE, SEQ_LEN, WIDTH, VOCAB_SIZE = 2, 17, 36, 101

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.initialize import fill_initial
+from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
@@ -45,7 +45,7 @@ STACKS: dict[str, list[Optimization]] = {
     "float32 master": [MixedPrecision()],
     "split16 master": [MixedPrecision(master="split16")],
     "int8": [Int8Optimizer()],
-    "recompute": [GradientCheckpointing(interval=2), GradAccumulation(steps=3, schedule="vertical")],
+    "recompute": [GradientCheckpointing(recompute_every=2), GradAccumulation(grad_accum_steps=3, schedule="vertical")],
 }
 
 

@@ -7,7 +7,7 @@ from hybridtrain.plan.claim import Claim
 
 
 def test_it_claims_the_recompute_interval_and_the_kept_blocks() -> None:
-    assert list(GradientCheckpointing(interval=5, keep_last=2).claims()) == [
+    assert list(GradientCheckpointing(recompute_every=5, kept_blocks=2).claims()) == [
         Claim("recompute_every", 5),
         Claim("kept_blocks", 2),
     ]
@@ -15,10 +15,12 @@ def test_it_claims_the_recompute_interval_and_the_kept_blocks() -> None:
 
 @pytest.mark.parametrize("interval", [0, -1])
 def test_keeping_everything_is_said_by_leaving_it_out(interval: int) -> None:
-    with pytest.raises(ValueError, match=f"^interval: {interval} must be at least 1; drop the optimization"):
-        GradientCheckpointing(interval=interval)
+    with pytest.raises(
+        ValueError, match=f"^recompute_every: {interval} must be at least 1; drop the optimization instead$"
+    ):
+        GradientCheckpointing(recompute_every=interval)
 
 
 def test_the_number_of_kept_blocks_is_not_negative() -> None:
-    with pytest.raises(ValueError, match=r"^keep_last: -1 must be at least 0$"):
-        GradientCheckpointing(keep_last=-1)
+    with pytest.raises(ValueError, match=r"^kept_blocks: -1 must be at least 0$"):
+        GradientCheckpointing(kept_blocks=-1)

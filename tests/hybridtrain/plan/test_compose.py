@@ -1,7 +1,7 @@
 """A stack becomes one plan: the order never matters, two owners of one cell are named, defaults fill the rest."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, permutations
 from typing import ClassVar
 
@@ -27,18 +27,30 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import PLAN_PATHS, Attention, Claim, Schedule, UpdateDevice
+from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.memory_plan import Cell, PhasePlan, resolve
+from hybridtrain.plan.memory_plan import (
+    SETTINGS,
+    Attention,
+    Cell,
+    MemoryPlan,
+    PhasePlan,
+    PlanValue,
+    Schedule,
+    Setting,
+    UpdateDevice,
+    describe_settings,
+    resolve,
+)
 from hybridtrain.plan.placement import Codec, Placement
 
 STACK: tuple[Optimization, ...] = (
-    GradientCheckpointing(interval=2),
+    GradientCheckpointing(recompute_every=2),
     MixedPrecision(master="absent"),
     Int8Optimizer(),
     Int8Weights(),
-    GradAccumulation(steps=4, schedule="vertical"),
-    ChunkedLoss(chunk_tokens=256),
+    GradAccumulation(grad_accum_steps=4, schedule="vertical"),
+    ChunkedLoss(loss_chunk_tokens=256),
     FlashAttention(),
     WeightStreaming(),
     OptimizerOffload(offload_grads=False),
@@ -117,7 +129,7 @@ def test_a_subset_changes_only_what_its_members_claim() -> None:
 def test_a_conflict_names_the_cell_both_owners_and_both_values() -> None:
     wish = Wish((Claim("recompute_every", 3),))
     with pytest.raises(PlanConflictError) as raised:
-        compose([GradientCheckpointing(interval=2), wish])
+        compose([GradientCheckpointing(recompute_every=2), wish])
     assert str(raised.value) == (
         "recompute_every: 'gradient_checkpointing' asks for 2, 'wish' asks for 3; "
         "a cell has one value: drop one of them or make them agree."
@@ -125,7 +137,7 @@ def test_a_conflict_names_the_cell_both_owners_and_both_values() -> None:
 
 
 def test_owners_that_agree_do_not_conflict() -> None:
-    plan = compose([GradientCheckpointing(interval=2), Wish((Claim("recompute_every", 2),))])
+    plan = compose([GradientCheckpointing(recompute_every=2), Wish((Claim("recompute_every", 2),))])
     assert plan.for_phase(Phase.FULL).recompute_every == 2
 
 
@@ -150,7 +162,7 @@ def test_claims_for_different_phases_do_not_conflict() -> None:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_claim_for_one_phase_wins_over_one_for_every_phase(*, reverse: bool) -> None:
-    stack = [GradientCheckpointing(interval=2), Wish((Claim("recompute_every", 5, Phase.PREDICT),))]
+    stack = [GradientCheckpointing(recompute_every=2), Wish((Claim("recompute_every", 5, Phase.PREDICT),))]
     plan = compose(stack[::-1] if reverse else stack)
     assert plan.for_phase(Phase.PREDICT).recompute_every == 5
     assert plan.for_phase(Phase.FULL).recompute_every == 2
@@ -224,41 +236,82 @@ def test_fetching_ahead_leaves_a_slot_for_the_block_at_work(slots: int, wish: in
     assert plan.for_phase(Phase.FULL).prefetch_distance == distance
 
 
-CELL_VALUES = {"placement": Placement.HOST, "codec": Codec.FLOAT16}
-SETTING_VALUES = {
-    "compute_dtype": Codec.FLOAT16,
-    "recompute_every": 7,
-    "grad_accum_steps": 9,
-    "schedule": Schedule.VERTICAL,
-    "loss_chunk_tokens": 11,
-    "kept_blocks": 3,
-    "visit_micro_batches": 5,
-    "max_active_layers": 6,
-    "prefetch_distance": 0,
-    "resident_layers": 4,
-    "static_scales": True,
-    "update_on": UpdateDevice.HOST,
-    "attention": Attention.UNFUSED,
-    "history_codec": Codec.BFLOAT16,
-    "history_tensors": 2,
+def another_value(path: str) -> PlanValue:
+    """Return an allowed value that is not the default."""
+    setting = SETTINGS[path]
+    if setting.least is not None:
+        return setting.least if setting.default != setting.least else setting.least + 7
+    if setting.allowed:
+        return type(setting.default)(next(value for value in setting.allowed if value != setting.default))
+    return not setting.default
+
+
+NEEDS: dict[str, dict[str, PlanValue]] = {
+    "boundary.placement": {"recompute_every": 1},
+    "history_codec": {"history_tensors": 1},
+}
+"""What a value needs beside it."""
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_a_claim_reaches_its_cell_or_setting(path: str) -> None:
+    value = another_value(path)
+    plan = resolve({path: value, **NEEDS.get(path, {})})
+    name, _, column = path.partition(".")
+    found = getattr(getattr(plan, name), column) if column else getattr(plan, name)
+    assert found == plan.values()[path] == value
+    assert type(found) is type(SETTINGS[path].default)
+
+
+@pytest.mark.parametrize("setting", list(describe_settings()), ids=lambda setting: setting.path)
+def test_a_setting_is_described_where_it_is_declared(setting: Setting) -> None:
+    assert setting.says.endswith(".") or setting.says.endswith("everything.")
+    assert setting.default == PhasePlan().values()[setting.path]
+    assert not setting.allowed or str(setting.default) in setting.allowed
+    assert setting.words
+
+
+WRONG: dict[str, dict[str, object]] = {
+    "recompute_every: -1 must be at least 0.": {"recompute_every": -1},
+    "grad_accum_steps: 0 must be at least 1.": {"grad_accum_steps": 0},
+    "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too.": {
+        "prefetch_distance": 2
+    },
+    "weight.codec: 'factored' is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
+        "weight": on_device(Codec.FACTORED)
+    },
+    "grad.placement: fused_update with 4 accumulated micro-batches needs grad_accumulation with schedule = 'vertical' "
+    "and all micro-batches in one visit.": {
+        "grad": Cell(placement=Placement.DROPPED, codec=Codec.FLOAT32),
+        "grad_accum_steps": 4,
+    },
 }
 
 
-@pytest.mark.parametrize("path", PLAN_PATHS)
-def test_a_claim_reaches_its_cell_or_setting(path: str) -> None:
-    name, _, column = path.partition(".")
-    value = CELL_VALUES[column] if column else SETTING_VALUES[name]
-    plan = resolve({path: value})
-    found = getattr(getattr(plan, name), column) if column else getattr(plan, name)
-    assert found == value
+@pytest.mark.parametrize("message", WRONG)
+def test_a_plan_that_contradicts_itself_cannot_be_made(message: str) -> None:
+    for make in (lambda: PhasePlan(**WRONG[message]), lambda: replace(PhasePlan(), **WRONG[message])):
+        with pytest.raises(PlanConflictError) as raised:
+            make()
+        assert str(raised.value) == message
+
+
+def test_a_plan_whose_phases_cannot_follow_one_another_cannot_be_made() -> None:
+    full = PhasePlan()
+    tables = dict.fromkeys(Phase, full) | {Phase.PREDICT: replace(full, grad_accum_steps=2)}
+    with pytest.raises(PlanConflictError, match=r"^grad_accum_steps: 2 in predict, 1 in full; it must be the same"):
+        MemoryPlan(phases=tables)
 
 
 IMPOSSIBLE: dict[str, list[Optimization]] = {
     "boundary.placement: activation_offload needs gradient_checkpointing": [ActivationOffload()],
-    "grad.placement: fused_update with 3 accumulated micro-batches needs": [FusedUpdate(), GradAccumulation(steps=3)],
+    "grad.placement: fused_update with 3 accumulated micro-batches needs": [
+        FusedUpdate(),
+        GradAccumulation(grad_accum_steps=3),
+    ],
     "grad.placement: fused_update with 4 accumulated micro-batches needs": [
         FusedUpdate(),
-        GradAccumulation(steps=4, schedule="vertical", visit_micro_batches=2),
+        GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
     ],
     "update_on: factored_optimizer updates on the device": [FactoredOptimizer(), OptimizerOffload(update_on="host")],
     "master.codec: split16 completes bfloat16 weights only": [Int8Weights(), MixedPrecision(master="split16")],
@@ -283,7 +336,7 @@ def test_an_update_on_the_host_cannot_work_on_weights_on_disk() -> None:
 
 
 def test_every_contradiction_is_listed() -> None:
-    stack = [ActivationOffload(), FusedUpdate(), GradAccumulation(steps=3)]
+    stack = [ActivationOffload(), FusedUpdate(), GradAccumulation(grad_accum_steps=3)]
     with pytest.raises(PlanConflictError) as raised:
         compose(stack)
     assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == [
@@ -298,5 +351,5 @@ def test_every_phase_has_a_table() -> None:
 
 def test_every_claim_of_every_optimization_is_for_a_known_path() -> None:
     claims = list(chain.from_iterable(optimization.claims() for optimization in STACK))
-    assert {claim.path for claim in claims} <= set(PLAN_PATHS)
+    assert {claim.path for claim in claims} <= set(SETTINGS)
     assert len({(claim.path, claim.phase) for claim in claims}) == len(claims)  # no two ever meet in one cell

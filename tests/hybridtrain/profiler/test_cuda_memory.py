@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.profiler.cuda_memory import CudaMemory, read_cuda_memory
-from hybridtrain.profiler.process_memory import machine_memory_bytes, read_process_memory
+from hybridtrain.profiler.memory_reader import CudaMemory, machine_memory_bytes, read_cuda_memory, read_process_memory
 
 MIB = 2**20
 

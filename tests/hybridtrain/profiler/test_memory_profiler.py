@@ -12,13 +12,10 @@ import torch
 
 from hybridtrain.phase import Phase
 from hybridtrain.profiler import memory_reader
-from hybridtrain.profiler.cuda_memory import CudaMemory
-from hybridtrain.profiler.memory_history import MAX_EVENTS, MemoryHistory
+from hybridtrain.profiler.memory_history import MAX_EVENTS, MemoryHistory, MemorySnapshot, to_csv
 from hybridtrain.profiler.memory_profiler import MemoryProfiler
-from hybridtrain.profiler.memory_reader import MemoryReading, MemorySource, SystemReader
-from hybridtrain.profiler.memory_snapshot import MemorySnapshot, to_csv
+from hybridtrain.profiler.memory_reader import CudaMemory, MemoryReading, MemorySource, ProcessMemory, SystemReader
 from hybridtrain.profiler.nvml import DeviceIdentity, DeviceMemory, DeviceReadError
-from hybridtrain.profiler.process_memory import ProcessMemory
 
 GB = 10**9
 ALLOCATOR = CudaMemory(

@@ -15,7 +15,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, OpRecord, StepMark
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.replay import Replay, replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -27,16 +27,16 @@ STACKS: dict[str, list[Optimization]] = {
     "vanilla": [],
     "mixed": [MixedPrecision()],
     "vertical": [
-        GradientCheckpointing(interval=2),
-        GradAccumulation(steps=2, schedule="vertical"),
+        GradientCheckpointing(recompute_every=2),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
         Int8Optimizer(),
     ],
     "tight": [
-        GradientCheckpointing(interval=1),
+        GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="absent"),
         Int8Optimizer(),
-        GradAccumulation(steps=2, accumulator="bfloat16"),
-        ChunkedLoss(chunk_tokens=16),
+        GradAccumulation(grad_accum_steps=2, accumulator="bfloat16"),
+        ChunkedLoss(loss_chunk_tokens=16),
     ],
 }
 MODELS = {"gpt2": GPT2_UNTIED, "gpt2-dropout": GPT2_TIED_DROPOUT, "llama": LLAMA_GROUPED}

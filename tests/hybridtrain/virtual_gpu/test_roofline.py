@@ -3,7 +3,7 @@
 import pytest
 
 from hybridtrain.virtual_gpu.card import Card, find_card
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import (
     DEFAULT_EFFICIENCY,

@@ -22,8 +22,7 @@ from hybridtrain.virtual_gpu.allocator import (
     CachingAllocator,
     Segment,
 )
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot, write_snapshot_json
-from hybridtrain.virtual_gpu.snapshot_format import Frame
+from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot, write_snapshot_json
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 KIB, MIB = 2**10, 2**20

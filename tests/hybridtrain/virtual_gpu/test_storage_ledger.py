@@ -1,7 +1,7 @@
 """The ledger of storages: one entry per storage whatever looks at it, from its allocation to its release."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, I
 from hybridtrain.plan.compose import compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.meta_cache import MetaCache
+from hybridtrain.virtual_gpu import op_rules
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.op_rules import MetaCache, register_scratch
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 
@@ -247,8 +247,8 @@ def allocations(trace: LedgerTrace, step: int) -> list[int]:
 STACKS = {
     "plain": [],
     "tight": [
-        GradAccumulation(steps=2, schedule="vertical"),
-        GradientCheckpointing(interval=2),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
+        GradientCheckpointing(recompute_every=2),
         MixedPrecision(master="split16"),
         Int8Optimizer(),
     ],
@@ -297,3 +297,52 @@ def test_only_operands_of_the_same_shape_and_strides_are_remembered() -> None:
         dense, turned = torch.zeros(3, 4, device="meta"), torch.zeros(4, 3, device="meta").t()
         assert [(tensor + 1).stride() for tensor in (dense, turned, dense)] == [(4, 1), (1, 3), (4, 1)]
     assert ledger.trace().sizes[:6] == (12, 12, 20, 20, 12, 12)
+
+
+def test_what_is_remembered_does_not_grow_with_the_steps() -> None:
+    ledger = StorageLedger(record=False)
+    with ledger:
+        trainer = Trainer(LLAMA_GROUPED, compose(()), TrainerConfig(), VirtualTransfer(), ledger)
+        sizes = set()
+        for batches in random_steps(LLAMA_GROUPED, 20):
+            trainer.step(batches)  # the step's number and rates are in its ops
+            sizes.add(len(ledger._meta_cache._known))
+    assert len(sizes) == 1
+
+
+def test_numbers_are_remembered_only_where_they_decide_a_shape() -> None:
+    ledger = StorageLedger()
+    with ledger:
+        tensor = torch.ones(3, device="meta")
+        for number in range(1, 20):
+            assert torch.arange(number, device="meta").shape == (number,)
+            assert torch.zeros(number, device="meta").shape == (number,)
+        remembered = len(ledger._meta_cache._known)
+        for number in range(2, 20):  # 1 is alpha's default, which the dispatcher leaves out
+            assert torch.full((2,), float(number), device="meta").dtype == torch.float32
+            assert torch.full((2,), number, device="meta").dtype == torch.int64
+            assert (tensor * number).shape == torch.add(tensor, tensor, alpha=number).shape == (3,)
+            assert tensor.clamp(min=number).shape == (3,)
+    assert len(ledger._meta_cache._known) == remembered + 5
+
+
+def test_an_ops_scratch_has_one_rule() -> None:
+    op = torch.ops.aten.frac.default
+    with StorageLedger() as before:
+        torch.ones(5, device="meta").frac()
+    register_scratch(op, double_operand)
+    try:
+        register_scratch(op, double_operand)  # the same again: a module imported twice
+        with pytest.raises(ValueError, match=r"aten\.frac\.default: its scratch has a rule already"):
+            register_scratch(op, lambda _args: 1)
+        with StorageLedger() as after:
+            torch.ones(5, device="meta").frac()
+    finally:
+        del op_rules._SCRATCH_RULES[op]
+    assert before.trace().sizes == (20, 20)
+    assert after.trace().sizes == (20, 20, 40)
+    assert after.trace().classes[2] is TensorClass.WORKSPACE
+
+
+def double_operand(args: Sequence[torch.Tensor]) -> int:
+    return 2 * args[0].nbytes

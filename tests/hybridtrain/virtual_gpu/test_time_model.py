@@ -11,7 +11,7 @@ import pytest
 
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.ledger_trace import OpRecord
+from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import efficiency_of
 

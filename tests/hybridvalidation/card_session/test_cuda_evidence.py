@@ -18,8 +18,7 @@ from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import OptimizerOffload, WeightStreaming
 from hybridtrain.units import GIB, MIB
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.card_session import command as cuda_command
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker

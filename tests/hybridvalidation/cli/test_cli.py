@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
-from hybridtrain.models.head import Head
+from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -83,14 +83,14 @@ master = "absent"
 
 [[optimizations]]
 kind = "gradient_checkpointing"
-interval = 1
+recompute_every = 1
 
 [[optimizations]]
 kind = "int8_optimizer"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 accumulator = "bfloat16"
 """,
 }

@@ -63,7 +63,7 @@ says = "every block recomputed"
 
 [[optimizations]]
 kind = "gradient_checkpointing"
-interval = 1
+recompute_every = 1
 """,
 }
 SCENARIO_FILE = Path("scenarios/mine.toml")

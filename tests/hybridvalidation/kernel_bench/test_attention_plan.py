@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hybridkernels.flash_attention import backward_workspace_bytes
-from hybridtrain.models.attention import ATTENTION
+from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench import attention_plan
 from hybridvalidation.kernel_bench.attention_plan import (

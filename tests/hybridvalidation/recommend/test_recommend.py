@@ -7,8 +7,7 @@ import pytest
 
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend.command import parse_size
 from hybridvalidation.recommend.search import Question, Recommendation, recommend

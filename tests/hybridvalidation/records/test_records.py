@@ -196,8 +196,11 @@ def test_a_record_that_was_cut_short_is_named_and_nothing_follows_it(
         to_json(record()).replace('"kind"', '"sort"').encode(),
         to_json(record()).replace('"outcome":"ok"', '"outcome":"fine"').encode(),
         to_json(record()).replace("1.5", "NaN").encode(),
+        b"[" * 100_000,
+        b"9" * 5000,
+        to_json(record()).replace('"ok"', '"\\ud800"').encode(),
     ],
-    ids=["blank", "text", "bytes", "list", "part", "schema", "field", "enum", "nan"],
+    ids=["blank", "text", "bytes", "list", "part", "schema", "field", "enum", "nan", "deep", "digits", "surrogate"],
 )
 def test_a_line_that_is_no_record_is_named_with_file_and_line(store: RecordStore, line: bytes) -> None:
     store.append(record())
@@ -426,7 +429,7 @@ kind = "mixed_precision"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 """,
 }
 

@@ -27,14 +27,16 @@ def difference(*optimizations: Optimization, spec: AccuracySpec = SPEC) -> float
 
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
 def test_accumulation_ends_where_the_large_batch_ends(schedule: str) -> None:
-    found = difference(GradAccumulation(steps=4, schedule=schedule), GradientCheckpointing(interval=2))  # type: ignore[arg-type]
+    found = difference(
+        GradAccumulation(grad_accum_steps=4, schedule=schedule), GradientCheckpointing(recompute_every=2)
+    )  # type: ignore[arg-type]
     assert found is not None
     assert found < ORDER_OF_SUMS
 
 
 def test_dropout_does_not_hide_it() -> None:
     spec = replace(SPEC, proxy=replace(GPT2_TIED_DROPOUT, vocab_size=256))
-    found = difference(GradAccumulation(steps=2), spec=spec)
+    found = difference(GradAccumulation(grad_accum_steps=2), spec=spec)
     assert found is not None
     assert found < ORDER_OF_SUMS
 
@@ -42,14 +44,14 @@ def test_dropout_does_not_hide_it() -> None:
 def test_a_batch_of_other_sequences_ends_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = equivalence._joined
     monkeypatch.setattr(equivalence, "_joined", lambda batches: joined(batches[:-1]))
-    found = difference(GradAccumulation(steps=4))
+    found = difference(GradAccumulation(grad_accum_steps=4))
     assert found is not None
     assert found > 1000 * ORDER_OF_SUMS
 
 
 @pytest.mark.parametrize(
     "stack",
-    [(), (GradAccumulation(steps=1),), (GradAccumulation(steps=4), MixedPrecision())],
+    [(), (GradAccumulation(grad_accum_steps=1),), (GradAccumulation(grad_accum_steps=4), MixedPrecision())],
     ids=["off", "one", "bf16"],
 )
 def test_without_fp32_accumulation_there_is_nothing_to_compare(stack: tuple[Optimization, ...]) -> None:

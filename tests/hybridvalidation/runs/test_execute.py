@@ -27,7 +27,7 @@ from hybridtrain.optimizations import GradientCheckpointing
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace, StepMark
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
@@ -239,7 +239,7 @@ def test_tiers_are_compared_too(command: Command, monkeypatch: pytest.MonkeyPatc
 
 
 PLANNED = record_steps(
-    GPT2_UNTIED, compose([GradientCheckpointing(interval=2)]), random_steps(GPT2_UNTIED, 2), VirtualTransfer()
+    GPT2_UNTIED, compose([GradientCheckpointing(recompute_every=2)]), random_steps(GPT2_UNTIED, 2), VirtualTransfer()
 )
 
 

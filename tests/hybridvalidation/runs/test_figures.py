@@ -73,7 +73,7 @@ def test_units_are_named_by_class_and_unit_largest_first() -> None:
 
 
 def test_a_plan_is_shown_cell_by_cell() -> None:
-    stack = [MixedPrecision(master="split16"), Int8Optimizer(), GradAccumulation(steps=2)]
+    stack = [MixedPrecision(master="split16"), Int8Optimizer(), GradAccumulation(grad_accum_steps=2)]
     figures = plan_figures(compose(stack))
     assert figures["weight.codec"] == "bfloat16"
     assert figures["master.codec"] == "split16"

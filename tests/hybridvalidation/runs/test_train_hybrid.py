@@ -17,10 +17,10 @@ import torch
 from hybridtrain.config.decode import load_toml
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
+from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
@@ -70,7 +70,6 @@ KINDS = {
     "every_step": ('monitor = "every_step"\n', "slow_gradient", ""),
     "probe_gradients": ('correction = "probe_gradients"\nfuse = false\n', "slow_gradient", ACCUMULATES),
     "linear": ('predictor = "linear"\n', "linear", ""),
-    "drift": ('predictor = "drift"\nrollback = "copy"\n', "drift", ""),
     "mlp": ('predictor = "mlp"\nadapt_lr = true\n', "slow_gradient", ""),
 }
 
@@ -190,7 +189,7 @@ def test_loggers_get_no_name_twice_for_a_step(monkeypatch: pytest.MonkeyPatch) -
 # --- data -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "percent"), [("copy", 2), ("drift", 2), ("probe_gradients", 10), ("own", 0)])
+@pytest.mark.parametrize(("kind", "percent"), [("copy", 2), ("linear", 2), ("probe_gradients", 10), ("own", 0)])
 def test_the_probe_split_is_a_part_of_the_training_tokens(
     kind: str, percent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,14 +308,14 @@ NO_STATE = "kind = 'predictor_state' and predictor = "
     [
         ("[hybrid]\n", [f"hybrid.predictor: 'slow_gradient' needs the state of predictor 'slow_gradient', the stack keeps none; set [[optimizations]] with {NO_STATE}'slow_gradient'"]),  # noqa: E501
         ('[hybrid]\npredictor = "rssm"\n' + STACK.format("linear"), ["'rssm' needs the state of predictor 'slow_gradient', the stack keeps that of 'linear'"]),  # noqa: E501
-        ('[hybrid]\npredictor = "drift"\nrollback = "copy"\n' + STATE, ["needs the state of predictor 'drift'"]),
+        ('[hybrid]\npredictor = "linear"\n' + STATE, ["needs the state of predictor 'linear'"]),
         ("slow = {}\n", ["optimizer.slow: AdEMAMix needs the state of predictor 'slow_gradient'"]),
-        ("slow = {}\n" + STACK.format("drift"), ["the stack keeps that of 'drift'"]),
+        ("slow = {}\n" + STACK.format("linear"), ["the stack keeps that of 'linear'"]),
         ("slow = {}\n[hybrid]\n" + STATE, ["optimizer.slow: AdEMAMix and jumps along the same slow average"]),
         ('[hybrid]\npredictor = "rssm"\npredictor_budget_mib = 1\n' + STATE, ["hybrid.predictor_budget_mib: 1.0 is too little for forecaster 'rssm'"]),  # noqa: E501
         ("[hybrid]\nfull_steps = 0\nmonitor = 3\n" + STATE, ["$.hybrid.monitor: 3 is not one of off"]),
         ("[hybrid]\nfull_step = 5\n" + STATE, ["$.hybrid.full_step: is an unknown key", "did you mean 'full_steps'?"]),
-        ('[hybrid]\nfull_steps = 0\npredictor = "drift"\n' + STATE, ["$.hybrid: full_steps: 0 must be", "$.hybrid: rollback: 'undo'"]),  # noqa: E501
+        ("[hybrid]\nfull_steps = 0\nstrength = -1\n" + STATE, ["full_steps: 0 must", "$.hybrid: strength: -1"]),
         ("slow = { beta = 1.5 }\n", ["$.optimizer.slow: beta: 1.5 must be in (0, 1)"]),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ CLASSES = {item.value for item in TensorClass}
 @pytest.fixture(scope="module")
 def run() -> DryRun:
     workload = Workload(micro_batch_size=2, seq_len=16)
-    plan = compose([GradAccumulation(steps=2)])
+    plan = compose([GradAccumulation(grad_accum_steps=2)])
     return dry_run(GPT2_UNTIED, plan, find_card("rtx-3090"), workload, record_history=True)
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
 from hybridtrain.errors import DivergenceError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.study.controls import RandomDirection, WeightAverage, poison_gradients, shifted

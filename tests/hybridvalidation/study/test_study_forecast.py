@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.config.encode import to_toml
-from hybridtrain.predictor.registry import FORECASTERS
+from hybridtrain.hybrid.forecast import FORECASTERS
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.store import append_line
 from hybridvalidation.show.tables import MARKDOWN

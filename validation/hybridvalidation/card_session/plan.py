@@ -8,8 +8,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.units import MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted

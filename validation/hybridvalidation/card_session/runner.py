@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from hybridtrain.units import GIB, MIB
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.card_session.child import Child, StartChild
 from hybridvalidation.card_session.parts import CEILINGS, Part, ceilings_limit, decide_start, effective_cap, shortage
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap

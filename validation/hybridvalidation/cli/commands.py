@@ -14,7 +14,7 @@ import torch
 from hybridkernels.triton_launch import cuda_backend
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
-from hybridtrain.data.open_corpus import open_corpus
+from hybridtrain.data.corpus import open_corpus
 from hybridtrain.dry_run import Workload
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations import OPTIMIZATIONS
@@ -33,7 +33,7 @@ from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import append_executed, read_executed
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.dry_run_report import plan_run, read_model, with_accumulation
+from hybridvalidation.runs.dry_run_report import plan_run, read_model
 from hybridvalidation.runs.execute import ExecuteSpec, execute
 from hybridvalidation.runs.run_monitor import Monitoring
 from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
@@ -86,7 +86,7 @@ def execute_command(options: argparse.Namespace) -> int:
     limit = options.host_limit_gib
     spec = ExecuteSpec(
         model=Path(options.model).stem if options.model.endswith(".toml") else options.model,
-        shape=shape, stack=stack.name, plan=with_accumulation(stack.plan(), options.accum),
+        shape=shape, stack=stack.name, plan=stack.plan(options.accum),
         workload=Workload(micro_batch_size=options.micro_batch, seq_len=options.seq), num_steps=options.steps,
         lr=options.lr, disk_folder=options.disk, host_limit_bytes=None if limit is None else int(limit * GIB),
         runs_cycle=options.cycle,

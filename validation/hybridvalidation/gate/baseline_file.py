@@ -22,7 +22,7 @@ def read_baseline(path: Path, cls: type[T]) -> T | None:
         return None
     try:
         return decode(cls, json.loads(path.read_text(encoding="utf-8")), source=str(path))
-    except (ValueError, ConfigError) as error:
+    except (ValueError, RecursionError, ConfigError) as error:
         raise RecordError(f"{path}: not a whole baseline ({error}); restore it from version control.") from error
 
 

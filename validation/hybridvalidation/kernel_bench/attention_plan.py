@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.models.attention import ATTENTION
+from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.plan.claim import Attention
+from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.ledger_trace import find_peak
+from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence

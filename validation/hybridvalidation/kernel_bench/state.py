@@ -24,9 +24,9 @@ from hybridkernels.state_encoding import (
     encode_state,
     moment_statistics,
 )
-from hybridtrain.predictor import rssm_cell
-from hybridtrain.predictor.rssm import NUM_MEMBERS
-from hybridtrain.predictor.tick_replay import NUM_ACTIONS
+from hybridtrain.hybrid.forecast import rssm_cell
+from hybridtrain.hybrid.forecast.rssm import NUM_MEMBERS
+from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
 from hybridvalidation.kernel_bench.case import (
     Case,
     Clock,

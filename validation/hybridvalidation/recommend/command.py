@@ -11,8 +11,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.dry_run import Workload, check_workload
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import GB, GIB
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.recommend.report import RecommendReport
 from hybridvalidation.recommend.search import Question, recommend
 from hybridvalidation.runs.dry_run_report import read_model

@@ -13,8 +13,7 @@ from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import GIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.recommend.space import ARRANGEMENTS, LEVELS, Arrangement, Numerics
 
 _VISIT_TOKENS = 16384

@@ -81,10 +81,10 @@ class Arrangement:
         """Return the whole stack for a number of micro-batches."""
         stack: list[Optimization] = [
             *level.optimizations,
-            GradientCheckpointing(interval=1, keep_last=keep_last),
-            ChunkedLoss(chunk_tokens=2048),
+            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last),
+            ChunkedLoss(loss_chunk_tokens=2048),
             GradAccumulation(
-                steps=num_micro_batches,
+                grad_accum_steps=num_micro_batches,
                 schedule="vertical" if self.fuses else "horizontal",
                 accumulator=level.accumulator,
             ),

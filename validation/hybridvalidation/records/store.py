@@ -80,7 +80,7 @@ def read_lines(path: Path, cls: type[T]) -> list[T]:
 def _decode(path: Path, number: int, line: bytes, cls: type[T]) -> T:
     try:
         return decode(cls, json.loads(line), source=f"{path}:{number}")
-    except (ValueError, ConfigError) as error:
+    except (ValueError, RecursionError, ConfigError) as error:
         raise RecordError(
             f"{path}:{number}: not a record of this version ({error}). Every line must be one whole record; "
             f"restore the line from version control or delete it, the other records stay."

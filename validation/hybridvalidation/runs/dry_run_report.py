@@ -1,7 +1,7 @@
 """``hybridtrain dry-run``: one configuration, its figures, and what to try when it does not fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
@@ -10,12 +10,9 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.dry_run import DryRun, Workload, dry_run
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.model_config import ModelConfig, model_preset
-from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.record import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
@@ -161,7 +158,7 @@ def plan_run(
     workload = Workload(micro_batch_size=micro_batch_size, seq_len=seq_len)
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
-    plan = with_accumulation(chosen.plan(), accum_steps)
+    plan = chosen.plan(accum_steps)
     run = dry_run(
         shape, plan, found_card, workload, host=host, allocator=allocator, record_history=snapshot is not None
     )
@@ -184,13 +181,6 @@ def read_model(name: str) -> ModelConfig:
     return load_toml(ModelConfig, Path(name)) if name.endswith(".toml") else model_preset(name)
 
 
-def with_accumulation(plan: MemoryPlan, accum_steps: int | None) -> MemoryPlan:
-    """Return the plan with another number of micro-batches per step; None keeps the stack's."""
-    if accum_steps is None:
-        return plan
-    return MemoryPlan(phases={phase: replace(plan.for_phase(phase), grad_accum_steps=accum_steps) for phase in Phase})
-
-
 def _phase(step: StepPeaks, run: DryRun) -> str:
     return f" ({step.phase})" if run.phases else ""
 
@@ -208,7 +198,7 @@ def _fitting_stacks(
         if name == refused:
             continue
         try:
-            plan = with_accumulation(files.stack(name).plan(), accum_steps)
+            plan = files.stack(name).plan(accum_steps)
         except HybridTrainError:  # a faulty file beside the chosen one is not what was asked about
             continue
         if dry_run(shape, plan, run.card, workload, host=run.host).fits:

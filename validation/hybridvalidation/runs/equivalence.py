@@ -18,8 +18,7 @@ from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Schedule
-from hybridtrain.plan.memory_plan import Cell, MemoryPlan
+from hybridtrain.plan.memory_plan import Cell, MemoryPlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig

@@ -14,23 +14,21 @@ from hybridtrain.data.corpus import Corpus
 from hybridtrain.dry_run import Workload, check_workload, cycle_config
 from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
-from hybridtrain.profiler.process_memory import read_process_memory
+from hybridtrain.profiler.memory_reader import read_process_memory
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.figures import plan_figures

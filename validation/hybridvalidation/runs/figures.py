@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 
-from hybridtrain.config.encode import encode
 from hybridtrain.dry_run import DryRun
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Attention
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.record import MemoryFigures, RefusedRequest, StepPeaks, Timeline
@@ -59,29 +57,21 @@ def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:
     """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
-    flat = _flat(plan.for_phase(Phase.FULL))
-    others = {
-        f"{phase}.{path}": value
-        for phase in Phase
-        for path, value in _flat(plan.for_phase(phase)).items()
-        if value != flat[path]
+    full = plan.for_phase(Phase.FULL)
+    values = full.values()
+    kept = {
+        path: str(value)
+        for path, value in values.items()
+        if not (SETTINGS[path].is_young and value == SETTINGS[path].default)
     }
-    if flat["attention"] == Attention.FLASH:  # what every plan had before there was a choice
-        del flat["attention"]
-    if not plan.for_phase(Phase.FULL).history_tensors:
-        del flat["history_codec"], flat["history_tensors"]
-        return flat
-    return flat | others
-
-
-def _flat(plan: PhasePlan) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in encode(plan).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{column}": str(entry) for column, entry in value.items()}
-        else:
-            flat[name] = str(value)
-    return flat
+    if not full.history_tensors:
+        return kept
+    return kept | {
+        f"{phase}.{path}": str(value)
+        for phase in Phase
+        for path, value in plan.for_phase(phase).values().items()
+        if value != values[path]
+    }
 
 
 def _plain(by_class: Mapping[TensorClass, int]) -> dict[str, int]:

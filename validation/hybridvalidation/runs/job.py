@@ -7,7 +7,7 @@ import torch
 
 from hybridtrain.config.encode import digest
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.virtual_gpu.host import Host
+from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.environment import read_environment, source_digest
 from hybridvalidation.runs.figures import plan_figures
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.ledger_trace import LedgerTrace
+from hybridtrain.virtual_gpu.ledger import LedgerTrace
 
 _Event = tuple[int, int, str, str, int]
 """Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""

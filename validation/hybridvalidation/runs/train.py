@@ -13,17 +13,16 @@ from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.errors import ConfigError
+from hybridtrain.hybrid.cycle import HybridStatistics, HybridTrainer, LoadBatches
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_result import HybridStatistics
-from hybridtrain.phases.hybrid_trainer import HybridTrainer, LoadBatches
 from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.storage_ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.runs.run_monitor import Monitoring, RunMonitor
 from hybridvalidation.runs.train_file import TrainFile

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.hybrid.config import HybridConfig, rival_faults
+from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
-from hybridtrain.phases.check_hybrid import rival_faults
-from hybridtrain.phases.hybrid_config import HybridConfig
-from hybridtrain.phases.loss_watch import LossWatch
 from hybridtrain.plan.compose import Optimization, compose
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
 

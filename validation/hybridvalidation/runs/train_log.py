@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.phase import Phase
-from hybridtrain.phases.hybrid_result import HybridResult
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 
 _TRUE_STEP_COST = 3.0
 """Forward passes' worth of a step without any of this."""

@@ -7,8 +7,7 @@ from hybridtrain.dry_run import DryRun
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
-from hybridtrain.virtual_gpu.snapshot_format import Frame
+from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
 

@@ -11,10 +11,10 @@ from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
+from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
-from hybridtrain.phases.rollback_copy import RollbackCopy, visit_with
-from hybridtrain.phases.slow_gradient import SlowGradient
-from hybridtrain.phases.weight_predictor import Jump
 from hybridtrain.trainer import Trainer
 
 _AVERAGE_DECAY = 0.99

@@ -12,13 +12,13 @@ from tabulate import tabulate
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
+from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore, evaluate_forecasters
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.predictor.evaluate import FIRST_STEP, ForecastScore, evaluate_forecasters
-from hybridtrain.predictor.registry import DEFAULT_FORECASTER, FORECASTERS
-from hybridtrain.predictor.signal import TrainingSignal
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment

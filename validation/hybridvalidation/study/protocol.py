@@ -5,10 +5,10 @@ from typing import Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.slow_average import SlowMomentum
-from hybridtrain.phases.hybrid_config import HybridConfig
 from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"

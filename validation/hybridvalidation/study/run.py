@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from hashlib import sha256
 from statistics import fmean
-from typing import Literal
 
 import torch
 
@@ -15,9 +14,9 @@ from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
 from hybridtrain.dry_run import Workload, dry_run
 from hybridtrain.errors import DivergenceError
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations.predictor_state import PredictorState
-from hybridtrain.phases.hybrid_trainer import HybridTrainer
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer
@@ -180,10 +179,8 @@ def plan_of(method: StudyMethod | None) -> MemoryPlan:
     """Return the plan of a method: everything in float32 on the device, with what its predictor remembers."""
     if method is None or (method.slow is None and method.hybrid is None):
         return compose([])
-    predictor: Literal["slow_gradient", "linear", "drift"] = "slow_gradient"
-    if method.hybrid is not None and method.hybrid.predictor in {"linear", "drift"}:
-        predictor = "linear" if method.hybrid.predictor == "linear" else "drift"
-    return compose([PredictorState(predictor=predictor)])
+    is_linear = method.hybrid is not None and method.hybrid.predictor == "linear"
+    return compose([PredictorState(predictor="linear" if is_linear else "slow_gradient")])
 
 
 def _halves(study: StudyFile, corpus: Corpus) -> tuple[list[TokenBatch], list[TokenBatch]]:

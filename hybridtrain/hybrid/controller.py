@@ -1,0 +1,151 @@
+"""Which phase comes next, how long it lasts, and how bold a jump may be."""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.divergence import DivergenceLevel
+from hybridtrain.hybrid.stateful import Stateful
+from hybridtrain.phase import Phase
+
+_LARGEST_STRETCH = 4
+"""K grows to at most so many times the configured one."""
+_SMALLEST_SCALE = 1 / 16
+_GROWTH = 1.25
+"""Of the strength, per block that ended as forecast; a bad block halves it."""
+_CALM_STEPS = 200
+"""Steps with halved strength after a jump was taken back."""
+_CONFIDENCE_MEMORY = 0.8
+_PROBE_MEMORY = 50
+_FEWEST_PROBES = 8
+_LARGEST_RISE = 0.05
+"""Of the probe loss, as a share of it, that is harm whatever the past differences were."""
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """All that the next decision depends on."""
+
+    phase: Phase = Phase.WARMUP
+    """The next one."""
+    block_steps: int = 0
+    """True steps of the block at work."""
+    full_steps: int = 1
+    """K in force."""
+    scale: float = 1.0
+    """Of the strength of jumps."""
+    lr_factor: float = 1.0
+    """Of the scheduled learning rate."""
+    confidence: float = 1.0
+    """Share of recent blocks, the latest counting most, that ended below their forecast's upper bound."""
+    bad_blocks: int = 0
+    """In a row, that ended above their forecast."""
+    calm_until: int = 0
+    """Step until which the strength stays low."""
+    correct_left: int = 0
+    num_jumps: int = 0
+    rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))
+    """Of the probe loss over the latest jumps."""
+
+
+class PhaseController(Stateful):
+    """Decides from counts, forecasts and divergence levels.
+
+    Args:
+        config: Lengths and thresholds.
+        warmup_steps: True steps before the first block.
+    """
+
+    _state = ("state",)
+
+    def __init__(self, config: HybridConfig, warmup_steps: int) -> None:
+        self.config = config
+        self.state = ControllerState(full_steps=config.full_steps)
+        self._warmup_steps = warmup_steps
+        self.update(0, DivergenceLevel.NORMAL)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that comes next."""
+        return self.state.phase
+
+    def jumps_after(self, step: int, level: DivergenceLevel) -> bool:
+        """Return whether a jump follows ``step``, which is about to be run."""
+        if step <= self._warmup_steps:
+            return False
+        return self.state.block_steps + 1 >= self.state.full_steps and self._may_jump(level)
+
+    def update(self, steps_done: int, level: DivergenceLevel) -> None:
+        """Choose the next phase once ``steps_done`` true steps are done."""
+        state = self.state
+        if steps_done < self._warmup_steps:
+            state.phase = Phase.WARMUP
+        elif state.correct_left:
+            state.phase = Phase.CORRECT
+        elif state.block_steps >= state.full_steps and self._may_jump(level):
+            state.phase = Phase.PREDICT
+        else:
+            state.phase = Phase.FULL
+
+    def count_step(self, steps_done: int) -> None:
+        """Count a true step."""
+        if steps_done > self._warmup_steps:
+            self.state.block_steps += 1
+        self.state.correct_left = max(0, self.state.correct_left - 1)
+        if not self.config.adapt and steps_done >= self.state.calm_until:
+            self.state.scale = 1.0  # nothing else would raise it again
+
+    def count_jump(self) -> None:
+        """Count a jump: a new block begins, with CORRECT."""
+        self.state.block_steps = 0
+        self.state.correct_left = self.config.correct_steps
+        self.state.num_jumps += 1
+
+    def judge_block(self, loss: float, high: float) -> None:
+        """Take in how a block of true steps ended, beside its forecast's upper bound.
+
+        One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
+        """
+        as_forecast = loss <= high
+        state = self.state
+        state.bad_blocks = 0 if as_forecast else state.bad_blocks + 1
+        state.confidence = _CONFIDENCE_MEMORY * state.confidence + (1 - _CONFIDENCE_MEMORY) * as_forecast
+        if state.bad_blocks == 1:
+            return
+        if self.config.adapt_lr:
+            state.lr_factor = min(1.0, max(0.5, state.lr_factor * (1.05 if as_forecast else 0.8)))
+        if self.config.adapt:
+            factor = _GROWTH if as_forecast else 0.5
+            state.scale = min(1.0, max(_SMALLEST_SCALE, state.scale * factor))
+            shortest, longest = self.config.full_steps, _LARGEST_STRETCH * self.config.full_steps
+            step = max(1, self.config.full_steps // 2)
+            stretched = state.full_steps - step if as_forecast else 2 * state.full_steps
+            state.full_steps = min(longest, max(shortest, stretched))
+
+    def judge_probe(self, before: float, after: float) -> bool:
+        """Return whether a jump did harm on the probe batch: far beyond what earlier jumps did, or not a number."""
+        if not math.isfinite(before):  # a dry run, or harm that was there already
+            return False
+        if not math.isfinite(after):
+            return True
+        rise = after - before
+        limit = _LARGEST_RISE * abs(before)
+        if len(self.state.rises) >= _FEWEST_PROBES:  # a fall is no harm, however much further others fell
+            limit = min(limit, max(0.0, fmean(self.state.rises) + 3 * pstdev(self.state.rises)))
+        self.state.rises.append(rise)
+        return rise > limit
+
+    def note_rollback(self, steps_done: int) -> None:
+        """Become careful after a jump was taken back."""
+        self.state.scale = max(_SMALLEST_SCALE, self.state.scale / 2)
+        self.state.calm_until = steps_done + _CALM_STEPS
+        self.state.correct_left = 0
+
+    def scale_at(self, step: int) -> float:
+        """Return the strength in force."""
+        return min(self.state.scale, 0.5) if step < self.state.calm_until else self.state.scale
+
+    def _may_jump(self, level: DivergenceLevel) -> bool:
+        return level < DivergenceLevel.WARNING and self.state.confidence >= self.config.confidence_threshold

@@ -1,0 +1,341 @@
+"""The cycle around the trainer: true steps in WARMUP, FULL and CORRECT, a jump in PREDICT.
+
+A cycle is K true steps and one jump over P predicted steps: no forward pass, no backward pass, no gradients. The true
+gradients of the next steps correct it. One call of ``advance`` is one phase step; it loads a batch if it needs one.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.engine.step_result import StepLimits, StepResult
+from hybridtrain.errors import ConfigError, DivergenceError
+from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.predictors import make_predictor
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy
+from hybridtrain.hybrid.stateful import State, Stateful
+from hybridtrain.hybrid.watch import LossWatch, read_moments
+from hybridtrain.optim.slow_average import SlowStep
+from hybridtrain.phase import Phase
+from hybridtrain.trainer import Trainer
+
+Batches = Sequence[TokenBatch]
+LoadBatches = Callable[[int], Batches]
+"""Returns the micro-batches of a step, counted from 0; always the same ones for the same step."""
+
+_FORWARD, _TRUE_STEP = 1.0, 3.0
+"""Cost in forward passes; a backward pass is two (measured 1.9 to 2.0)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridResult:
+    """One phase step: a true step, or a jump of its own."""
+
+    step: int
+    """True steps done."""
+    phase: Phase
+    loss: float | None
+    """Nats per token of the step's batch; of PREDICT the forecast one, None where nothing forecasts."""
+    lr: float
+    grad_norm: float | None
+    num_tokens: int
+    """Trained on; 0 in PREDICT."""
+    predicted_steps: float = 0.0
+    """P jumped in this call, within the update or on its own."""
+    move_rms: float = 0.0
+    """Root mean square of that jump, in learning rates."""
+    prediction_error: float | None = None
+    """Mean loss of the block that ended with this step minus what was forecast; None in between."""
+    confidence: float = 1.0
+    scale: float = 1.0
+    """Strength of jumps in force, 1 unless the controller is careful."""
+    is_rolled_back: bool = False
+    """The jump before this step was taken back."""
+    cost: float = 3.0
+    """Forward passes' worth of work: a forward pass of the step's batch is 1, a backward pass 2."""
+    seconds: float = 0.0
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the call made a jump."""
+        return self.predicted_steps > 0
+
+
+@dataclass(slots=True)
+class HybridStatistics(Stateful):
+    """Sums over a run. Predicted steps and avoided backward passes are diagnostics: they are no speed-up."""
+
+    steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
+    predicted_steps: float = 0.0
+    """Backward passes that as many true steps would have taken."""
+    jumps: int = 0
+    rollbacks: int = 0
+    divergences: int = 0
+    """Steps refused right after a jump."""
+    cost: float = 0.0
+
+    def count(self, result: HybridResult) -> None:
+        """Add one result."""
+        self.steps_by_phase[result.phase.value] += 1
+        self.predicted_steps += result.predicted_steps
+        self.jumps += result.is_predicted
+        self.rollbacks += result.is_rolled_back
+        self.cost += result.cost
+
+
+class HybridTrainer(Stateful):
+    """Runs a trainer through the cycle.
+
+    Args:
+        trainer: Does the steps; its stack keeps what the predictor remembers.
+        config: Phases, predictor, guard; None: plain training, bit-equal to the trainer's own.
+        load_probe: Batches of the probe split, which is no part of the training data, by number of use from 0; needed
+            by monitors, by linear and by probe gradients.
+
+    Raises:
+        ConfigError: the stack does not keep what the predictor needs, or there is no probe split.
+    """
+
+    _pending: Jump | None
+    """That can still be taken back."""
+
+    def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.statistics = HybridStatistics()
+        self._load_probe = load_probe
+        self._num_probes = 0
+        self._last_lr = 0.0
+        self._pending = None
+        self._rollback: RollbackCopy | None = None
+        self.controller: PhaseController | None = None
+        if config is None:
+            return
+        check_hybrid(trainer, config, has_probe=load_probe is not None)
+        warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
+        self.controller = PhaseController(config, warmup)
+        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
+        self.predictor = make_predictor(config, trainer)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next call."""
+        return Phase.FULL if self.controller is None else self.controller.phase
+
+    def advance(self, load_batches: LoadBatches) -> HybridResult:
+        """Run the next phase step.
+
+        Raises:
+            DivergenceError: loss or gradient norm is not finite, and it was not a jump's fault; weights and optimizer
+                state are those before the step.
+        """
+        begin = time.perf_counter()
+        if self.controller is None:
+            result = _plain(self.trainer.step(load_batches(self.trainer.steps_done)))
+        elif self.phase is Phase.PREDICT:
+            result = self._predict(self.controller)
+        else:
+            result = self._true_step(self.controller, load_batches)
+        result = replace(result, seconds=time.perf_counter() - begin)
+        self.statistics.count(result)
+        return result
+
+    def _true_step(self, controller: PhaseController, load_batches: LoadBatches) -> HybridResult:
+        phase, number = controller.phase, self.trainer.steps_done + 1
+        self.trainer.enter_phase(phase)
+        if phase is Phase.CORRECT and self._config.correction == "probe_gradients":
+            batches = self._next_probe()
+        else:
+            batches = load_batches(number - 1)
+        slow, jumps = self._slow_step(controller, number)
+        done, is_rolled_back = self._guarded_step(controller, batches, slow)
+        self._last_lr = done.lr
+        signal = TrainingSignal(
+            step=done.step, loss=done.loss, grad_norm=done.grad_norm, lr=done.lr, phase=phase,
+            predicted_steps=0.0 if slow is None else slow.predicted_steps,
+            moments=read_moments(self.trainer, done) if self._encodes and not controller.state.block_steps else None,
+        )  # fmt: skip
+        error = self.watch.observe(signal, controller)
+        controller.count_step(number)
+        if controller.state.block_steps == 1:
+            self.predictor.begin_block()
+        jump = None
+        if jumps and slow is not None:
+            jump = self.predictor.fused_jump(slow, done.lr)
+            self._jumped(controller, jump)
+        controller.update(number, self.watch.monitor.level)
+        return HybridResult(
+            step=done.step, phase=phase, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
+            num_tokens=done.num_tokens, predicted_steps=jump.predicted_steps if jump else 0.0,
+            move_rms=jump.rms if jump else 0.0, prediction_error=error, confidence=controller.state.confidence,
+            scale=controller.scale_at(number), is_rolled_back=is_rolled_back,
+            cost=_TRUE_STEP * (1 + is_rolled_back),
+        )  # fmt: skip
+
+    def _slow_step(self, controller: PhaseController, number: int) -> tuple[SlowStep | None, bool]:
+        """Return what the update does for the predictor, and whether it jumps."""
+        if not (self._fuses(controller) and controller.jumps_after(number, self.watch.monitor.level)):
+            return self.predictor.slow_step(number), False
+        steps = self._steps_of_jump(controller, number, controller.state.block_steps + 1)
+        return self.predictor.slow_step(number, steps), steps > 0
+
+    def _fuses(self, controller: PhaseController) -> bool:
+        """Return whether the next jump is part of an update: nothing has to happen between the two."""
+        config, plans = self._config, self.trainer.memory_plan
+        return (
+            config.fuse
+            and config.follows_slow
+            and config.rollback == "undo"
+            and not self._probes(controller)
+            and plans.for_phase(Phase.PREDICT) == plans.for_phase(Phase.FULL)
+        )
+
+    def _probes(self, controller: PhaseController) -> bool:
+        monitor = self._config.monitor
+        return (
+            self._config.searches
+            or monitor == "every_step"
+            or (monitor == "probe" and controller.state.num_jumps % self._config.probe_every == 0)
+        )
+
+    def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
+        steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
+        largest = self._config.max_predict_steps
+        return steps if largest is None else min(steps, largest)
+
+    def _guarded_step(
+        self, controller: PhaseController, batches: Batches, slow: SlowStep | None
+    ) -> tuple[StepResult, bool]:
+        """Run a true step; if it diverges right after a jump, take the jump back and run it again."""
+        guards = self._pending is not None and self._config.guard and refuses_in_time(self.trainer)
+        limits = self.watch.monitor.limits() if guards else None
+        bounds = None
+        if limits is not None:
+            ratio = self._config.divergence_threshold / 10.0
+            bounds = StepLimits(limits[0], limits[1] * ratio)
+        try:
+            done = self.trainer.step(batches, hook=slow, limits=bounds, lr_factor=controller.state.lr_factor)
+        except DivergenceError:
+            if not guards:
+                raise
+            self.undo()
+            self.statistics.divergences += 1
+            controller.note_rollback(self.trainer.steps_done)
+            done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
+            self._pending = None
+            return done, True
+        self._pending = None
+        return done, False
+
+    def _predict(self, controller: PhaseController) -> HybridResult:
+        """Jump on its own: state may be elsewhere, probes may be wanted."""
+        trainer, number = self.trainer, self.trainer.steps_done
+        steps = self._steps_of_jump(controller, number, controller.state.block_steps)
+        trainer.enter_phase(Phase.PREDICT)
+        probes = self._probes(controller) and steps > 0
+        probe = self._next_probe() if probes else ()
+        before = trainer.loss(probe) if probes else math.nan
+        jump, after = self._jump(steps, probe, before)
+        self._jumped(controller, jump)
+        moved = self._pending is not None
+        is_harmful = probes and moved and self._config.guard and self._is_harmful(controller, before, after)
+        if is_harmful:
+            self.undo()
+        controller.update(number, self.watch.monitor.level)
+        forecast = self.watch.forecast
+        return HybridResult(
+            step=number, phase=Phase.PREDICT, loss=None if forecast is None else forecast.mean,
+            lr=jump.lr, grad_norm=None, num_tokens=0,
+            predicted_steps=0.0 if is_harmful else jump.predicted_steps, move_rms=jump.rms,
+            confidence=controller.state.confidence, scale=controller.scale_at(number), is_rolled_back=is_harmful,
+            cost=_FORWARD * (jump.num_forwards + probes),
+        )  # fmt: skip
+
+    def _is_harmful(self, controller: PhaseController, before: float, after: float) -> bool:
+        """Return whether a jump has to be taken back, by the loss on the probe batch before and after it."""
+        if self._config.searches:
+            return not after < before
+        if controller.judge_probe(before, after):
+            controller.note_rollback(self.trainer.steps_done)
+            return True
+        return False
+
+    def _jump(self, steps: float, probe: Batches, before: float) -> tuple[Jump, float]:
+        """Make a jump of P ``steps``, in one piece or one predicted step at a time; return it and the probe's loss."""
+        if steps <= 0:
+            return Jump(self.trainer.steps_done, 0.0, self._last_lr, 0.0), math.nan
+        if self._config.rollback == "copy" and self._rollback is None:
+            self._rollback = RollbackCopy(self.trainer)
+        pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
+        jumps: list[Jump] = []
+        loss = math.nan
+        for piece in range(pieces):
+            rollback = None if piece else self._rollback
+            jumps.append(self.predictor.jump(steps / pieces, self._last_lr, rollback))
+            if probe:
+                loss = self.trainer.loss(probe)
+                if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece
+                    break
+        made = sum(jump.predicted_steps for jump in jumps)
+        forwards = len(jumps) if probe else 0
+        rms = sum(jump.rms for jump in jumps)
+        return Jump(self.trainer.steps_done, made, self._last_lr, rms, forwards), loss
+
+    def undo(self) -> None:
+        """Take the last jump back: by computing it again, or from the copy; only before another true step."""
+        assert self._pending is not None, "there is a jump to take back"
+        if self._rollback is not None:
+            self._rollback.give_back()
+        else:
+            self.predictor.undo(self._pending)
+        self._pending = None
+
+    def _jumped(self, controller: PhaseController, jump: Jump) -> None:
+        """Start a new block after a jump, with a forecast of how it will end."""
+        controller.count_jump()
+        self._pending = jump if jump.predicted_steps else None
+        number = self.trainer.steps_done
+        self.watch.open_block(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
+
+    def _next_probe(self) -> Batches:
+        assert self._load_probe is not None, "checked at construction"
+        self._num_probes += 1
+        return self._load_probe(self._num_probes - 1)
+
+    @property
+    def _encodes(self) -> bool:
+        return self.watch.forecaster.kind in {"mlp", "rssm"}
+
+    @property
+    def _config(self) -> HybridConfig:
+        assert self.config is not None, "only plain training has none"
+        return self.config
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back.
+
+        Raises:
+            ConfigError: the state is damaged, or of another version.
+        """
+        try:
+            super().load_state_dict(state)
+        except ValueError as error:
+            raise ConfigError("saved state of the cycle", [str(error)]) from error
+        if self.config is not None and self.config.rollback == "copy":
+            self._pending = None
+
+    def _state_names(self) -> Iterable[str]:
+        names = ("controller", "watch", "predictor", "_num_probes", "_last_lr", "_pending")
+        return ("statistics", *(() if self.controller is None else names))
+
+
+def _plain(done: StepResult) -> HybridResult:
+    return HybridResult(
+        step=done.step, phase=Phase.FULL, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
+        num_tokens=done.num_tokens,
+    )  # fmt: skip

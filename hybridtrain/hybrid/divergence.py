@@ -1,0 +1,126 @@
+"""How far the latest steps are from the run's own recent past: robust z-scores of loss and gradient norm.
+
+z = (value - median) / sigma, sigma = max(1.4826 MAD, a floor relative to the median), over the last 100 healthy steps.
+Only rises alarm. A level rises at once and falls by one after 20 calmer steps in a row. Thresholds: a normal law would
+pass 6 sigma once in 10^9 steps; measured losses and log norms have heavier tails, hence the distance.
+"""
+
+import math
+from collections import deque
+from enum import IntEnum
+from statistics import median
+
+from hybridtrain.hybrid.stateful import Stateful
+
+WINDOW = 100
+FEWEST_STEPS = 20
+_RECENT = 16
+_CALM_STEPS = 20
+_LONGEST_CRITICAL = 50
+"""After so many critical steps in a row their level is the new past: nobody rolled them back."""
+_CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
+_WARNING_NORM_Z = 9.0
+"""Log norms have heavy tails: single harmless batches were measured at 6.8."""
+_CAUTION_MEAN_Z, _WARNING_MEAN_Z = 2.0, 3.5
+"""Of the mean of the last 16 losses: a slow rise, which no single step betrays."""
+_LOSS_FLOOR = 0.005
+"""Smallest sigma, as a fraction of the median loss."""
+_LOG_NORM_FLOOR = 0.15
+"""Smallest sigma of the natural logarithm of the gradient norm."""
+_CRITICAL_NORM_RATIO = 10.0
+_SIGMA_OF_MAD = 1.4826
+
+
+class DivergenceLevel(IntEnum):
+    """How far from healthy, in rising order."""
+
+    NORMAL = 0
+    CAUTION = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+def _centre_and_sigma(values: deque[float], floor: float) -> tuple[float, float]:
+    centre = median(values)
+    return centre, max(_SIGMA_OF_MAD * median(abs(value - centre) for value in values), floor)
+
+
+def _grade(z: float, caution: float, warning: float) -> DivergenceLevel:
+    if z > warning:
+        return DivergenceLevel.WARNING
+    return DivergenceLevel.CAUTION if z > caution else DivergenceLevel.NORMAL
+
+
+class DivergenceMonitor(Stateful):
+    """Grades every step; state is a few hundred numbers."""
+
+    _state = ("level", "_losses", "_log_norms", "_calm_steps", "_critical_steps")
+
+    def __init__(self) -> None:
+        self.level = DivergenceLevel.NORMAL
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._log_norms: deque[float] = deque(maxlen=WINDOW)
+        self._calm_steps = 0
+        self._critical_steps = 0
+
+    def observe(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
+        """Grade one step against the steps before it, then count it among them unless it is critical.
+
+        Args:
+            loss: Nats per token.
+            grad_norm: Global L2 norm before clipping; None when it is not known.
+        """
+        grade = self._grade_step(loss, grad_norm)
+        is_finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))
+        self._critical_steps = self._critical_steps + 1 if grade is DivergenceLevel.CRITICAL else 0
+        if self._critical_steps > _LONGEST_CRITICAL:
+            self._losses.clear()
+            self._log_norms.clear()
+            self._critical_steps = 0
+        elif grade is not DivergenceLevel.CRITICAL and is_finite:
+            self._losses.append(loss)
+            if grad_norm is not None and grad_norm > 0:
+                self._log_norms.append(math.log(grad_norm))
+        self._settle(grade)
+        return self.level
+
+    def limits(self) -> tuple[float, float] | None:
+        """Return the loss and the gradient norm beyond which the next step is critical; None in the first 20 steps."""
+        if len(self._losses) < FEWEST_STEPS:
+            return None
+        centre, sigma = self._loss_law()
+        max_norm = math.inf
+        if len(self._log_norms) >= FEWEST_STEPS:
+            max_norm = _CRITICAL_NORM_RATIO * math.exp(median(self._log_norms))
+        return centre + _CRITICAL_Z * sigma, max_norm
+
+    def _loss_law(self) -> tuple[float, float]:
+        return _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))
+
+    def _grade_step(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
+        if not math.isfinite(loss) or not (grad_norm is None or math.isfinite(grad_norm)):
+            return DivergenceLevel.CRITICAL
+        limits = self.limits()
+        if limits is None:
+            return DivergenceLevel.NORMAL
+        if loss > limits[0] or (grad_norm is not None and grad_norm > limits[1]):
+            return DivergenceLevel.CRITICAL
+        centre, sigma = self._loss_law()
+        recent = [*self._losses, loss][-_RECENT:]
+        grades = [
+            _grade((loss - centre) / sigma, _CAUTION_Z, _WARNING_Z),
+            _grade((sum(recent) / len(recent) - centre) / sigma, _CAUTION_MEAN_Z, _WARNING_MEAN_Z),
+        ]
+        if grad_norm is not None and grad_norm > 0 and len(self._log_norms) >= FEWEST_STEPS:
+            centre, sigma = _centre_and_sigma(self._log_norms, _LOG_NORM_FLOOR)
+            grades.append(_grade((math.log(grad_norm) - centre) / sigma, _CAUTION_Z, _WARNING_NORM_Z))
+        return max(grades)
+
+    def _settle(self, grade: DivergenceLevel) -> None:
+        """Rise at once, fall one level after enough calmer steps."""
+        if grade >= self.level:
+            self.level, self._calm_steps = grade, 0
+            return
+        self._calm_steps += 1
+        if self._calm_steps >= _CALM_STEPS:
+            self.level, self._calm_steps = DivergenceLevel(self.level - 1), 0

@@ -1,0 +1,29 @@
+"""Forecasters of the training loss: one file each, one line here. They see scalars, never weights."""
+
+from hybridtrain.errors import unknown_name
+from hybridtrain.hybrid.forecast.base import Forecaster
+from hybridtrain.hybrid.forecast.ema import EmaForecaster
+from hybridtrain.hybrid.forecast.mlp import MlpForecaster
+from hybridtrain.hybrid.forecast.power_law import PowerLawForecaster
+from hybridtrain.hybrid.forecast.rssm import RssmForecaster
+
+FORECASTERS: dict[str, type[Forecaster]] = {
+    EmaForecaster.kind: EmaForecaster,
+    PowerLawForecaster.kind: PowerLawForecaster,
+    MlpForecaster.kind: MlpForecaster,
+    RssmForecaster.kind: RssmForecaster,
+}
+
+DEFAULT_FORECASTER = PowerLawForecaster.kind
+"""The least error of all on held-out runs of a small byte model, at the least cost but one."""
+
+
+def make_forecaster(kind: str, *, seed: int, budget_mib: float) -> Forecaster:
+    """Return a new forecaster; the arguments are those of ``Forecaster``.
+
+    Raises:
+        ValueError: the name is unknown, or the forecaster does not fit the budget.
+    """
+    if kind not in FORECASTERS:
+        raise ValueError(unknown_name("forecaster", kind, FORECASTERS))
+    return FORECASTERS[kind](seed=seed, budget_mib=budget_mib)

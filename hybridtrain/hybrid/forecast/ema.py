@@ -1,0 +1,65 @@
+"""The simple baseline: exponential level and damped trend (Holt 1957; Gardner and McKenzie 1985).
+
+level_t = a y_t + (1 - a)(level_{t-1} + phi trend_{t-1});  trend_t = b (level_t - level_{t-1}) + (1 - b) phi trend_{t-1}
+forecast at h = level + trend (phi + phi^2 + ... + phi^h), averaged over the window. Learning rates are not looked at.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
+
+_LEVEL_RATE = 0.03
+_TREND_RATE = 0.01
+_DAMPING = 0.997
+_NOISE_RATE = 0.02
+_FEWEST_STEPS = 20
+
+
+def damped_reach(horizon: float) -> float:
+    """Return how many times the trend the level moves in ``horizon`` steps: phi + ... + phi^h."""
+    return _DAMPING * (1 - math.pow(_DAMPING, horizon)) / (1 - _DAMPING)
+
+
+class EmaForecaster(Forecaster):
+    """Four numbers of state. Calibrated as all are (base.py); its own scale grows with the root of h."""
+
+    kind: ClassVar[str] = "ema"
+    _state = ("_count", "_level", "_trend", "_variance")
+
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib)
+        self._count = 0.0
+        self._level = 0.0
+        self._trend = 0.0
+        self._variance = 0.0
+
+    def level_and_trend(self) -> tuple[float, float]:
+        """Return the level and its change per step, in nats per token."""
+        return self._level, self._trend
+
+    def _learn(self, signal: TrainingSignal) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._level = signal.loss
+            return
+        # Plain averages until there are 1 / rate samples.
+        level_rate, trend_rate = max(_LEVEL_RATE, 1 / self._count), max(_TREND_RATE, 1 / self._count)
+        expected = self._level + _DAMPING * self._trend
+        error = signal.loss - expected
+        before, self._level = self._level, expected + level_rate * error
+        self._trend = trend_rate * (self._level - before) + (1 - trend_rate) * _DAMPING * self._trend
+        self._variance += max(_NOISE_RATE, 1 / self._count) * (error * error - self._variance)
+
+    def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
+        if self._count < _FEWEST_STEPS:
+            return None
+        horizon = len(future_lrs)
+        reach = sum(damped_reach(h) for h in range(horizon - window + 1, horizon + 1)) / window
+        noise = math.sqrt(self._variance)
+        return RawForecast(
+            mean=self._level + self._trend * reach,
+            aleatoric=noise / math.sqrt(window),
+            epistemic=noise * _LEVEL_RATE * math.sqrt(horizon),
+        )

@@ -1,0 +1,86 @@
+"""A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
+
+from typing import ClassVar, Self
+
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.engine.random_key import random_key
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
+from hybridtrain.optim.slow_average import MoveNorm
+from hybridtrain.trainer import Trainer
+
+
+class Linear(WeightPredictor):
+    """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
+
+    Args:
+        trainer: Whose weights move; its stack keeps the anchor.
+        strength: a, in units of the last K steps' displacement.
+    """
+
+    kind: ClassVar[str] = "linear"
+    _state = ("_has_anchor", "_full_steps", "_num_pieces")
+
+    def __init__(self, trainer: Trainer, strength: float) -> None:
+        self._trainer = trainer
+        self._strength = strength
+        self._has_anchor = False
+        self._full_steps = 1
+        self._num_pieces = 0
+        """How often the move in the anchor's place was made."""
+
+    @classmethod
+    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
+        """Return it."""
+        return cls(trainer, config.strength)
+
+    def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
+        """Return a K; 0 before there is an anchor."""
+        assert number > 0, "steps are counted from 1"
+        self._full_steps = full_steps
+        return scale * self._strength * full_steps if self._has_anchor else 0.0
+
+    def begin_block(self) -> None:
+        """Set the anchor."""
+
+        def work(swept: ParameterSlice) -> None:
+            swept.extra[0].store(swept.weight.value)
+
+        self._trainer.parameters.visit(work, self._settings(writes_weights=False, writes_extra=True))
+        self._has_anchor = True
+
+    def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
+        """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
+        norm = MoveNorm.zero(self._trainer.transfer.device)
+        strength = predicted_steps / self._full_steps
+        is_first = self._has_anchor
+        self._num_pieces = 1 if is_first else self._num_pieces + 1
+
+        def work(swept: ParameterSlice) -> None:
+            (kept,) = swept.extra
+            if is_first:
+                kept.store(swept.weight.value.sub(kept.load()).mul_(strength))
+            moved_P = kept.load()  # as it is kept
+            norm.add(moved_P)
+            swept.weight.value.add_(moved_P)
+
+        visit_with(rollback, self._trainer, work, self._settings(writes_weights=True, writes_extra=is_first))
+        moved = read_rms(self._trainer, norm)
+        rms = moved / lr if lr else 0.0
+        self._has_anchor = False
+        return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
+
+    def undo(self, jump: Jump) -> None:
+        """Subtract the kept move."""
+        assert jump.step == self._trainer.steps_done, "before another true step"
+
+        def work(swept: ParameterSlice) -> None:
+            swept.weight.value.sub_(swept.extra[0].load(), alpha=self._num_pieces)
+
+        settings = PassSettings(rounds_to_nearest=True, seed=self._trainer.border_key(self._trainer.steps_done))
+        self._trainer.parameters.visit(work, settings)
+
+    def _settings(self, *, writes_weights: bool, writes_extra: bool) -> PassSettings:
+        key = random_key(self._trainer.border_key(self._trainer.steps_done), self._num_pieces)
+        return PassSettings(writes_weights=writes_weights, writes_extra=writes_extra, seed=key)

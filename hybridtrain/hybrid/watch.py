@@ -1,0 +1,143 @@
+"""Watches the run: how each block's loss ends beside its forecast, how far each step is from the run's own past.
+
+Forecasters that encode the whole state of a training are told statistics of the optimizer's moments too.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridkernels.state_encoding import Moments, moment_statistics
+from hybridtrain.engine.step_result import StepResult
+from hybridtrain.hybrid.config import HybridConfig
+from hybridtrain.hybrid.controller import PhaseController
+from hybridtrain.hybrid.divergence import DivergenceMonitor
+from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, make_forecaster
+from hybridtrain.hybrid.forecast.base import LossForecast, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.residual_store import ResidualStore
+from hybridtrain.hybrid.forecast.ticks import moments_from_sums
+from hybridtrain.hybrid.stateful import State, Stateful
+from hybridtrain.trainer import Trainer
+from hybridtrain.units import MIB
+
+_MAX_RESIDUALS = 4096
+_NUM_FEATURES = 5
+_FEWEST_RESIDUALS = 8
+"""Below this the correction would be noise."""
+_LEVEL_RATE = 0.1
+_SMALLEST = 1e-12
+
+
+class LossWatch(Stateful):
+    """Holds the divergence monitor, the forecaster and the forecast of the block at work.
+
+    Args:
+        config: Which forecaster, and its budget.
+        seed: Of the forecaster's own random numbers.
+        lr_at: Learning rate of a step, counted from 1.
+
+    Raises:
+        ValueError: the forecaster does not fit its budget.
+    """
+
+    _state = (
+        "monitor", "forecaster", "forecast", "_block_losses", "_residuals", "_features", "_correction", "_log_level",
+        "_log_norm",
+    )  # fmt: skip
+    forecast: LossForecast | None
+    """Of the block at work."""
+
+    def __init__(self, config: HybridConfig, seed: int, lr_at: Callable[[int], float]) -> None:
+        self.monitor = DivergenceMonitor()
+        own = config.predictor if config.predictor in {"mlp", "rssm"} else DEFAULT_FORECASTER
+        kind: str = config.forecaster or own
+        budget_mib = float(config.predictor_budget_mib)
+        self._residuals: ResidualStore | None = None
+        if config.correction == "probe_gradients":
+            self._residuals = ResidualStore(_MAX_RESIDUALS)
+            budget_mib -= ResidualStore.num_bytes(_MAX_RESIDUALS, _NUM_FEATURES) / MIB
+        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib)
+        self.forecast = None
+        self._features: list[float] = []
+        """Of the state in which the forecast was made."""
+        self._correction = 0.0
+        """That the forecast got."""
+        self._log_level = self._log_norm = 0.0
+        """Of loss and gradient norm, lately."""
+        self._window = config.full_steps
+        self._lr_at = lr_at
+        self._block_losses: list[float] = []
+
+    def open_block(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
+        """Forecast the mean loss of the block that begins after so many true steps, and a jump of ``scale``."""
+        self._block_losses.clear()
+        lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
+        with _disable_current_modes():  # what forecasts is no part of the card's memory
+            self.forecast = self.forecaster.forecast(lrs, self._window)
+        if self._residuals is not None:
+            log_lr = math.log(max(lrs[0], _SMALLEST))
+            self._features = [log_lr, self._log_level, self._log_norm, scale, predicted_steps]
+            self._correct(self._residuals)
+
+    def _correct(self, residuals: ResidualStore) -> None:
+        """Shift the forecast and its interval by what forecasts missed in similar states."""
+        self._correction = residuals.correction(self._features) if len(residuals) >= _FEWEST_RESIDUALS else 0.0
+        if self.forecast is not None:
+            mean, low, high = (
+                bound + self._correction for bound in (self.forecast.mean, self.forecast.low, self.forecast.high)
+            )
+            self.forecast = replace(self.forecast, mean=mean, low=low, high=high)
+
+    def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
+        """Take in a true step, and tell the controller how a block ended; return the error of its forecast then."""
+        if not math.isfinite(signal.loss):  # a dry run: the trainer refuses such a step
+            return None
+        self.monitor.observe(signal.loss, signal.grad_norm)
+        if len(self._block_losses) >= self._window:  # no jump opened a new one
+            self.open_block(signal.step - 1)
+        with _disable_current_modes():
+            self.forecaster.observe(signal)
+        self._block_losses.append(signal.loss)
+        self._follow(signal)
+        if self.forecast is None or len(self._block_losses) < self._window:
+            return None
+        loss = fmean(self._block_losses)
+        controller.judge_block(loss, self.forecast.high)
+        error = loss - self.forecast.mean
+        if self._residuals is not None:
+            self._residuals.add(self._features, error + self._correction)  # what the forecaster itself missed
+        return error
+
+    def _follow(self, signal: TrainingSignal) -> None:
+        rate = _LEVEL_RATE if signal.step > 1 else 1.0
+        self._log_level += rate * (math.log(max(signal.loss, _SMALLEST)) - self._log_level)
+        if signal.grad_norm is not None:
+            self._log_norm += rate * (math.log(max(signal.grad_norm, _SMALLEST)) - self._log_norm)
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state; what forecasts is no part of the card's memory."""
+        with _disable_current_modes():
+            super().load_state_dict(state)
+
+
+def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
+    """Return means over all moments that are floating-point tensors on the device; None where there are none.
+
+    Every moment is read once. Moments in 8 bits, factored ones and those below the device are left out.
+    """
+    if not math.isfinite(done.loss):  # a dry run
+        return None
+    found: list[Moments] = []
+    with _disable_current_modes(), torch.no_grad():  # no part of the card's memory, no gradient
+        for state in [state for _, states in trainer.states.items() for state in states]:
+            kept = [tensor for slot in (*state.slots, *state.extra) for tensor in slot.tensors]
+            tensors = [stored for stored in kept if isinstance(stored, Tensor) and stored.is_floating_point()]
+            names = tuple(slot.spec.name for slot in state.slots)
+            if names == ("exp_avg", "exp_avg_sq") and len(tensors) == len(kept):
+                found.append(Moments(*tensors[:3]))
+        return moments_from_sums(moment_statistics(found)) if found else None

@@ -1,0 +1,294 @@
+"""A ledger of every storage: who allocated it, for what, how many bytes, until when.
+
+It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
+and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, count_flops, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One op as the dispatcher saw it."""
+
+    name: str
+    event: int
+    """Events recorded before it; its outputs come next."""
+    stage: Stage
+    unit: str
+    is_matmul: bool
+    flops: int
+    """Floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    bytes_moved: int
+    """Bytes of inputs and outputs."""
+    dtype: str
+    """Element type of the first floating point operand."""
+    lane: Lane = Lane.COMPUTE
+    waits: tuple[int, ...] = ()
+    """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """The state at the beginning of a step."""
+
+    event: int
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTrace:
+    """The whole story. A storage is its index; an event is ``index`` for an allocation and ``~index`` for a release."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each storage, as requested."""
+    classes: tuple[TensorClass, ...]
+    units: tuple[str, ...]
+    """``embedding``, ``block.3``, ``head`` or empty."""
+    events: tuple[int, ...]
+    ops: tuple[OpRecord, ...]
+    steps: tuple[StepMark, ...]
+    """Where each optimizer step begins."""
+
+    def step_range(self, step: int) -> range:
+        """Return the events of one step, counted from 0."""
+        end = self.steps[step + 1].event if step + 1 < len(self.steps) else len(self.events)
+        return range(self.steps[step].event, end)
+
+    def step_ops(self, step: int) -> tuple[OpRecord, ...]:
+        """Return the ops of one step, counted from 0."""
+        end = self.steps[step + 1].op if step + 1 < len(self.steps) else len(self.ops)
+        return self.ops[self.steps[step].op : end]
+
+    def live_bytes(self) -> Iterator[int]:
+        """Yield the live bytes after each event."""
+        live = 0
+        for event in self.events:
+            live += self.sizes[event] if event >= 0 else -self.sizes[~event]
+            yield live
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment with the most live bytes."""
+
+    total_bytes: int
+    event: int
+    by_class: dict[TensorClass, int]
+    by_unit: dict[tuple[TensorClass, str], int]
+
+
+def find_peak(trace: LedgerTrace, events: range) -> Peak:
+    """Return the first moment of greatest live bytes within ``events``, and who held them."""
+    live = peak = 0
+    peak_event = events.start - 1
+    for position, event in enumerate(trace.events[: events.stop]):
+        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        if position >= events.start - 1 and live > peak:
+            peak, peak_event = live, position
+    return Peak(peak, peak_event, *holders(trace, peak_event))
+
+
+def holders(trace: LedgerTrace, event: int) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
+    """Return live bytes by class, and by class and unit, right after ``event``."""
+    alive: set[int] = set()
+    for entry in trace.events[: event + 1]:
+        if entry >= 0:
+            alive.add(entry)
+        else:
+            alive.discard(~entry)
+    by_class: dict[TensorClass, int] = dict.fromkeys(TensorClass, 0)
+    by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
+    for index in alive:
+        by_class[trace.classes[index]] += trace.sizes[index]
+        by_unit[trace.classes[index], trace.units[index]] += trace.sizes[index]
+    return by_class, dict(by_unit)
+
+
+_DEFAULT_CLASS = {
+    Stage.BUILD: TensorClass.WEIGHT,
+    Stage.LOAD: TensorClass.ACTIVATION,
+    Stage.FORWARD: TensorClass.ACTIVATION,
+    Stage.BACKWARD: TensorClass.ACTIVATION,
+    Stage.UPDATE: TensorClass.WORKSPACE,
+}
+
+
+class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live storage bytes while it is active (``with ledger:``).
+
+    Args:
+        record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
+            which a training run of any length can afford.
+        device: Count only what lives on this type of device (``meta``, ``cpu``, ``cuda``); None: everything.
+    """
+
+    def __init__(self, *, record: bool = True, device: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._record = record
+        self._device = device
+        self._meta_cache = MetaCache()
+        self._next_index = 0
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
+        self._sizes: list[int] = []
+        self._classes: list[TensorClass] = []
+        self._units: list[str] = []
+        self._events: list[int] = []
+        self._ops: list[OpRecord] = []
+        self._steps: list[StepMark] = []
+        self._stage = Stage.BUILD
+        self._unit = ""
+        self._last_compute = -1
+        self._joined: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here is ever compiled: the default wrapper imports torch._dynamo, 0.9 s of a dry run."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op and enter its new storages."""
+        out = self._meta_cache.call(func, args, kwargs or {})
+        event = len(self._events)
+        for tensor in tensors_in([out]):
+            self.enter(tensor)
+        scratch = scratch_bytes(func, args)
+        if scratch:
+            self._release(self._allocate(scratch, Stage.UPDATE), scratch)
+        if self._record and not func.is_view and (self._device is None or self._is_counted(args, kwargs, out)):
+            self._last_compute = len(self._ops)
+            self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
+        return out
+
+    @contextmanager
+    def region(self, stage: Stage, unit: str) -> Iterator[None]:
+        """Give the storages allocated inside to ``unit`` and to the default class of ``stage``."""
+        outer = (self._stage, self._unit)
+        self._stage, self._unit = stage, unit
+        try:
+            yield
+        finally:
+            self._stage, self._unit = outer
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Give the storage of ``tensor`` a class and unit, from its allocation on."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        if found is not None and self._record:
+            self._classes[found[0]] = tensor_class
+            self._units[found[0]] = unit
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Record a copy, or arithmetic of the host, beside the compute lane."""
+        if self._record:
+            self._ops.append(
+                OpRecord(
+                    name=lane.value, event=len(self._events), stage=self._stage, unit=self._unit, is_matmul=False,
+                    flops=0, bytes_moved=num_bytes, dtype="", lane=lane, waits=tuple(op for op in waits if op >= 0),
+                )
+            )  # fmt: skip
+        return len(self._ops) - 1
+
+    def mark(self) -> int:
+        """Return the number of the last op of the compute lane, -1 before the first."""
+        return self._last_compute
+
+    def join(self, op: int) -> None:
+        """Let the next op of the compute lane wait for ``op``."""
+        if self._record and op >= 0:
+            self._joined.append(op)
+
+    def begin_step(self) -> None:
+        """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
+        if self._record:
+            self._steps.append(StepMark(len(self._events), len(self._ops)))
+        self.peak_bytes = self.live_bytes
+
+    def trace(self) -> LedgerTrace:
+        """Return what was recorded so far."""
+        return LedgerTrace(
+            tuple(self._sizes), tuple(self._classes), tuple(self._units),
+            tuple(self._events), tuple(self._ops), tuple(self._steps),
+        )  # fmt: skip
+
+    def enter(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` from now on, unless it is counted already; ops' results are entered so."""
+        if self._device is not None and tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        size = storage.nbytes()
+        if size == 0:
+            return
+        index = self._allocate(size, self._stage)
+        reference = weakref.ref(storage, self._on_release(address))
+        self._alive[address] = (index, size, reference)
+
+    def _allocate(self, size: int, stage: Stage) -> int:
+        index = self._next_index
+        self._next_index += 1
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._record:
+            self._sizes.append(size)
+            self._classes.append(_DEFAULT_CLASS[stage])
+            self._units.append(self._unit)
+            self._events.append(index)
+        return index
+
+    def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def release(_reference: weakref.ref[torch.UntypedStorage]) -> None:
+            index, size, _ = self._alive.pop(address)
+            self._release(index, size)
+
+        return release
+
+    def _release(self, index: int, size: int) -> None:
+        self.live_bytes -= size
+        if self._record:
+            self._events.append(~index)
+
+    def _is_counted(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> bool:
+        """Return whether an op has anything to do with the device that is counted."""
+        tensors = tensors_in([*args, *(kwargs or {}).values(), out])
+        return any(tensor.device.type == self._device for tensor in tensors)
+
+    def _op_record(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
+    ) -> OpRecord:
+        operands = tensors_in([*args, *kwargs.values()])
+        dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
+        waits, self._joined = tuple(self._joined), []
+        return OpRecord(
+            name=str(func),
+            event=event,
+            stage=self._stage,
+            unit=self._unit,
+            is_matmul=func in MATMUL_OPS,
+            flops=count_flops(func, args, kwargs, out),
+            bytes_moved=count_bytes(func, args, kwargs, out),
+            dtype=dtype,
+            waits=waits,
+        )

@@ -1,0 +1,207 @@
+"""What the ledger must know of an op: its arithmetic, traffic and scratch, and what it returns on meta tensors.
+
+Figures are per call; bytes of traffic are read plus written.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+_ATEN = torch.ops.aten
+_NO_TRAFFIC = frozenset(
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.empty_like.default,
+        _ATEN.new_empty.default,
+        _ATEN.empty_strided.default,
+        _ATEN._unsafe_view.default,
+    }
+)
+_SAME_FLOPS = {_ATEN.addmm_: _ATEN.addmm}
+"""Ops that torch's flop counter does not know, by one that it does."""
+_ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_loss_forward.default})
+"""Ops that read single rows or elements of their first operand."""
+
+
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    packet = func._overloadpacket
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def count_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return bytes read and written: every operand once, a changed operand twice, every new output once."""
+    if func in _NO_TRAFFIC:
+        return 0
+    outputs = sum(tensor.nbytes for tensor in tensors_in([out]))
+    if func in _ROW_OPS:
+        return 2 * outputs
+    if func is _ATEN.scatter_add_.default:
+        return 3 * int(args[3].nbytes)
+    read = sum(tensor.nbytes for tensor in tensors_in([*args, *kwargs.values()]))
+    written = _written_operands(func)
+    if not written:
+        return read + outputs
+    return read + sum(tensor.nbytes for name in written for tensor in tensors_in([_operand(func, name, args, kwargs)]))
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values and inside their lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+@cache
+def _written_operands(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    written = tuple(
+        item.name for item in func._schema.arguments if item.alias_info is not None and item.alias_info.is_write
+    )
+    # The fused update changes its gradients only under a gradient scaler, which we do not use.
+    return tuple(name for name in written if (func, name) != (_ATEN._fused_adamw_.default, "grads"))
+
+
+def _operand(func: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    position = next(i for i, item in enumerate(func._schema.arguments) if item.name == name)
+    return args[position] if position < len(args) else None
+
+
+ScratchRule = Callable[[Sequence[Any]], int]
+"""Bytes of scratch by the op's positional arguments."""
+_SCRATCH_RULES: dict[torch._ops.OpOverload, ScratchRule] = {}
+
+
+def register_scratch(func: torch._ops.OpOverload, rule: ScratchRule) -> None:
+    """Say how much a CUDA kernel takes from the allocator inside one op, where no dispatcher sees it.
+
+    The rule is the kernel's own. It is counted on every device, so that a CPU run, a dry run and a plan speak of the
+    same bytes. Whoever owns an op registers its rule once, beside the op or where it is used:
+
+        register_scratch(torch.ops.mylib.sort.default, lambda args: 2 * args[0].nbytes)
+
+    Raises:
+        ValueError: The op has another rule already.
+    """
+    if _SCRATCH_RULES.setdefault(func, rule) is not rule:
+        raise ValueError(f"{func}: its scratch has a rule already; an op has one; register it in one place.")
+
+
+def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any]) -> int:
+    """Return the scratch of one call; 0 for an op without a rule."""
+    rule = _SCRATCH_RULES.get(func)
+    return 0 if rule is None else rule(args)
+
+
+MATMUL_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.mm.out,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.addmm_.default,
+        torch.ops.aten.bmm.default,
+    }
+)
+"""Ops that make cuBLAS take its workspace."""
+
+
+_Key = tuple[Hashable, ...]
+_UNSEEN = object()
+_COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
+"""Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """One output."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class MetaCache:
+    """Calls ops, or answers for them: on meta tensors the same few shapes are asked for thousands of times.
+
+    Only shapes, strides and dtypes are remembered, and only of ops that change nothing and return nothing of their
+    inputs' memory; a remembered op makes the same storages in the same order as the op itself.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, _Meta | tuple[_Meta, ...] | None] = {}
+
+    def call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``func(*args, **kwargs)``."""
+        if func.is_view or func._schema.is_mutable:
+            return func(*args, **kwargs)
+        key = _key(func, args, kwargs)
+        known = _UNSEEN if key is None else self._known.get(key, _UNSEEN)
+        if isinstance(known, _Meta):
+            return known.make()
+        if isinstance(known, tuple):
+            return tuple(meta.make() for meta in known)
+        out = func(*args, **kwargs)
+        if key is not None and known is _UNSEEN:
+            self._known[key] = _describe(out, args)
+        return out
+
+
+def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
+    """Return what the result depends on; None for operands that are not on the meta device."""
+    parts: list[Hashable] = [func]
+    for name, value in (*enumerate(args), *kwargs.items()):
+        kind = type(value)
+        is_operand = (kind is float or kind is int) and name in _operands(func)
+        part = kind if is_operand else _part(value)
+        if part is None:
+            return None
+        parts.append(part if type(name) is int else (name, part))
+    return tuple(parts)
+
+
+@cache
+def _operands(func: torch._ops.OpOverload) -> frozenset[int | str]:
+    """Return places and names of operands: a number there decides values (a step, a rate), no shape."""
+    if func._overloadpacket in _COUNTED_BY_OPERANDS:
+        return frozenset()
+    arguments = enumerate(func._schema.arguments)
+    found = [(i, item.name) for i, item in arguments if str(item.type) in {"number", "Optional[number]", "Tensor"}]
+    return frozenset(name for names in found for name in names)
+
+
+def _part(value: Any) -> Hashable | None:
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, tuple | list):
+        parts = tuple(_part(item) for item in value)
+        return None if None in parts else (type(value), parts)
+    return (type(value), value)
+
+
+def _describe(out: Any, args: tuple[Any, ...]) -> _Meta | tuple[_Meta, ...] | None:
+    """Return what to make next time; None when the op must be called every time."""
+    tensors = out if isinstance(out, tuple) else (out,)
+    if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+        return None
+    storages = [tensor.untyped_storage()._cdata for tensor in (*tensors, *(a for a in args if isinstance(a, Tensor)))]
+    if len(set(storages[: len(tensors)])) < len(tensors) or set(storages[: len(tensors)]) & set(
+        storages[len(tensors) :]
+    ):
+        return None
+    metas = tuple(_Meta(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    full = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    if not full:
+        return None
+    return metas if isinstance(out, tuple) else metas[0]
