@@ -51,7 +51,7 @@ def test_slices_of_two_lengths_draw_the_same_numbers(
     monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", 1536)
     resident = resident_in_slices(storage, on_host="on-host" in place)
     if place == ON_DEVICE:
-        monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 2304)
+        monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
     moved = trained_history(GPT2, stack_of(storage, place), ACCUM_STEPS, disk_folder=tmp_path)
     assert moved.losses == resident.losses
     assert_all_bitwise(moved.weights, resident.weights, "weight ")
