@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from hybridkernels.rssm_gru import rssm_rollout
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.step_result import StepResult
+from hybridtrain.engine.step import StepResult
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.forecast import rssm_cell as cell
 from hybridtrain.hybrid.forecast.base import TrainingSignal

@@ -13,8 +13,7 @@ from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.step_result import StepLimits, StepResult
-from hybridtrain.engine.step_settings import StepSettings
+from hybridtrain.engine.step import StepLimits, StepResult, StepSettings
 from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine

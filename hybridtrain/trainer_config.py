@@ -1,9 +1,43 @@
-"""What one training run is made of, apart from model and plan."""
+"""What one training run is made of, apart from model and plan: optimizer, learning rate by step, seed."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.optim import AdamWConfig, Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LrSchedule:
+    """Shape of the learning rate, relative to its peak."""
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 100
+    total_steps: int = 1000
+    """Step at which cosine reaches ``final_fraction``."""
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.warmup_steps < 0:
+            faults.append(f"warmup_steps: {self.warmup_steps} must be at least 0")
+        if self.total_steps < 1:
+            faults.append(f"total_steps: {self.total_steps} must be at least 1")
+        if self.kind == "cosine" and self.warmup_steps >= self.total_steps >= 1:
+            faults.append(f"warmup_steps: {self.warmup_steps} must be below total_steps ({self.total_steps})")
+        if not 0 <= self.final_fraction <= 1:
+            faults.append(f"final_fraction: {self.final_fraction} must be in [0, 1]")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def factor(self, step: int) -> float:
+        """Return the fraction of the peak learning rate at ``step``, counted from 1."""
+        if step <= self.warmup_steps:
+            return step / (self.warmup_steps + 1)
+        if self.kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from hybridtrain.errors import ConfigError, near_name
 T = TypeVar("T")
 
 Unions: TypeAlias = Mapping[type, Mapping[str, type]]
-"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``."""
+"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``; ``""``: of a table that
+has none."""
 
 _NO_UNIONS: Final[Unions] = {}
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
@@ -190,9 +191,12 @@ class _Decoder:
         """Return the dataclass that a table names by its ``kind``."""
         if not isinstance(value, Mapping):
             return self._fault(path, f'found {_found(value)}; a table with kind = "..." is required')
+        names = tuple(sorted(name for name in kinds if name))
+        if "kind" not in value and "" in kinds:
+            return self._object(kinds[""], value, path)
         if "kind" not in value:
-            return self._fault(f"{path}.kind", f"is missing; one of {_list(sorted(kinds))} is required")
-        kind = self._choice(tuple(sorted(kinds)), value["kind"], f"{path}.kind")
+            return self._fault(f"{path}.kind", f"is missing; one of {_list(names)} is required")
+        kind = self._choice(names, value["kind"], f"{path}.kind")
         return self._object(kinds[kind], value, path) if isinstance(kind, str) else _FAILED
 
     def _object(self, cls: type, value: object, path: str) -> object:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.step_settings import StepSettings
+from hybridtrain.engine.step import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import SLICE_ELEMENTS, ExactWeight, StoredWeight, weight_part
 from hybridtrain.memory.grad_store import GradStore

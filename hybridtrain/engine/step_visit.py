@@ -5,19 +5,100 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hybridtrain.engine.block_step import BlockGraph, differentiate_block, run_block
-from hybridtrain.engine.head_step import differentiate_head, differentiate_tied_weight
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
+from hybridtrain.models.layers import Head
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGraph:
+    """A block's forward pass that can be differentiated once."""
+
+    hidden_in_BTD: Tensor
+    output: GradientEdge
+    """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing."""
+
+
+def run_block(block: nn.Module, hidden_BTD: Tensor, *, computes_output: bool = True) -> tuple[BlockGraph, Tensor]:
+    """Run ``block`` on a detached input; return its graph and its detached hidden_BTD.
+
+    Without ``computes_output`` the block's last projection is left out: nothing in the backward pass reads its result.
+    """
+    hidden_in_BTD = hidden_BTD.detach().requires_grad_()
+    with torch.enable_grad():
+        hidden_out_BTD = block(hidden_in_BTD) if computes_output else block(hidden_in_BTD, computes_output=False)
+    return BlockGraph(hidden_in_BTD, get_gradient_edge(hidden_out_BTD)), hidden_out_BTD.detach()
+
+
+def differentiate_block(
+    graph: BlockGraph, parameters: tuple[nn.Parameter, ...], grad_BTD: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the gradient by the block's input and those by its parameters; the graph is used up."""
+    grad_in_BTD, *grads = torch.autograd.grad(graph.output, (graph.hidden_in_BTD, *parameters), grad_BTD)
+    return grad_in_BTD, tuple(grads)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """What one micro-batch leaves behind at the head."""
+
+    loss: Tensor
+    """Scalar float32, mean over the micro-batch, on the device."""
+    grad_BTD: Tensor
+    unit_grads: tuple[Tensor, ...]
+    """By the head's own parameters."""
+    tied_grad_VD: Tensor | None
+    """By the token embedding, to be added to the embedding's own gradient of the same micro-batch."""
+
+
+def differentiate_head(
+    head: Head,
+    unit: Unit,
+    hidden_BTD: Tensor,
+    target_ids_BT: Tensor,
+    *,
+    scale: float,
+    chunk_tokens: int,
+    wants_tied: bool,
+) -> HeadStep:
+    """Run the head and differentiate ``scale`` times its loss."""
+    hidden_BTD = hidden_BTD.detach().requires_grad_()
+    own = unit.tensors
+    is_tied = all(parameter is not head.weight for parameter in own)
+    weight_VD = head.weight.detach() if is_tied and not wants_tied else head.weight
+    inputs = [hidden_BTD, *own, *([head.weight] if is_tied and wants_tied else [])]
+    with torch.enable_grad():
+        loss = head(hidden_BTD, target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD)
+    grad_BTD, *grads = torch.autograd.grad(loss, inputs, torch.full_like(loss, scale))
+    tied_grad_VD = grads.pop() if is_tied and wants_tied else None
+    return HeadStep(loss.detach(), grad_BTD, tuple(grads), tied_grad_VD)
+
+
+def differentiate_tied_weight(
+    head: Head, hidden_BTD: Tensor, target_ids_BT: Tensor, *, scale: float, chunk_tokens: int
+) -> Tensor:
+    """Return the gradient by the tied weight alone, from the head's input.
+
+    A vertical schedule reaches the embedding only after every micro-batch has passed the head. Adding all of the head's
+    contributions first would change the order of the sum; keeping one (V, D) gradient per micro-batch would cost more
+    than anything the schedule saves. So the projection is run once more, when the embedding's own gradient is at hand.
+    """
+    with torch.no_grad():
+        normed_BTD = head.norm(hidden_BTD)
+    with torch.enable_grad():
+        loss = head.projection_loss(normed_BTD, target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=head.weight)
+    (grad_VD,) = torch.autograd.grad(loss, (head.weight,), torch.full_like(loss, scale))
+    return grad_VD
+
 
 BlockDone = Callable[[Unit], None]
 

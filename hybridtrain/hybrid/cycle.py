@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.step_result import StepLimits, StepResult
+from hybridtrain.engine.step import StepLimits, StepResult
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
 from hybridtrain.hybrid.controller import PhaseController

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
-from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.tier import HostBytes, TierBuffer
-from hybridtrain.memory.tier_tensor import Stored
+from hybridtrain.memory.tier_tensor import ByteLayout, Stored, lay_out
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer

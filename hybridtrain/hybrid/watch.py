@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.state_encoding import Moments, moment_statistics
-from hybridtrain.engine.step_result import StepResult
+from hybridtrain.engine.step import StepResult
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.divergence import DivergenceMonitor

@@ -214,7 +214,7 @@ class Float32Master(_ValueFormat):
 
     in_place = True
     reads_weight = False
-    companion_dtype = torch.float32
+    companion_dtype: torch.dtype | None = torch.float32
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
@@ -239,7 +239,7 @@ class Split16Master(_ValueFormat):
     Exact ties round away from zero, where torch's own cast rounds to even: 16 bits hold one side of a tie only.
     """
 
-    companion_dtype = torch.int16
+    companion_dtype: torch.dtype | None = torch.int16
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Split ``initial``; keep the lower half."""
@@ -331,7 +331,7 @@ class Int8OfMaster(Int8Weight):
     """A separate fp32 copy; the int8 codes are its rounding to nearest."""
 
     reads_weight = False
-    companion_dtype = torch.float32
+    companion_dtype: torch.dtype | None = torch.float32
 
     def __init__(self, *, static_scales: bool) -> None:
         super().__init__(static_scales=static_scales)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.tier_tensor import Stored, TierTensor, lay_out, padded
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver

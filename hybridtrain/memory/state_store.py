@@ -7,7 +7,6 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.memory.byte_layout import lay_out, padded
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import (
     DynamicInt8State,
@@ -20,7 +19,7 @@ from hybridtrain.memory.formats import (
 )
 from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor
+from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, padded
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.int8_quantize import int8_dequantize, num_groups
-from hybridtrain.memory.byte_layout import ByteLayout, lay_out
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket
-from hybridtrain.memory.tier_tensor import TierTensor
+from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
 

@@ -54,8 +54,9 @@ class AdamWConfig(Elementwise):
             if weight.storage.rounds_stochastically and not step.keeps_value:
                 self._update_rounded(weight, grad, state, step)
                 return
+            (m_codes, m_scale), (v_codes, v_scale) = first.stored, second.stored
             adamw_int8_(
-                weight.value, grad, (*first.stored, *second.stored), lr=step.lr, betas=(self.beta1, self.beta2),
+                weight.value, grad, (m_codes, m_scale, v_codes, v_scale), lr=step.lr, betas=(self.beta1, self.beta2),
                 eps=self.eps, weight_decay=step.weight_decay, step=step.number,
             )  # fmt: skip
             return
@@ -70,9 +71,9 @@ class AdamWConfig(Elementwise):
         """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
         for start in range(0, grad_P.numel(), SLICE_ELEMENTS):
             part = slice(start, min(start + SLICE_ELEMENTS, grad_P.numel()))
-            first, second = (moment.part(part).stored for moment in state)
+            (m_codes, m_scale), (v_codes, v_scale) = (moment.part(part).stored for moment in state)
             adamw_int8_rounded_(
-                weight_part(weight.stored, part), grad_P[part], (*first, *second), lr=step.lr,
+                weight_part(weight.stored, part), grad_P[part], (m_codes, m_scale, v_codes, v_scale), lr=step.lr,
                 betas=(self.beta1, self.beta2), eps=self.eps, weight_decay=step.weight_decay, step=step.number,
             )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """AdEMAMix (Pagliardini et al., 2409.03137): AdamW that also moves along a slow average of the gradients."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from hybridtrain.optim.adamw import AdamWConfig
@@ -14,6 +14,11 @@ class AdEMAMix(AdamWConfig):
     kind: ClassVar[str] = "ademamix"
 
     slow: SlowMomentum = field(default_factory=SlowMomentum)
+
+    @classmethod
+    def beside(cls, adamw: AdamWConfig, slow: SlowMomentum) -> "AdEMAMix":
+        """Return AdamW with a slow average."""
+        return cls(**{one.name: getattr(adamw, one.name) for one in fields(adamw)}, slow=slow)
 
     def step_hook(self, number: int, total_steps: int) -> SlowStep:
         """Return the average's decay, and the move."""

@@ -118,8 +118,10 @@ class Optimizer(Protocol):
 class StepHook(Protocol):
     """Work on every slice right after its update, while gradient and state are at hand."""
 
-    moves_weights: bool
-    """Whether it changes values, which are then not rounded before."""
+    @property
+    def moves_weights(self) -> bool:
+        """Whether it changes values, which are then not rounded before."""
+        ...
 
     def __call__(
         self, optimizer: Optimizer, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice],

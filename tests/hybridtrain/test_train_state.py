@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
@@ -19,7 +18,7 @@ from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, I
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from numerics import assert_bitwise
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 

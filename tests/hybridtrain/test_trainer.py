@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.state_store import ParameterState
@@ -16,7 +15,7 @@ from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from numerics import assert_bitwise
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 

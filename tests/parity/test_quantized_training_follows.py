@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, embedded_corpus
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
@@ -18,7 +17,7 @@ from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import Bf16Optimizer, Int8Optimizer, Int8Weights, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import MIB
 from stacks import ADAFACTOR, settings_of
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.parameter_pass import ParameterPass
-from hybridtrain.engine.step_settings import StepSettings
+from hybridtrain.engine.step import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import StoredWeight, WeightFormats, weight_formats
 from hybridtrain.memory.grad_store import GradStore

@@ -9,6 +9,7 @@ from hybridtrain.config.rules import below_least
 from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
@@ -208,10 +209,14 @@ class Stack:
 
     name: str
     says: str
+    optimizer: str = "adamw"
+    """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:
             raise ValueError("\n".join(faults))
         self.plan()

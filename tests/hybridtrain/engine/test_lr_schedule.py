@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from hybridtrain.engine.lr_schedule import LrSchedule
+from hybridtrain.trainer_config import LrSchedule
 
 SCHEDULE = LrSchedule(kind="cosine", warmup_steps=4, total_steps=24, final_fraction=0.1)
 

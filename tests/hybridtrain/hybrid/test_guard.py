@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hybrid_runs import everything, exact_values, fresh_hybrid, hybrid_config, remembers
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.errors import DivergenceError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.optim import AdamWConfig
@@ -17,7 +16,7 @@ from hybridtrain.optimizations import FusedUpdate, OptimizerOffload, PredictMemo
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from tiny_models import GPT2_UNTIED, random_steps
 from training_history import assert_all_bitwise
 

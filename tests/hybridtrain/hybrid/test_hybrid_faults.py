@@ -11,7 +11,7 @@ from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import AdamWConfig, AdEMAMix
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.optimizations import PredictMemory
 from hybridtrain.plan.compose import Optimization, compose
@@ -63,7 +63,7 @@ def test_a_stack_without_the_predictors_state_is_refused(predictor: str) -> None
 
 
 def trainer_with(stack: list[Optimization], slow: SlowMomentum | None = None) -> Trainer:
-    settings = TrainerConfig(optimizer=AdamWConfig(slow=slow))
+    settings = TrainerConfig(optimizer=AdamWConfig() if slow is None else AdEMAMix(slow=slow))
     return Trainer(GPT2_UNTIED, compose(stack), settings, DirectTransfer(torch.device("cpu")))
 
 
@@ -84,12 +84,12 @@ def test_a_missing_probe_split_is_refused(config: HybridConfig) -> None:
 @pytest.mark.parametrize("predictor", ["slow_gradient", "linear"])
 def test_ademamix_and_a_predictor_do_not_share_one_tensor(predictor: str) -> None:
     trainer = trainer_with([remembers(predictor)], SlowMomentum())
-    with pytest.raises(ConfigError, match=r"optimizer\.slow: AdEMAMix"):
+    with pytest.raises(ConfigError, match=r"optimizer\.kind: AdEMAMix"):
         HybridTrainer(trainer, hybrid_config(predictor=predictor), lambda _: [])
 
 
 def test_ademamix_needs_its_state() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.slow(.|\n)*predictor_state"):
+    with pytest.raises(ConfigError, match=r"optimizer\.kind(.|\n)*predictor_state"):
         trainer_with([], SlowMomentum())
 
 

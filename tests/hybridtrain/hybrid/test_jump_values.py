@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from hybrid_runs import SETTINGS, everything, exact_values, fresh_hybrid, hybrid_config, remembers, run_steps
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
 from hybridtrain.memory.formats import Int8Weight
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import AdamWConfig, AdEMAMix
 from hybridtrain.optim.slow_average import SlowMomentum, move
 from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, OptimizerOffload, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from stacks import GPT2, STORAGE
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from training_history import CONFIG, assert_all_bitwise, fresh_trainer, plain_loss, stored_weights
@@ -73,7 +72,9 @@ def assert_close_to(weights: dict[str, Tensor], plain: dict[str, Tensor], lr: fl
 
 
 def settings_of(slow: SlowMomentum | None = None) -> TrainerConfig:
-    optimizer = AdamWConfig(lr=3e-3, max_grad_norm=0.25, slow=slow, eps=1e-6)
+    optimizer = AdamWConfig(lr=3e-3, max_grad_norm=0.25, eps=1e-6)
+    if slow is not None:
+        optimizer = AdEMAMix(lr=3e-3, max_grad_norm=0.25, eps=1e-6, slow=slow)
     return TrainerConfig(optimizer=optimizer, schedule=LrSchedule(warmup_steps=1, total_steps=20))
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hybridtrain.memory.byte_layout import ALIGNMENT, ByteLayout, Field, lay_out
+from hybridtrain.memory.tier_tensor import ALIGNMENT, ByteLayout, Field, lay_out
 
 TENSORS: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((3, 5), torch.float32),

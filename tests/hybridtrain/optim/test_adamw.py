@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.engine import parameter_pass
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig
@@ -17,7 +16,7 @@ from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from numerics import assert_bitwise, assert_follows
 from tiny_models import GPT2_UNTIED, random_steps
 from unit_updates import CONFIG, UnitUpdates

@@ -10,7 +10,7 @@ from torch import nn
 from hybridkernels.adamw_int8 import adamw_int8_
 from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
 from hybridtrain.dry_run import record_steps
-from hybridtrain.engine.block_step import differentiate_block, run_block
+from hybridtrain.engine.step_visit import differentiate_block, run_block
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision

@@ -7,13 +7,12 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, validation_batches
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridvalidation.records.record import AccuracyFigures, SeedResult
 from hybridvalidation.runs.equivalence import accumulation_difference
 from hybridvalidation.scenario import AccuracySpec

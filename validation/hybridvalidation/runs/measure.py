@@ -11,7 +11,7 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.step_result import StepResult
+from hybridtrain.engine.step import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.models.model_config import ModelConfig

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
 from hybridtrain.hybrid.watch import LossWatch
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.scenario import BatchWorkload, ModelSpec
 
 
@@ -21,7 +21,7 @@ class TrainFile:
     model: ModelSpec
     workload: BatchWorkload
     optimizations: tuple[Optimization, ...] = ()
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: Optimizer = field(default_factory=AdamWConfig)
     schedule: LrSchedule = field(default_factory=LrSchedule)
     hybrid: HybridConfig | None = None
     """Hybrid predictive training; None: every step is a true one."""
@@ -62,8 +62,8 @@ def _state_faults(file: TrainFile) -> Iterator[str]:
     if file.hybrid is not None:
         owner = f"hybrid.predictor: '{file.hybrid.predictor}'"
         wanted = "slow_gradient" if file.hybrid.follows_slow else file.hybrid.predictor
-    elif file.optimizer.slow is not None:
-        owner, wanted = "optimizer.slow: AdEMAMix", "slow_gradient"
+    elif file.optimizer.kind == "ademamix":
+        owner, wanted = "optimizer.kind: AdEMAMix", "slow_gradient"
     else:
         return
     kept = [stage.predictor for stage in file.optimizations if isinstance(stage, PredictorState)]

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.engine.lr_schedule import LrSchedule
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.slow_average import SlowMomentum
+from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"

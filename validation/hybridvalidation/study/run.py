@@ -16,6 +16,7 @@ from hybridtrain.dry_run import Workload, dry_run
 from hybridtrain.errors import DivergenceError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim.ademamix import AdEMAMix
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -104,9 +105,9 @@ class _Trial:
         self._study, self._run, self._corpus = study, run, corpus
         method = study.method(run.method)
         lr = run.lr * (1.0 if method is None else method.lr_factor)
-        optimizer = replace(
-            study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2, slow=None if method is None else method.slow
-        )
+        adamw = replace(study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2)
+        slow = None if method is None else method.slow
+        optimizer = adamw if slow is None else AdEMAMix.beside(adamw, slow)
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=optimizer, schedule=schedule, seed=run.seed)
         self._plan = plan_of(method)

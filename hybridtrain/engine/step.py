@@ -1,6 +1,10 @@
-"""What an optimizer step did, and what a guarded one may do."""
+"""One optimizer step in words: what it is given, what it may do, what it did."""
 
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridtrain.optim.optimizer import StepHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +27,18 @@ class StepLimits:
 
     loss: float
     grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """Settings of one optimizer step."""
+
+    number: int
+    """Counted from 1."""
+    lr: float
+    seed: int
+    """Keys stochastic rounding."""
+    factor: Tensor | None
+    """Of the gradients, a scalar of the device; None: 1."""
+    hook: StepHook | None = None
+    """What is done to every slice right after its update."""
