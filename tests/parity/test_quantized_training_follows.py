@@ -1,4 +1,4 @@
-"""Training with rounded storage ends where plain fp32 training does: real text, three seeds, paired by seed."""
+"""Training with rounded storage ends where plain fp32 training does: real text, paired by seed."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -36,6 +36,8 @@ ROUNDED: dict[str, list[Optimization]] = {
     "bf16-weights-and-moments": [NO_MASTER, Bf16Optimizer()],
     "bf16-weights-int8-moments": [NO_MASTER, Int8Optimizer()],
 }
+SEED_OF = {name: seed for seed, name in zip((1, 0, 2, 1), ROUNDED, strict=True)}
+"""One seed each, all three among them: the band is that of each seed alone, and one seed shows rounding to nearest."""
 BAND = 0.015
 """Nats, for each seed. Measured: at most 0.004 over these stacks and seeds (at half the learning rate 0.005), the sum
 of rounding and of two runs drifting apart after it; four times that, because another processor sums in another order,
@@ -69,13 +71,9 @@ def baseline(seed: int) -> float:
     return final_loss([], seed)
 
 
-def differences(stack: Sequence[Optimization], seeds: Sequence[int] = SEEDS) -> list[float]:
-    """Return how far each seed ends above the baseline of the same seed."""
-    return [final_loss(stack, seed) - baseline(seed) for seed in seeds]
-
-
-def follows(found: Sequence[float], band: float) -> bool:
-    return all(abs(difference) <= band for difference in found)
+def difference(stack: Sequence[Optimization], seed: int) -> float:
+    """Return how far a seed ends above the baseline of the same seed."""
+    return final_loss(stack, seed) - baseline(seed)
 
 
 def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
@@ -87,14 +85,15 @@ def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_storage_ends_where_fp32_does(name: str) -> None:
-    found = differences(ROUNDED[name])
-    assert follows(found, BAND), found
-    assert any(found)  # it was rounded at all
+    found = difference(ROUNDED[name], SEED_OF[name])
+    assert abs(found) <= BAND
+    assert found != 0  # it was rounded at all
 
 
 def test_adafactor_ends_near_adamw() -> None:
-    found = differences([ADAFACTOR])
-    assert follows(found, FACTORED_BAND), found
+    found = difference([ADAFACTOR], seed=2)
+    assert abs(found) <= FACTORED_BAND
+    assert found != 0  # it was another rule
 
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +115,4 @@ def test_weights_rounded_to_nearest_leave_the_band(name: str, monkeypatch: pytes
     # Updates below half a step of the grid are lost each time. Measured +0.030 to +0.063 over stacks and seeds; the
     # seed that is trained here +0.047 and +0.040.
     round_to_nearest(monkeypatch)
-    found = differences(ROUNDED[name], seeds=SEEDS[:1])
-    assert not follows(found, BAND), found
-    assert found[0] > 0
+    assert difference(ROUNDED[name], seed=0) > BAND
