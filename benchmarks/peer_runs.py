@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridtrain.config.rules import below_least
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
@@ -24,19 +22,6 @@ from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.replay import replay_on_card
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Tokens of one optimizer step: micro-batches of B sequences of T tokens."""
-
-    micro_batch_size: int
-    seq_len: int
-
-    def __post_init__(self) -> None:
-        faults = below_least(self, ("micro_batch_size", "seq_len"))
-        if faults:
-            raise ValueError("\n".join(faults))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +56,6 @@ class DryRun(CardRun):
     def tokens_per_s(self) -> float:
         """Tokens of a step over its estimated time."""
         return self.tokens_per_step / self.time.seconds
-
-
-def check_workload(model: ModelConfig, workload: Workload) -> None:
-    """Raise ``ConfigError`` when the model has fewer positions than the workload asks for."""
-    if workload.seq_len > model.max_seq_len:
-        raise ConfigError(
-            "workload",
-            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"],
-        )
 
 
 def record_steps(

@@ -22,8 +22,8 @@ from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
 from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models import build_model
 from hybridtrain.models.block_model import Unit
+from hybridtrain.models.build import build_model
 from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim.optimizer import Role, StepHook

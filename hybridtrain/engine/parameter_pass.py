@@ -294,11 +294,11 @@ class ParameterPass:
     ) -> None:
         """Update a parameter in one piece: what waits elsewhere comes whole; extra state goes by in slices."""
         state, step = entry.state, entry.step
-        grad = self._bring(entry.grad)
+        grad = self._fetch(entry.grad)
         if settings.factor is not None:
             grad.mul_(settings.factor)
-        companion = None if state.companion is None else self._bring(state.companion)
-        brought = [[self._bring(t, self._fill(slot, i)) for i, t in enumerate(slot.tensors)] for slot in state.slots]
+        companion = None if state.companion is None else self._fetch(state.companion)
+        brought = [[self._fetch(t, self._fill(slot, i)) for i, t in enumerate(slot.tensors)] for slot in state.slots]
         slices = [
             slot.slice_of([tensor.view(-1) for tensor in tensors], tensors[0].numel())
             for slot, tensors in zip(state.slots, brought, strict=True)
@@ -327,7 +327,7 @@ class ParameterPass:
     def _fill(slot: StateSlot, index: int) -> int | None:
         return slot.specs[index].zero if slot.is_fresh else None
 
-    def _bring(self, stored: Stored, fill: int | None = None) -> Tensor:
+    def _fetch(self, stored: Stored, fill: int | None = None) -> Tensor:
         """Return a whole tensor on the device."""
         if isinstance(stored, Tensor):
             return stored

@@ -44,7 +44,7 @@ class PlanEngine:
         self.units = model.units()
         self.states = StateStore(self.plan, self._formats[Phase.FULL], copies, observer)
         self._stored_as = Phase.FULL
-        """Phase whose plan says how weights are stored, and where companions are unless they were put away."""
+        """Phase whose plan says how weights are stored, and where companions are unless they were stored away."""
         self.executor = Executor(
             model, self.weights, self.plan, wants_norm=optimizer.max_grad_norm > 0, copies=copies, observer=observer
         )
@@ -66,11 +66,11 @@ class PlanEngine:
         if phase is Phase.PREDICT:  # first what leaves the device, then what comes
             full = self._plans.for_phase(Phase.FULL)
             if plan.optim_state != full.optim_state or plan.master != full.master:
-                self.states.put_away(plan.optim_state, None if moves else plan.master, step=step)
+                self.states.store_away(plan.optim_state, None if moves else plan.master, step=step)
         if moves:
             self.store_as(phase, key=key)
         if phase is not Phase.PREDICT:
-            self.states.restore()
+            self.states.fetch_back()
         self.plan = plan
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 

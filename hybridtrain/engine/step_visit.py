@@ -199,7 +199,7 @@ class StepVisit:
             self._seed_unit(micro_batch, block + 1)
             if block < run.num_recomputed:
                 if is_boundary:
-                    run.boundaries.put(micro_batch, block, hidden_BTD)
+                    run.boundaries.store(micro_batch, block, hidden_BTD)
                 with torch.no_grad():
                     self._hidden[micro_batch] = module(hidden_BTD)
             else:
@@ -221,14 +221,14 @@ class StepVisit:
             self._tied_grads[micro_batch] = step.tied_grad_VD
         if self._defers_tied:
             with run.observer.region(Stage.BACKWARD, "head"):
-                run.boundaries.put(micro_batch, HEAD_INPUT, hidden_BTD)
+                run.boundaries.store(micro_batch, HEAD_INPUT, hidden_BTD)
         return step.loss
 
     def _backward_segment(self, micro_batch: int, segment: range) -> None:
         run = self._run
         if segment.start < run.num_recomputed:
             with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
-                hidden_BTD = run.boundaries.take(micro_batch, segment.start)
+                hidden_BTD = run.boundaries.fetch(micro_batch, segment.start)
             for block in segment:
                 with run.observer.region(Stage.BACKWARD, f"block.{block}"):
                     module = run.weights.acquire(block)
@@ -282,7 +282,7 @@ class StepVisit:
         run = self._run
         return differentiate_tied_weight(
             run.weights.acquire_head(),
-            run.boundaries.take(micro_batch, HEAD_INPUT),
+            run.boundaries.fetch(micro_batch, HEAD_INPUT),
             self._batches[micro_batch].target_ids_BT,
             scale=self._scale,
             chunk_tokens=run.plan.loss_chunk_tokens,

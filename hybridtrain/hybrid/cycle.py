@@ -290,7 +290,7 @@ class HybridTrainer(Stateful):
         """Take the last jump back: by computing it again, or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
-            self._rollback.give_back()
+            self._rollback.fetch_back()
         else:
             self.predictor.undo(self._pending)
         self._pending = None

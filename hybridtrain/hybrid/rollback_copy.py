@@ -40,7 +40,7 @@ class RollbackCopy:
             buffer = trainer.copies.allocate(layout.num_bytes, Placement.HOST, TensorClass.MASTER, name)
             self._layouts[unit.name] = (layout, firsts, buffer)
 
-    def take(self, piece: ParameterSlice) -> None:
+    def store(self, piece: ParameterSlice) -> None:
         """Copy a slice of a parameter: its stored parts and its companion."""
         if piece.on_host:
             for tensor, kept in zip(_stored(piece), self._kept(piece), strict=True):
@@ -51,13 +51,13 @@ class RollbackCopy:
         for ticket in tickets:  # the slice changes next
             copies.wait(ticket)
 
-    def give_back(self) -> None:
+    def fetch_back(self) -> None:
         """Let weights be what was taken in PREDICT; the phase stays."""
         settings = PassSettings(uses_extra=False, reads_stored=True, loads_values=False)
         with self._trainer.stored_as(Phase.PREDICT):
-            self._trainer.parameters.visit(self._give, settings)
+            self._trainer.parameters.visit(self._fetch, settings)
 
-    def _give(self, piece: ParameterSlice) -> None:
+    def _fetch(self, piece: ParameterSlice) -> None:
         if piece.on_host:
             for tensor, kept in zip(_stored(piece), self._kept(piece), strict=True):
                 tensor.copy_(kept)
@@ -94,7 +94,7 @@ def visit_with(
 
     def on_slice(piece: ParameterSlice) -> None:
         if rollback is not None:
-            rollback.take(piece)
+            rollback.store(piece)
         work(piece)
 
     trainer.parameters.visit(on_slice, replace(settings, reads_stored=rollback is not None))

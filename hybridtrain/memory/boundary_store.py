@@ -36,7 +36,7 @@ class BoundaryStore:
         self._arriving: dict[_Key, tuple[Ticket, Tensor]] = {}
         self._buffers: dict[_Key, TierBuffer] = {}
 
-    def put(self, micro_batch: int, block: int, hidden_BTD: Tensor) -> None:
+    def store(self, micro_batch: int, block: int, hidden_BTD: Tensor) -> None:
         """Keep the input of ``block``, or ``HEAD_INPUT``."""
         key = (micro_batch, block)
         self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
@@ -58,19 +58,19 @@ class BoundaryStore:
         """Say that the graph of ``block`` keeps its input, on the device."""
         self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
-    def take(self, micro_batch: int, block: int) -> Tensor:
+    def fetch(self, micro_batch: int, block: int) -> Tensor:
         """Return the input of ``block`` and forget it; raises ``KeyError`` when it was never put or already taken."""
         key = (micro_batch, block)
         if self._placement is Placement.DEVICE:
             return self._kept.pop(key)
         self._finish_leaving()
         if key not in self._arriving:
-            self._fetch(key)
+            self._start_fetch(key)
         del self._away[key]
         ticket, hidden_BTD = self._arriving.pop(key)
         following = min(self._away, key=lambda other: (-other[1], other[0]), default=None)
         if following is not None and following not in self._arriving:
-            self._fetch(following)
+            self._start_fetch(following)
         self._copies.wait(ticket)
         return hidden_BTD
 
@@ -89,7 +89,7 @@ class BoundaryStore:
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])
 
-    def _fetch(self, key: _Key) -> None:
+    def _start_fetch(self, key: _Key) -> None:
         shape, dtype = self._away[key]
         hidden_BTD = torch.empty(shape, dtype=dtype, device=self._copies.transfer.device)
         self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(key[1]))

@@ -51,14 +51,14 @@ class CopyEngine:
         if source.placement is Placement.DISK:
             waits = [self._observer.work(Lane.DISK, target.nbytes, waits)]
         op = self._observer.work(Lane.COPY_IN, target.nbytes, waits)
-        return Ticket(op, self.transfer.copy_in(target, source.content, offset, [ticket.event for ticket in before]))
+        return Ticket(op, self.transfer.fetch(target, source.content, offset, [ticket.event for ticket in before]))
 
     def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
         """Start writing ``source`` as the compute queue leaves it; it must not change until the ticket is done."""
         op = self._observer.work(Lane.COPY_OUT, source.nbytes, [self._observer.mark()])
         if target.placement is Placement.DISK:
             op = self._observer.work(Lane.DISK, source.nbytes, [op])
-        ticket = Ticket(op, self.transfer.copy_out(source, target.content, offset))
+        ticket = Ticket(op, self.transfer.store(source, target.content, offset))
         target.last_store = ticket
         return ticket
 

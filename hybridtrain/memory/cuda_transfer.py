@@ -125,7 +125,7 @@ class CudaTransfer(DirectTransfer):
         self._writes: list[Future[None]] = []
         self._staging = _Staging()
 
-    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
         """Start a copy on the stream in; from a file, start reading it."""
         if isinstance(source, HostBytes):
             return self._send(target, source, offset, after)
@@ -136,7 +136,7 @@ class CudaTransfer(DirectTransfer):
             content = self._files.submit(source.read, offset, staging.tensor[: target.nbytes])
         return _PendingRead(content, staging, target, after)
 
-    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
         """Start a copy on the stream out; to a file, through pinned memory."""
         if isinstance(target, HostBytes):
             return self._receive(source, target, offset)

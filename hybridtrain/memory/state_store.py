@@ -107,7 +107,6 @@ class StateStore:
         self._master_is_away = False
         self.born_after = 0
         """Steps done when the state started from zero: bias correction counts from there."""
-        state_format(plan.optim_state.codec, 1, signed=True)  # raises early
 
     @torch.no_grad()
     def initialize(
@@ -126,7 +125,7 @@ class StateStore:
         if isinstance(companion, Tensor):
             self._observer.label(companion, TensorClass.MASTER, unit)
             if self._plan.master.placement is not Placement.DEVICE:
-                companion = self._send(companion, self._plan.master.placement, TensorClass.MASTER, unit)
+                companion = self._store(companion, self._plan.master.placement, TensorClass.MASTER, unit)
         shape, cell = tuple(parameter.shape), self._plan.optim_state
         slots = tuple(self._slot(spec, shape, cell) for spec in specs)
         history = Cell(placement=cell.placement, codec=self._plan.history_codec)
@@ -211,7 +210,7 @@ class StateStore:
     # ---- through a phase that does not need it
 
     @torch.no_grad()
-    def put_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
+    def store_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
         """Give up the device memory of optimizer state and master as the cells of the new phase say.
 
         Args:
@@ -222,12 +221,12 @@ class StateStore:
         self._master_is_away = master is not None and master.placement is Placement.HOST
         for unit, state in self._resident():
             if self._master_is_away and isinstance(state.companion, Tensor):
-                state.companion = self._send(state.companion, Placement.HOST, TensorClass.MASTER, unit)
+                state.companion = self._store(state.companion, Placement.HOST, TensorClass.MASTER, unit)
             slots = [slot for slot in state.slots if slot.is_elementwise]  # rows and columns: there is nothing to gain
             if moments.placement is Placement.HOST:
                 for slot in (*slots, *state.extra):
                     slot.tensors = tuple(
-                        self._send(tensor, Placement.HOST, TensorClass.OPTIM_STATE, unit) for tensor in slot.tensors
+                        self._store(tensor, Placement.HOST, TensorClass.OPTIM_STATE, unit) for tensor in slot.tensors
                     )
             elif moments.placement is Placement.DROPPED:
                 for slot in state.slots:
@@ -239,15 +238,15 @@ class StateStore:
             self.born_after = step
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def fetch_back(self) -> None:
         """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
         for state, unit in self._away:
             for slot in state.slots:
                 self._widen(slot, state, unit)
             if self._master_is_away and state.companion is not None:
-                state.companion = self._bring(state, state.companion, TensorClass.MASTER, unit)
+                state.companion = self._fetch(state, state.companion, TensorClass.MASTER, unit)
             for slot in (*state.slots, *state.extra):
-                slot.tensors = tuple(self._bring(state, t, TensorClass.OPTIM_STATE, unit) for t in slot.tensors)
+                slot.tensors = tuple(self._fetch(state, t, TensorClass.OPTIM_STATE, unit) for t in slot.tensors)
         self._away.clear()
         self._master_is_away = False
 
@@ -261,14 +260,14 @@ class StateStore:
                 if any(isinstance(tensor, Tensor) for slot in state.slots for tensor in slot.tensors):
                     yield unit, state
 
-    def _send(self, stored: Stored, placement: Placement, tensor_class: TensorClass, unit: str) -> Stored:
+    def _store(self, stored: Stored, placement: Placement, tensor_class: TensorClass, unit: str) -> Stored:
         if isinstance(stored, TierTensor):
             return stored
         buffer = self._copies.allocate(stored.nbytes, placement, tensor_class, unit)
         self._copies.wait(self._copies.store(stored, buffer))
         return TierTensor(buffer, 0, tuple(stored.shape), stored.dtype)
 
-    def _bring(self, state: ParameterState, stored: Stored, tensor_class: TensorClass, unit: str) -> Stored:
+    def _fetch(self, state: ParameterState, stored: Stored, tensor_class: TensorClass, unit: str) -> Stored:
         if isinstance(stored, Tensor):
             return stored
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.transfer.device)

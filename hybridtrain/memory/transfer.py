@@ -34,11 +34,11 @@ class Transfer(Protocol):
         """
         ...
 
-    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
         """Start filling the contiguous ``target`` on the device once the events are over; return an event."""
         ...
 
-    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
         """Start writing ``source`` once the compute queue has come this far; return an event."""
         ...
 
@@ -145,14 +145,14 @@ class DirectTransfer:
             self._arena = DiskArena(self._disk_folder)
         return DiskBytes(self._arena.allocate(num_bytes, name))
 
-    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Copy at once."""
         assert source is not None, "a real run has real memory"
         with _disable_current_modes():
             source.read(offset, target)
         return None
 
-    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
         """Copy at once."""
         assert target is not None, "a real run has real memory"
         with _disable_current_modes():
@@ -213,11 +213,11 @@ class VirtualTransfer:
         """Return None: the account alone knows of it."""
         return None
 
-    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Do nothing."""
         return None
 
-    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
         """Do nothing."""
         return None
 

@@ -1,4 +1,4 @@
-"""Model shapes: the presets by name, and any custom one."""
+"""Model shapes: the presets by name, and any custom one; and the tokens a model is given. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -106,3 +106,25 @@ def model_preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         raise ConfigError("model", [unknown_name("model", name, PRESETS)])
     return PRESETS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Tokens of one optimizer step: micro-batches of B sequences of T tokens."""
+
+    micro_batch_size: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        faults = below_least(self, ("micro_batch_size", "seq_len"))
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+def check_workload(model: ModelConfig, workload: Workload) -> None:
+    """Raise ``ConfigError`` when the model has fewer positions than the workload asks for."""
+    if workload.seq_len > model.max_seq_len:
+        raise ConfigError(
+            "workload",
+            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"],
+        )

@@ -263,7 +263,7 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
     for path, value in plan.values().items():
         declared = SETTINGS[path]
         if declared.allowed and value not in declared.allowed:
-            yield f"{path}: '{value}' is not one of {', '.join(declared.allowed)}; claim one of those."
+            yield f"{path}: {value} is not one of {', '.join(declared.allowed)}; claim one of those."
         if declared.least is not None and int(value) < declared.least:
             yield f"{path}: {value} must be at least {declared.least}."
     if plan.prefetch_distance >= plan.max_active_layers > 0:

@@ -78,6 +78,14 @@ class Segment:
 class CachingAllocator:
     """One device's allocator. All figures are bytes unless they count.
 
+        >>> allocator = CachingAllocator(capacity_bytes=64 * 2**20)
+        >>> block = allocator.malloc(3 * 2**20)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes  # a segment of 20 MiB, cut
+        (3145728, 20971520)
+        >>> allocator.free(block)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes  # cached
+        (0, 20971520)
+
     Args:
         config: Settings; the defaults are torch's.
         capacity_bytes: Cap on the reserved bytes, as ``torch.cuda.set_per_process_memory_fraction`` sets it;

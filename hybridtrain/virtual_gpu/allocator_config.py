@@ -23,6 +23,9 @@ SEGMENT_STEP_BYTES = 2 * MIB
 class AllocatorConfig:
     """What ``PYTORCH_ALLOC_CONF`` sets, with the same limits.
 
+        >>> AllocatorConfig(expandable_segments=True, max_split_size=64 * 2**20).to_environment()
+        'expandable_segments:True,max_split_size_mb:64'
+
     Raises:
         ValueError: A value that torch would refuse too.
     """

@@ -108,6 +108,12 @@ def card_catalogue() -> dict[str, Card]:
 def find_card(name: str) -> Card:
     """Return a card by short name, or read it from a TOML file when ``name`` ends in ``.toml``.
 
+        >>> card = find_card("rtx-4090")
+        >>> card.name, card.memory_bytes, card.tflops_bf16
+        ('NVIDIA GeForce RTX 4090', 25757220864, 165.2)
+
+    A name in the catalogue is a table of ``hardware.toml``; a file of your own has the same entries.
+
     Raises:
         ConfigError: unknown name (the nearest one is suggested), or a faulty file.
     """

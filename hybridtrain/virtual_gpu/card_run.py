@@ -155,7 +155,7 @@ class Watch:
     def before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Label what an optimizer is about to update; torch calls this before every ``step``."""
         for parameter in _parameters(optimizer):
-            unit = self._units.get(parameter, "")
+            unit = self._unit_of(parameter)
             self.label(parameter, TensorClass.WEIGHT, unit)
             if parameter.grad is not None:
                 self.label(parameter.grad, TensorClass.GRAD, unit)
@@ -167,7 +167,11 @@ class Watch:
         for parameter in _parameters(optimizer):
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
-                    self.label(value, TensorClass.OPTIM_STATE, self._units.get(parameter, ""))
+                    self.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
+
+    def _unit_of(self, parameter: Tensor) -> str:
+        unit: str = self._units.get(parameter, "")  # type: ignore[no-untyped-call]
+        return unit
 
 
 @contextmanager
@@ -216,7 +220,7 @@ def watch(card: Card | str, *, device: str = "meta") -> Iterator[Watch]:
             hook.remove()
 
 
-class _StagedLedger(StorageLedger):
+class _StagedLedger(StorageLedger):  # type: ignore[no-untyped-call]
     """Finds out by itself where a step stands."""
 
     def __init__(self, device: str) -> None:

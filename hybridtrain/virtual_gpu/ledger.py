@@ -92,7 +92,15 @@ class Peak:
 
 
 def find_peak(trace: LedgerTrace, events: range) -> Peak:
-    """Return the first moment of greatest live bytes within ``events``, and who held them."""
+    """Return the first moment of greatest live bytes within ``events``, and who held them.
+
+    >>> with StorageLedger() as ledger:
+    ...     ledger.begin_step()
+    ...     total = torch.empty(1000, device="meta").exp().sum()
+    >>> peak = find_peak(ledger.trace(), ledger.trace().step_range(0))
+    >>> peak.total_bytes, peak.event
+    (8000, 1)
+    """
     live = peak = 0
     peak_event = events.start - 1
     for position, event in enumerate(trace.events[: events.stop]):
@@ -129,6 +137,13 @@ _DEFAULT_CLASS = {
 
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storage bytes while it is active (``with ledger:``).
+
+        >>> with StorageLedger() as ledger:
+        ...     with ledger.region(Stage.FORWARD, "block.0"):
+        ...         hidden = torch.empty(1000, device="meta")
+        ...         half = hidden.bfloat16()
+        >>> ledger.live_bytes, ledger.trace().sizes, ledger.trace().units
+        (6000, (4000, 2000), ('block.0', 'block.0'))
 
     Args:
         record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,

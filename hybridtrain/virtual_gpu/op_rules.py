@@ -116,6 +116,7 @@ MATMUL_OPS = frozenset(
 
 _Key = tuple[Hashable, ...]
 _UNSEEN = object()
+_NUMBERS = frozenset({float, int})
 _COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
 """Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
 
@@ -161,13 +162,18 @@ class MetaCache:
 def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
     """Return what the result depends on; None for operands that are not on the meta device."""
     parts: list[Hashable] = [func]
-    for name, value in (*enumerate(args), *kwargs.items()):
+    for position, value in enumerate(args):
         kind = type(value)
-        is_operand = (kind is float or kind is int) and name in _operands(func)
-        part = kind if is_operand else _part(value)
+        part = (kind,) if kind in _NUMBERS and position in _operands(func) else _part(value)
         if part is None:
             return None
-        parts.append(part if type(name) is int else (name, part))
+        parts.append(part)
+    for name, value in kwargs.items():
+        kind = type(value)
+        part = (kind,) if kind in _NUMBERS and name in _operands(func) else _part(value)
+        if part is None:
+            return None
+        parts.append((name, part))
     return tuple(parts)
 
 

@@ -79,6 +79,17 @@ def replay_trace(
 ) -> Replay:
     """Run every event of ``trace`` through the allocator.
 
+        >>> import torch
+        >>> from hybridtrain.virtual_gpu import StorageLedger
+        >>> ledger = StorageLedger()
+        >>> with ledger, torch.device("meta"):
+        ...     weight = torch.empty(1000, 1000)
+        ...     ledger.begin_step()
+        ...     out = weight @ weight
+        >>> step = replay_trace(ledger.trace(), workspace_bytes=0).steps[0]
+        >>> step.requested_bytes, step.allocated_bytes, step.reserved_bytes
+        (8000000, 8000512, 20971520)
+
     Args:
         trace: Of a whole run, from the model's construction on.
         workspace_bytes: cuBLAS workspace per handle; one is taken by the first matmul of a forward pass, one by the

@@ -128,6 +128,14 @@ def estimate_step(
 ) -> StepTime:
     """Return the time of a step.
 
+        >>> import torch
+        >>> from hybridtrain.virtual_gpu import StorageLedger, find_card
+        >>> with StorageLedger() as ledger, torch.device("meta"):
+        ...     out = torch.empty(4096, 4096) @ torch.empty(4096, 4096)
+        >>> time = estimate_step(ledger.trace().ops, find_card("rtx-4090"), upload_bytes=0)
+        >>> time.flops, f"{1000 * time.seconds:.2f} ms", time.bound
+        (137438953472, '1.90 ms', <Bound.COMPUTE: 'compute'>)
+
     Args:
         ops: The step's, in the order in which they were given to their lanes.
         card: Its rates.

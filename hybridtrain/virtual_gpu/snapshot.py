@@ -118,6 +118,14 @@ def build_snapshot(
 ) -> Snapshot:
     """Return the snapshot of an allocator that recorded its whole history.
 
+        >>> from hybridtrain.virtual_gpu import CachingAllocator
+        >>> allocator = CachingAllocator(record_history=True)
+        >>> block = allocator.malloc(2**20)
+        >>> snapshot = build_snapshot(allocator.history, allocator.segments(), categories={1: "weight"})
+        >>> [(entry["action"], entry["category"]) for entry in snapshot["device_traces"][0]]
+        [('segment_alloc', 'unknown'), ('alloc', 'weight')]
+        >>> write_snapshot(Path("snapshot.pickle"), snapshot)  # doctest: +SKIP
+
     Args:
         history: All events since the allocator was made.
         segments: What it holds now.

@@ -94,6 +94,10 @@ def build_trace(
 ) -> Trace:
     """Return the trace of one process, its events in order of time.
 
+        >>> step = Slice(name="matmul", category="compute", stream=0, start_us=0.0, duration_us=1900.0)
+        >>> trace = build_trace([step], [], process_name="card", stream_names={0: "compute"})
+        >>> write_trace(Path("trace.json"), trace)  # doctest: +SKIP
+
     Args:
         slices: What the streams did.
         counters: Values over time.

@@ -8,9 +8,8 @@ clock is read, launches included, and nothing is recorded. Shapes depend on whet
 import pytest
 import torch
 
-from hybridvalidation.kernel_bench.case import Case, Provider
-from hybridvalidation.kernel_bench.check import call, judge, make_bounds
-from hybridvalidation.kernel_bench.plan import plan_cases
+from hybridvalidation.kernel_bench.case import KernelCase, Provider
+from hybridvalidation.kernel_bench.run import call, judge, make_bounds, plan_cases
 
 pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
 
@@ -23,7 +22,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "provider"), PAIRS)
-def test_kernel(case: Case, provider: Provider, benchmark) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  optional
+def test_kernel(case: KernelCase, provider: Provider, benchmark) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  optional
     """Check a provider's result, then time it."""
     if provider.missing:
         pytest.skip(provider.missing)

@@ -14,7 +14,7 @@ from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models import build_model
+from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose

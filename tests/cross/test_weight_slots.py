@@ -8,7 +8,7 @@ import torch
 
 from hybridtrain.dry_run import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
-from hybridtrain.models import build_model
+from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
     FusedUpdate,

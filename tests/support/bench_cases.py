@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hybridvalidation.kernel_bench.case import Case, Clock, Inputs, Mode, Provider, Run, Setup
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult
+from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Setup
+from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.run import Bench
 from hybridvalidation.kernel_bench.timing import Stopwatch, Times
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.outcome import Evidence, Outcome
 
 CPU = torch.device("cpu")
 ENVIRONMENT = read_environment()
@@ -27,8 +27,8 @@ def provider(name: str, setup: Setup | None = None, **changes: Any) -> Provider:
     return replace(Provider(name=name, setup=setup or doubled()), **changes)
 
 
-def case(*providers: Provider, **changes: Any) -> Case:
-    plain = Case(
+def case(*providers: Provider, **changes: Any) -> KernelCase:
+    plain = KernelCase(
         op="swiglu", key="swiglu", shape="tiny", dtype="float32", mode=Mode.FORWARD, num_bytes=32, flops=4,
         make_inputs=lambda _: Inputs((torch.arange(4.0),)), exact=lambda i: lambda: (i.args[0].double() * 2,),
         same_dtype=doubled(), providers=providers,
@@ -102,14 +102,14 @@ def times(q50_s: float, spread: float = 0.02, num_samples: int = 50) -> Times:
 def result(name: str, found: Times | None = None, **changes: Any) -> ProviderResult:
     plain = ProviderResult(
         provider=name, is_ours=name == "triton", is_choosable=name in {"triton", "torch", "bitsandbytes"},
-        outcome=ProviderOutcome.OK, error=1e-3, allowed_error=2e-3, times=found, peak_bytes=1024**2,
+        outcome=Outcome.OK, error=1e-3, allowed_error=2e-3, times=found, peak_bytes=1024**2,
     )  # fmt: skip
     return replace(plain, **changes)
 
 
 def record(*results: ProviderResult, **changes: Any) -> KernelRecord:
     plain = KernelRecord(
-        op="adamw_int8", key="adamw_int8", shape="gpt2-1b block", dtype="float32", mode=Mode.FORWARD,
+        key="k", op="adamw_int8", choice="adamw_int8", shape="gpt2-1b block", dtype="float32", mode=Mode.FORWARD,
         clock=Clock.DEVICE, num_bytes=4_800_000_000, flops=10**9, uses_tensor_cores=False, results=results, card=H200,
         driver="580.1", triton="3.6.0", evidence=Evidence.MEASURED, started_at="2026-11-20T20:00:00+00:00",
         duration_s=1.0, environment=ENVIRONMENT,

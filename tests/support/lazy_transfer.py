@@ -197,7 +197,7 @@ class LazyTransfer(DirectTransfer):
         self._unwritten: list[Copy] = []
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def copy_in(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
         """Put a copy into the queue; from now on the target holds garbage."""
         assert source is not None
         known = self._host.joined(*(event for event in after if isinstance(event, Clock)))
@@ -222,7 +222,7 @@ class LazyTransfer(DirectTransfer):
         self._enqueue(self._pending_in, copy)
         return clock
 
-    def copy_out(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
         """Put a copy into the queue; the source must stay what it is."""
         assert target is not None
         assert source.is_contiguous()

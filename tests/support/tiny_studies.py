@@ -5,11 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 from hybridtrain.config.decode import decode
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, ValidationPoint
-from hybridvalidation.study.run import run_key
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.study.protocol import (
+    BASELINE,
+    StudyFile,
+    StudyRecord,
+    StudyRun,
+    ValidationPoint,
+    next_runs,
+    run_key,
+)
 
 TRUE_STEP_COST = 3.0
+ENVIRONMENT = read_environment()
 MODEL = {
     "family": "gpt2", "vocab_size": 256, "max_seq_len": 16, "num_blocks": 1, "width": 16, "num_heads": 2,
     "num_kv_heads": 2, "ffn_width": 32, "tied": True,
@@ -37,10 +46,11 @@ def study_of(**changes: Any) -> StudyFile:
 def record_of(study: StudyFile, run: StudyRun, loss: float | None, **changes: Any) -> StudyRecord:
     """Return a made-up record."""
     record = StudyRecord(
-        key=run_key(study, run), run=run, outcome="diverged" if loss is None else "ok",
+        key=run_key(study, run), run=run, outcome=Outcome.DIVERGED if loss is None else Outcome.OK,
         message="loss nan" if loss is None else "", validation_loss=loss, test_loss=loss, final_train_loss=loss,
-        cost=TRUE_STEP_COST * run.num_steps, seconds=float(run.num_steps), cpu_seconds=float(run.num_steps),
-        commit="c", source_digest="s", cpu="a processor", torch="2", corpus_digest="d",
+        cost=TRUE_STEP_COST * run.num_steps, started_at="2026-01-01T00:00:00+00:00",
+        duration_s=float(run.num_steps), cpu_seconds=float(run.num_steps),
+        environment=ENVIRONMENT, program="p", corpus_digest="d",
     )  # fmt: skip
     if study.is_constant and loss is not None and run.method == BASELINE:
         every = study.validate_every

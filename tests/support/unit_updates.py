@@ -111,7 +111,7 @@ class UnitUpdates:
         """Return the exact values behind the weights, in the shapes of the parameters."""
         values = []
         for state, weight in zip(self.states.of("unit"), self.weights.stored, strict=True):
-            companion = None if state.companion is None else self.bring(state.companion)
+            companion = None if state.companion is None else self.fetch(state.companion)
             values.append(self.formats.of(weight).load(weight, companion).view(state.parameter.shape))
         return values
 
@@ -128,9 +128,9 @@ class UnitUpdates:
 
     def moments(self) -> list[Tensor]:
         """Return all stored moments."""
-        return [self.bring(t) for state in self.states.of("unit") for slot in state.slots for t in slot.tensors]
+        return [self.fetch(t) for state in self.states.of("unit") for slot in state.slots for t in slot.tensors]
 
-    def bring(self, stored: Stored) -> Tensor:
+    def fetch(self, stored: Stored) -> Tensor:
         """Return a stored tensor on the device."""
         if not isinstance(stored, TierTensor):
             return stored

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hybridtrain.config.rules import below_least
-from hybridtrain.dry_run import Workload
 from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
-from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.models.model_config import PRESETS, ModelConfig, Workload, model_preset
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
@@ -20,6 +18,9 @@ ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
+
+if TYPE_CHECKING:
+    pass
 
 
 def name_faults(name: str) -> list[str]:
@@ -215,6 +216,8 @@ class Stack:
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  needs torch, which names and help do without
+
         if self.optimizer not in OPTIMIZERS:
             faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
         if faults:

@@ -29,32 +29,32 @@ def test_each_micro_batch_and_block_has_a_place_of_its_own() -> None:
     for micro_batch in range(2):
         for block in range(3):
             tensors[micro_batch, block] = torch.randn(2, 3)
-            store.put(micro_batch, block, tensors[micro_batch, block])
-    assert all(store.take(*place) is tensor for place, tensor in tensors.items())
+            store.store(micro_batch, block, tensors[micro_batch, block])
+    assert all(store.fetch(*place) is tensor for place, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HOST])
 def test_a_boundary_can_be_taken_once(placement: Placement) -> None:
     store = make_store(placement)
-    store.put(0, 1, torch.randn(2))
-    store.take(0, 1)
+    store.store(0, 1, torch.randn(2))
+    store.fetch(0, 1)
     with pytest.raises(KeyError, match=r"\(0, 1\)"):
-        store.take(0, 1)
+        store.fetch(0, 1)
 
 
 @pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HOST])
 def test_what_was_never_put_cannot_be_taken(placement: Placement) -> None:
     store = make_store(placement)
-    store.put(0, 1, torch.randn(2))
+    store.store(0, 1, torch.randn(2))
     with pytest.raises(KeyError, match=r"\(1, 1\)"):
-        store.take(1, 1)
+        store.fetch(1, 1)
 
 
 def test_memory_is_free_after_a_drop() -> None:
     ledger = StorageLedger()
     with ledger:
         store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger), ledger)
-        store.put(0, 0, torch.empty(1000))
+        store.store(0, 0, torch.empty(1000))
         assert ledger.live_bytes == 4000
         store.drop()
         assert ledger.live_bytes == 0
@@ -64,7 +64,7 @@ def test_the_observer_learns_which_block_a_boundary_belongs_to() -> None:
     ledger = StorageLedger()
     with ledger:
         store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger), ledger)
-        store.put(0, 7, torch.empty(10))
+        store.store(0, 7, torch.empty(10))
     trace = ledger.trace()
     assert trace.classes == (TensorClass.BOUNDARY,)
     assert trace.units == ("block.7",)
@@ -81,10 +81,10 @@ def test_what_waits_below_the_device_comes_back_to_the_bit(placement: Placement,
             for micro_batch in range(2)
         }
         for place, tensor in kept.items():
-            store.put(*place, tensor.clone())
+            store.store(*place, tensor.clone())
         for block in (2, 0, HEAD_INPUT):  # as backward passes go; the head's input of a tied model comes last
             for micro_batch in range(2):
-                assert_bitwise(store.take(micro_batch, block), kept[micro_batch, block], f"{micro_batch}, {block}")
+                assert_bitwise(store.fetch(micro_batch, block), kept[micro_batch, block], f"{micro_batch}, {block}")
     transfer.close()
 
 
@@ -95,17 +95,17 @@ def test_any_order_of_taking_gives_the_right_tensors(placement: Placement, tmp_p
     store = BoundaryStore(placement, new_copies(transfer), NullObserver())
     kept = {(micro_batch, block): torch.randn(7) for block in range(3) for micro_batch in range(2)}
     for place, tensor in kept.items():
-        store.put(*place, tensor.clone())
+        store.store(*place, tensor.clone())
     for place in [(1, 0), (0, 2), (1, 1), (0, 0), (1, 2), (0, 1)]:
-        assert_bitwise(store.take(*place), kept[place], str(place))
+        assert_bitwise(store.fetch(*place), kept[place], str(place))
     transfer.close()
 
 
 def test_a_transposed_input_comes_back_with_its_values() -> None:
     store = make_store(Placement.HOST)
     tensor = torch.randn(3, 4).t()
-    store.put(0, 0, tensor)
-    assert_bitwise(store.take(0, 0), tensor, "boundary")
+    store.store(0, 0, tensor)
+    assert_bitwise(store.fetch(0, 0), tensor, "boundary")
 
 
 def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() -> None:
@@ -113,8 +113,8 @@ def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() 
     store = BoundaryStore(Placement.HOST, copies, NullObserver())
     for num_elements in (10, 1024, 1025, 3):  # 40, 4096, 4100 and 12 bytes
         tensor = torch.randn(num_elements)
-        store.put(0, 0, tensor.clone())
-        assert_bitwise(store.take(0, 0), tensor, str(num_elements))
+        store.store(0, 0, tensor.clone())
+        assert_bitwise(store.fetch(0, 0), tensor, str(num_elements))
     assert copies.transfer.tiers.by_class(Placement.HOST) == {TensorClass.BOUNDARY: 2 * PAGE}
 
 
@@ -123,11 +123,11 @@ def test_the_next_boundary_is_on_its_way_while_one_is_at_work() -> None:
     with ledger:
         store = BoundaryStore(Placement.HOST, new_copies(observer=ledger), ledger)
         for block in range(3):
-            store.put(0, block, torch.empty(1000))
+            store.store(0, block, torch.empty(1000))
         assert ledger.live_bytes == 4000  # the last one, until its copy is known to be over
         at_work: list[Tensor] = []
         for block, num_held in ((2, 2), (1, 2), (0, 1)):
-            at_work[:] = [store.take(0, block)]
+            at_work[:] = [store.fetch(0, block)]
             assert ledger.live_bytes == num_held * 4000
 
 
@@ -137,9 +137,9 @@ def test_a_drop_frees_what_was_put_and_what_was_fetched_ahead(placement: Placeme
     with ledger:
         store = BoundaryStore(placement, new_copies(observer=ledger), ledger)
         for block in range(3):
-            store.put(0, block, torch.empty(1000))
-        store.take(0, 2)
+            store.store(0, block, torch.empty(1000))
+        store.fetch(0, 2)
         store.drop()
         assert ledger.live_bytes == 0
         with pytest.raises(KeyError):
-            store.take(0, 1)
+            store.fetch(0, 1)

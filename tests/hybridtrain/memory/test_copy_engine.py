@@ -179,8 +179,8 @@ def test_boundaries_on_their_way_live_until_a_drop_has_waited_for_them() -> None
     store = BoundaryStore(Placement.HOST, new_copies(transfer), NullObserver())
     with ComputeWatch(transfer):
         for block in range(3):
-            store.put(0, block, torch.randn(100))
-        store.take(0, 2)
+            store.store(0, block, torch.randn(100))
+        store.fetch(0, 2)
         store.drop()
         gc.collect()
     assert transfer.hazards == []

@@ -133,7 +133,7 @@ def is_alive(reference: "weakref.ref[Any]") -> bool:
 
 def test_the_card_becomes_the_current_one_in_every_thread(card: Card, transfer: CudaTransfer) -> None:
     file = opened(transfer, Placement.DISK)
-    transfer.wait(transfer.copy_in(tensor(0), file, 0, []))
+    transfer.wait(transfer.fetch(tensor(0), file, 0, []))
     assert transfer.device == torch.device("cuda", 3)
     assert [device for _, device in card.devices] == [transfer.device] * 2
     assert card.devices[1][0].startswith("disk-tier")
@@ -142,7 +142,7 @@ def test_the_card_becomes_the_current_one_in_every_thread(card: Card, transfer: 
 def test_a_source_given_back_early_is_held_until_compute_waits(transfer: CudaTransfer) -> None:
     source = tensor(7)
     storage = weakref.ref(source)
-    event = transfer.copy_out(source, opened(transfer), 0)
+    event = transfer.store(source, opened(transfer), 0)
     del source
     assert is_alive(storage)
     transfer.wait(event)
@@ -153,9 +153,9 @@ def test_a_target_given_back_early_is_held_until_compute_waits_for_a_later_copy(
     content = opened(transfer)
     target = tensor(0)
     storage = weakref.ref(target)
-    transfer.copy_in(target, content, 0, [])
+    transfer.fetch(target, content, 0, [])
     del target
-    later = transfer.copy_in(tensor(0), content, 0, [])
+    later = transfer.fetch(tensor(0), content, 0, [])
     assert is_alive(storage)
     transfer.synchronize(later)
     assert not is_alive(storage)
@@ -165,11 +165,11 @@ def test_a_copy_in_that_came_after_a_copy_out_stands_for_it(transfer: CudaTransf
     content = opened(transfer)
     source = tensor(7)
     storage = weakref.ref(source)
-    out = transfer.copy_out(source, content, 0)
+    out = transfer.store(source, content, 0)
     del source
-    transfer.wait(transfer.copy_in(tensor(0), content, 0, []))
+    transfer.wait(transfer.fetch(tensor(0), content, 0, []))
     assert is_alive(storage)
-    transfer.wait(transfer.copy_in(tensor(0), content, 0, [out]))
+    transfer.wait(transfer.fetch(tensor(0), content, 0, [out]))
     assert not is_alive(storage)
 
 
@@ -179,7 +179,7 @@ def test_the_processor_cannot_run_ahead_of_copies_out_without_end(card: Card, tr
     for value in range(100):
         source = tensor(value)
         storages.append(weakref.ref(source))
-        transfer.copy_out(source, content, 0)
+        transfer.store(source, content, 0)
         del source
     gc.collect()
     assert sum(storage() is not None for storage in storages) == 32
@@ -188,10 +188,10 @@ def test_the_processor_cannot_run_ahead_of_copies_out_without_end(card: Card, tr
 
 def test_copies_wait_for_what_they_are_told_to_wait_for(card: Card, transfer: CudaTransfer) -> None:
     content = opened(transfer)
-    out = transfer.copy_out(tensor(7), content, 0)
+    out = transfer.store(tensor(7), content, 0)
     mark = transfer.mark()
     target = tensor(0)
-    event = transfer.copy_in(target, content, 0, [mark, out])
+    event = transfer.fetch(target, content, 0, [mark, out])
     assert transfer._out.stream.waited == [card.compute]
     assert transfer._in.stream.waited == [mark, out.event]  # type: ignore[attr-defined]
     transfer.wait(event)
@@ -203,10 +203,10 @@ def test_copies_wait_for_what_they_are_told_to_wait_for(card: Card, transfer: Cu
 def test_files_are_written_and_read_in_the_order_of_the_calls(transfer: CudaTransfer) -> None:
     file = opened(transfer, Placement.DISK, count=20)
     for number in range(20):
-        transfer.copy_out(tensor(number), file, number * SIZE)
-        transfer.copy_out(tensor(number + 100), file, number * SIZE)
+        transfer.store(tensor(number), file, number * SIZE)
+        transfer.store(tensor(number + 100), file, number * SIZE)
     targets = [tensor(0) for _ in range(20)]
-    events = [transfer.copy_in(target, file, number * SIZE, []) for number, target in enumerate(targets)]
+    events = [transfer.fetch(target, file, number * SIZE, []) for number, target in enumerate(targets)]
     for event in events:
         transfer.wait(event)
     assert [int(target[0]) for target in targets] == list(range(100, 120))
@@ -217,10 +217,10 @@ def test_pinned_buffers_for_files_are_few_and_larger_ones_replace_smaller_ones(
 ) -> None:
     file = opened(transfer, Placement.DISK, count=40)
     for number in range(20):
-        transfer.copy_out(tensor(number), file, number * SIZE)
+        transfer.store(tensor(number), file, number * SIZE)
     assert len(card.runtime.locked) <= 5
     for number in range(10):
-        transfer.copy_out(torch.zeros(4 * SIZE, dtype=torch.uint8), file, number * 4 * SIZE)
+        transfer.store(torch.zeros(4 * SIZE, dtype=torch.uint8), file, number * 4 * SIZE)
     assert len(card.runtime.locked) <= 6
     transfer.close()
     assert not card.runtime.locked
@@ -229,7 +229,7 @@ def test_pinned_buffers_for_files_are_few_and_larger_ones_replace_smaller_ones(
 def test_a_write_that_fails_is_told_once_and_the_files_still_go(transfer: CudaTransfer, tmp_path: Path) -> None:
     file = opened(transfer, Placement.DISK)
     file._file.close()  # type: ignore[attr-defined]
-    transfer.copy_out(tensor(1), file, 0)
+    transfer.store(tensor(1), file, 0)
     with pytest.raises(DiskTierError):
         transfer.close()
     assert not list(tmp_path.iterdir())
@@ -238,7 +238,7 @@ def test_a_write_that_fails_is_told_once_and_the_files_still_go(transfer: CudaTr
 def test_a_read_that_fails_is_told_to_who_waits(transfer: CudaTransfer) -> None:
     file = opened(transfer, Placement.DISK)
     file._file.close()  # type: ignore[attr-defined]
-    event = transfer.copy_in(tensor(1), file, 0, [])
+    event = transfer.fetch(tensor(1), file, 0, [])
     with pytest.raises(DiskTierError):
         transfer.wait(event)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize
+from hybridtrain.errors import PlanConflictError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import (
     SMALLEST_INT8_TENSOR,
@@ -17,6 +18,7 @@ from hybridtrain.memory.formats import (
     StochasticWeight,
     WeightFormat,
     WeightFormats,
+    state_format,
 )
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
@@ -158,9 +160,10 @@ def test_the_observer_learns_what_each_tensor_is_for() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.FLOAT16, Codec.SPLIT16])
 def test_a_format_that_moments_cannot_have_is_refused(codec: Codec) -> None:
-    codecs = WeightFormats(ExactWeight(), ExactWeight())
-    with pytest.raises(ValueError, match=rf"optim_state\.codec: {codec}"):
-        StateStore(plan_with(codec, Placement.DEVICE), codecs, new_copies(), NullObserver())
+    with pytest.raises(ValueError, match=rf"optim_state\.codec: {codec} cannot hold optimizer state; allowed: float32"):
+        state_format(codec, 1, signed=True)
+    with pytest.raises(PlanConflictError, match=r"optim_state\.codec"):  # no plan asks for it either
+        plan_with(codec, Placement.DEVICE)
 
 
 def test_bfloat16_moments_take_two_bytes_each() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models import MODEL_FAMILIES, build_model
+from hybridtrain.models.build import MODEL_FAMILIES, build_model
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models import build_model
 from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.build import build_model
 from hybridtrain.models.hf_import import hf_name, is_transposed, load_hf_weights
 from hybridtrain.models.model_config import ModelConfig
 from numerics import assert_error_bound

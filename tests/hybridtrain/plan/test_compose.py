@@ -277,7 +277,7 @@ WRONG: dict[str, dict[str, object]] = {
     "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too.": {
         "prefetch_distance": 2
     },
-    "weight.codec: 'factored' is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
+    "weight.codec: factored is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
         "weight": on_device(Codec.FACTORED)
     },
     "grad.placement: fused_update with 4 accumulated micro-batches needs grad_accumulation with schedule = 'vertical' "

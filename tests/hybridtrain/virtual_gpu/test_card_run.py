@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim import optimizer
 import hybridtrain.virtual_gpu
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu import AllocatorConfig, CardRun, TensorClass, card_run, find_card, watch
+from hybridtrain.virtual_gpu import AllocatorConfig, CardRun, TensorClass, find_card, watch
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import Bound
 
@@ -190,8 +191,9 @@ def test_a_watch_leaves_no_hook_behind() -> None:
     assert hooks() == before
 
 
-def test_the_example_of_the_docstring_runs() -> None:
-    failed, attempted = doctest.testmod(card_run)
+@pytest.mark.parametrize("module", sorted(hybridtrain.virtual_gpu._NAMES.keys() - {"op_rules", "tensor_class"}))
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    failed, attempted = doctest.testmod(import_module(f"hybridtrain.virtual_gpu.{module}"))
     assert not failed
     assert attempted
 

@@ -1,7 +1,6 @@
 """The evidence from a CUDA card, as far as it can be made without one: planning, records, table, arithmetic."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,34 +16,34 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations import OptimizerOffload, WeightStreaming
+from hybridtrain.optimizations import OPTIMIZATIONS, OptimizerOffload, WeightStreaming
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.card_session import command as cuda_command
+from hybridvalidation.card_session import session as cuda_session
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker
-from hybridvalidation.card_session.child import WorkerProcess
-from hybridvalidation.card_session.overlap import DeviceEvent, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.parts import Part, all_parts, choose_parts, decide_start, effective_cap, shortage
 from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
 from hybridvalidation.card_session.record import (
     Ceilings,
     EvidenceRecord,
     Measured,
-    PartOutcome,
     Predicted,
     StepEvidence,
     append_evidence,
     error_pct,
     read_evidence,
 )
-from hybridvalidation.card_session.runner import EvidenceRun, Session
+from hybridvalidation.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.card_session.table import newest_evidence, write_evidence
-from hybridvalidation.card_session.train import TrainJob
+from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.worker import Answer
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs import measure
+from hybridvalidation.runs.child import Ended
 from hybridvalidation.scenario import Stack
 
 CARD_BYTES = 143_771 * MIB
@@ -103,8 +102,10 @@ class FakeChild:
     clock: Callable[[], float]
     is_stopped: bool = False
 
-    def answer(self) -> Answer | None:
-        return self.reply if self.clock() >= self.ready_s else None
+    def poll(self) -> Ended[Answer] | None:
+        if self.clock() < self.ready_s:
+            return None
+        return Ended(answer=self.reply, fault="", program=None, seconds=0.0, peak_rss_bytes=0, log="")
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -142,7 +143,7 @@ class FakeMachine:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, PartOutcome]]:
+    def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, Outcome]]:
         session = Session(
             card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: self.used_bytes, host_bytes=120 * GIB,
             environment=ENVIRONMENT, budget_s=60 * minutes, start=self.start,
@@ -193,7 +194,7 @@ class TestRun:
     def test_every_part_is_recorded_when_it_is_over_the_ceilings_first(self) -> None:
         machine = FakeMachine()
         assert machine.run([part("a"), part("b")]) == [
-            ("ceilings", PartOutcome.OK), ("a", PartOutcome.OK), ("b", PartOutcome.OK)
+            ("ceilings", Outcome.OK), ("a", Outcome.OK), ("b", Outcome.OK)
         ]  # fmt: skip
         training = machine.records[1].training
         assert training is not None
@@ -215,20 +216,20 @@ class TestRun:
     def test_parts_that_do_not_fit_the_time_are_recorded_as_skipped(self) -> None:
         long = Answer(planned=planned(step_time_s=1000.0))
         outcomes = FakeMachine(plans={"long": long}).run([part("long"), part("short")], minutes=5)
-        assert outcomes == [("ceilings", PartOutcome.OK), ("long", PartOutcome.SKIPPED), ("short", PartOutcome.OK)]
+        assert outcomes == [("ceilings", Outcome.OK), ("long", Outcome.SKIPPED), ("short", Outcome.OK)]
         machine = FakeMachine(train_s=500.0)
         machine.run([part("a", limit_s=500), part("b")], minutes=9)
         assert "are left" in machine.records[-1].message
 
     def test_a_plan_that_is_not_ready_in_time_is_a_skipped_part(self) -> None:
         machine = FakeMachine(plan_s={"slow": 1e6})
-        assert machine.run([part("slow")], minutes=1)[-1] == ("slow", PartOutcome.SKIPPED)
+        assert machine.run([part("slow")], minutes=1)[-1] == ("slow", Outcome.SKIPPED)
         assert "plan was not ready" in machine.records[-1].message
         assert machine.now <= 60
 
     def test_without_a_plan_or_with_a_fault_nothing_is_started(self) -> None:
         plans = {
-            "none": Answer(outcome=PartOutcome.ERROR, message="nothing fits"),
+            "none": Answer(outcome=Outcome.ERROR, message="nothing fits"),
             "fault": Answer(planned=planned(fault="too little host memory")),
         }
         machine = FakeMachine(plans=plans)
@@ -238,17 +239,17 @@ class TestRun:
 
     def test_a_card_that_is_too_small_or_busy_is_told(self) -> None:
         machine = FakeMachine(used_bytes=CARD_BYTES - 10 * GIB)
-        assert machine.run([part("a")])[-1] == ("a", PartOutcome.SKIPPED)
+        assert machine.run([part("a")])[-1] == ("a", Outcome.SKIPPED)
         assert "the card is busy" in machine.records[-1].message
 
     def test_out_of_memory_is_an_outcome_and_the_next_part_runs(self) -> None:
-        refused = Answer(outcome=PartOutcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
+        refused = Answer(outcome=Outcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
         outcomes = FakeMachine(answers={"a": refused}).run([part("a"), part("b")])
-        assert outcomes[1:] == [("a", PartOutcome.OUT_OF_MEMORY), ("b", PartOutcome.OK)]
+        assert outcomes[1:] == [("a", Outcome.OUT_OF_MEMORY), ("b", Outcome.OK)]
 
     def test_a_card_that_fails_the_first_part_is_left_alone(self) -> None:
-        machine = FakeMachine(ceilings=Answer(outcome=PartOutcome.ERROR, message="illegal address"))
-        assert machine.run([part("a")]) == [("ceilings", PartOutcome.ERROR), ("a", PartOutcome.SKIPPED)]
+        machine = FakeMachine(ceilings=Answer(outcome=Outcome.ERROR, message="illegal address"))
+        assert machine.run([part("a")]) == [("ceilings", Outcome.ERROR), ("a", Outcome.SKIPPED)]
         assert not machine.jobs
 
     def test_an_interruption_keeps_what_was_recorded_and_stops_the_processes(self) -> None:
@@ -291,7 +292,7 @@ class TestRecords:
         assert figures.device_used_bytes == 2000 + 800
 
     def test_the_table_shows_measurement_plan_and_error(self, tmp_path: Path) -> None:
-        machine = FakeMachine(plans={"c": Answer(outcome=PartOutcome.ERROR, message="nothing fits")})
+        machine = FakeMachine(plans={"c": Answer(outcome=Outcome.ERROR, message="nothing fits")})
         machine.run([part("a"), part("c")])
         (path,) = write_evidence(machine.records, tmp_path)
         text = path.read_text(encoding="ascii")
@@ -312,7 +313,7 @@ class TestRecords:
         machine = FakeMachine()
         machine.run([part("a")])
         run = machine.records[1]
-        skipped = replace(run, outcome=PartOutcome.SKIPPED, training=None)
+        skipped = replace(run, outcome=Outcome.SKIPPED, training=None)
         assert newest_evidence([run, skipped]) == [run]
         assert newest_evidence([skipped, run]) == [run]
 
@@ -354,12 +355,6 @@ class TestOverlap:
         assert read_chrome_trace(path) == [DeviceEvent("gemm", "kernel", 2.0, 0.5)]
 
 
-def waited_for(child: WorkerProcess) -> cuda_worker.Answer:
-    while (answer := child.answer()) is None:
-        time.sleep(0.1)  # asked without a pause, this process takes the core that the other needs
-    return answer
-
-
 class TestPlan:
     def test_a_known_card_keeps_its_facts_and_gets_cap_and_context(self) -> None:
         card = card_under_cap(CEILINGS, 24 * GIB)
@@ -378,7 +373,7 @@ class TestPlan:
         assert (found.fault, found.micro_batch_size, found.accum_steps) == ("", 2, 1)
         assert found.predicted.fits
         assert len(found.predicted.step_allocated_bytes) == 2
-        assert decode(PlannedPart, json.loads(to_json(found)), source="", unions=cuda_worker.UNIONS) == found
+        assert decode(PlannedPart, json.loads(to_json(found)), source="", unions={Optimization: OPTIMIZATIONS}) == found
         away = Stack(name="away", says="", optimizations=(OptimizerOffload(), WeightStreaming()))
         crowded = Host(memory_gib=4 + 1e-6, reserved_gib=4)
         assert "of host memory" in plan_part(replace(job, part=part(stack=away), host=crowded)).fault
@@ -394,24 +389,17 @@ class TestPlan:
     def test_a_plan_is_made_in_a_fresh_process(self) -> None:
         small = part(model="gpt2-small", seq_len=64)
         job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64))
-        child = WorkerProcess("plan", job, 300.0)
-        try:
-            answer = waited_for(child)
-        finally:
-            child.stop()
+        answer = answer_of(start_child("plan", job, 300.0).wait())
         assert answer.planned is not None, answer.message
         assert answer.planned.predicted.fits
 
     def test_a_process_that_crashes_or_takes_too_long_gives_an_answer(self) -> None:
         job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))
-        late = WorkerProcess("plan", job, 0.0)
-        answer = late.answer()
-        assert answer is not None
-        assert "its time limit" in answer.message
-        crashed = WorkerProcess("no-such-verb", job, 300.0)
-        answer = waited_for(crashed)
-        assert answer.outcome is PartOutcome.ERROR
-        assert "ended with code 1: KeyError" in answer.message
+        late = answer_of(start_child("plan", job, 0.0).wait())
+        assert "its time limit" in late.message
+        crashed = answer_of(start_child("no_such_verb", job, 300.0).wait())  # type: ignore[arg-type]
+        assert crashed.outcome is Outcome.ERROR
+        assert "ended with code 1: AttributeError" in crashed.message
 
 
 @pytest.fixture
@@ -465,7 +453,7 @@ def train_job(**changes: Any) -> TrainJob:
 class TestTrain:
     def test_steps_are_measured_one_by_one_under_the_cap(self, fake_card: dict[str, Any]) -> None:
         answer = cuda_worker.train(train_job())
-        assert (answer.outcome, answer.message) == (PartOutcome.OK, "")
+        assert (answer.outcome, answer.message) == (Outcome.OK, "")
         assert answer.measured is not None
         assert [step.step for step in answer.measured.steps] == [1, 2, 3]
         assert [step.peak_allocated_bytes for step in answer.measured.steps] == [1001, 1002, 1003]
@@ -491,7 +479,7 @@ class TestTrain:
 
         monkeypatch.setattr(cuda_train, "run_step", refuse)
         answer = cuda_worker.train(train_job())
-        assert answer.outcome is PartOutcome.OUT_OF_MEMORY
+        assert answer.outcome is Outcome.OUT_OF_MEMORY
         assert answer.measured is not None
         assert len(answer.measured.steps) == 1
         assert answer.measured.outside_bytes == GIB - 2000
@@ -499,7 +487,7 @@ class TestTrain:
     def test_a_busy_card_is_an_error_that_says_so(self, fake_card: dict[str, Any]) -> None:
         fake_card["free"] = 5 * GIB
         answer = cuda_worker.train(train_job())
-        assert answer.outcome is PartOutcome.ERROR
+        assert answer.outcome is Outcome.ERROR
         assert "end the other programs" in answer.message
 
     def test_a_step_that_cannot_be_profiled_leaves_the_others(
@@ -510,7 +498,7 @@ class TestTrain:
 
         monkeypatch.setattr(torch.profiler, "profile", refuse)
         answer = cuda_worker.train(train_job(part=part(num_steps=2, profiles=True)))
-        assert (answer.outcome, answer.message) == (PartOutcome.OK, "not profiled: CUPTI is not permitted")
+        assert (answer.outcome, answer.message) == (Outcome.OK, "not profiled: CUPTI is not permitted")
         assert answer.measured is not None
         assert len(answer.measured.steps) == 2
 
@@ -543,7 +531,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert main(["evidence", "--json", "--results", str(tmp_path)]) == 1
-        assert json.loads(capsys.readouterr().out)["message"] == cuda_command.NO_CARD
+        assert json.loads(capsys.readouterr().out)["message"] == cuda_session.NO_CARD
 
     def test_an_unknown_part_is_a_wrong_argument(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["evidence", "--only", "7b-25"]) == 2
@@ -554,7 +542,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         machine = FakeMachine(used_bytes=CARD_BYTES - GIB)
-        monkeypatch.setattr(cuda_command, "_session", self.session_of(machine))
+        monkeypatch.setattr(cuda_session, "_session", self.session_of(machine))
         assert main(["evidence", "--results", str(tmp_path)]) == 1
         assert "are in use, and the smallest part wants" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
@@ -563,7 +551,7 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cuda_command, "_session", self.session_of(FakeMachine()))
+        monkeypatch.setattr(cuda_session, "_session", self.session_of(FakeMachine()))
         arguments = ["evidence", "--results", str(tmp_path), "--only", "7b-24,50b-24"]
         assert main(arguments) == 0
         assert main([*arguments, "--json"]) == 0

@@ -17,10 +17,11 @@ from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.cli import commands
+from hybridvalidation import scenario_files
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import runner
-from hybridvalidation.runs.worker import run_job
+from hybridvalidation.scenario_files import ScenarioFiles
+from inline_child import InlineChild
 
 MIB = 2**20
 SHAPE = """\
@@ -339,29 +340,45 @@ def test_a_missing_argument_is_named(command: Command) -> None:
 
 def test_an_unknown_verb_names_the_known_ones(command: Command) -> None:
     assert command("valdate", "mine") == 2
-    verbs = (
-        "validate",
-        "dry-run",
-        "execute",
-        "recommend",
-        "evidence",
-        "bench",
-        "study",
-        "train",
-        "gate",
-        "report",
-        "list",
-        "doctor",
+    assert f"verb 'valdate' is not one of {', '.join(VERBS)}; did you mean 'validate'?" in command.err
+
+
+def test_an_unknown_option_names_the_nearest_and_all(command: Command) -> None:
+    assert command("gate", "--acept") == 2
+    assert "option '--acept' is not one of --accept, --json, --results, --scenarios; did you mean '--accept'?" in (
+        command.err
     )
-    assert ", ".join(f"'{verb}'" for verb in verbs) in command.err
 
 
-@pytest.mark.parametrize("verb", ["validate", "dry-run", "execute", "train", "gate", "report", "list", "doctor"])
-def test_every_verb_has_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([verb, "--help"])
-    assert caught.value.code == 0
-    assert f"usage: hybridtrain {verb}" in capsys.readouterr().out
+def test_an_option_without_its_value_is_told(command: Command) -> None:
+    assert command(*dry_run(), "--accum") == 2
+    assert "--accum needs a value" in command.err
+
+
+VERBS = (
+    "validate", "dry-run", "execute", "recommend", "evidence", "bench", "study", "train", "gate", "report", "list",
+    "doctor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> None:
+    assert command(verb, "--help") == 0
+    assert f"Usage: hybridtrain {verb}" in command.out
+    assert f"Example: hybridtrain {verb}" in command.out
+
+
+def test_help_version_and_names_need_no_torch() -> None:
+    asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
+    program = f"""\
+import sys
+from hybridvalidation.cli.main import main
+for line in {asked}:
+    assert main(line.split()) == 0, line
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -758,7 +775,7 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 
 
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "run_in_process", run_job)  # the same jobs, without two seconds of torch's import each
+    monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
     assert command("validate", "mine") == 0
     for words in ("A tiny model: 25.9k parameters on Tiny card", "top-1 kept %", "small", "holds", "4 runs made"):
         assert words in command.out
@@ -818,6 +835,21 @@ def test_list_shows_every_name_that_may_be_used(command: Command) -> None:
     assert all(name in lines for names in found.values() for name in names)
 
 
+def test_the_shell_completes_names(command: Command) -> None:
+    assert command("__complete", "dry-run", "--stack", "") == 0
+    assert command.out.split()[-2:] == ["lean", "vanilla"]
+    assert command("__complete", "dry-run", "--card", "rtx") == 0
+    assert set(card_catalogue()) <= set(command.out.split())
+
+
+def test_list_tells_one_kind_of_names(command: Command) -> None:
+    assert command.json("list", "stacks") == {"stacks": ["lean", "vanilla"]}
+    assert command("list", "cards") == 0
+    assert command.out.splitlines() == list(card_catalogue())
+    assert command("list", "card") == 2
+    assert "cards" in command.err
+
+
 def test_scenarios_of_another_folder_are_used(command: Command) -> None:
     Path("scenarios").rename("elsewhere")
     assert command.json("list", "--scenarios", "elsewhere")["stacks"] == ["lean", "vanilla"]
@@ -845,17 +877,18 @@ def test_without_a_verb_it_says_that_one_is_needed(command: Command) -> None:
 def test_an_interrupted_command_ends_quietly(
     command: Command, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ) -> None:
-    def interrupt(_options: object) -> int:
+    def interrupt(_folder: object) -> ScenarioFiles:
         raise error
 
-    monkeypatch.setattr(commands, "list_names", interrupt)
+    monkeypatch.setattr(scenario_files, "scenario_folder", interrupt)
     assert command("list") == code
     assert "Traceback" not in command.err
 
 
-def test_the_module_is_the_command() -> None:
+@pytest.mark.parametrize("module", ["hybridtrain", "hybridvalidation"])
+def test_the_module_is_the_command(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hybridvalidation", "dry-run", "--model", "x"],
+        [sys.executable, "-m", module, "dry-run", "--model", "x"],
         capture_output=True,
         text=True,
         check=False,

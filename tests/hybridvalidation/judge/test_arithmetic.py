@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
-from hybridtrain.models.model_config import model_preset
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card
@@ -13,7 +13,7 @@ from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import Record, Timeline
+from hybridvalidation.records.stack_run import StackRun, Timeline
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, StatedParts, Target
@@ -27,10 +27,10 @@ ENVIRONMENT = read_environment()
 EVERYTHING = StatedParts(weight=4, grad=4, optim_state=8, activation_gb=20)
 
 
-def planned(stack: str, *, interval: int = 0, weight: int = 0, kept: int = 0, **changes: Any) -> Record:
+def planned(stack: str, *, interval: int = 0, weight: int = 0, kept: int = 0, **changes: Any) -> StackRun:
     by_class = dict.fromkeys(PLANNED.by_class, (0,)) | {"weight": (weight,), "activation": (kept,)}
     memory = replace(PLANNED, timeline=Timeline(times_s=(0.0,), by_class=by_class), **changes)
-    return Record(
+    return StackRun(
         key="k", kind="dry_run", scenario="mine", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
         started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT,
         plan={"recompute_every": str(interval)}, memory=memory,
@@ -38,7 +38,7 @@ def planned(stack: str, *, interval: int = 0, weight: int = 0, kept: int = 0, **
 
 
 def asked(
-    name: str, *records: Record, preset: str = "llama-7b", parts: StatedParts | None = None, baseline: str = "vanilla"
+    name: str, *records: StackRun, preset: str = "llama-7b", parts: StatedParts | None = None, baseline: str = "vanilla"
 ) -> Metric | None:
     scenario = Scenario(
         name="mine", says="mine", model=ModelSpec(preset=preset), card=CardSpec(name="rtx-3090"),
@@ -51,7 +51,7 @@ def asked(
     return compute_metric(Case(run=run, target=target, stack="lean", baseline=baseline))
 
 
-def answer(name: str, *records: Record, **question: Any) -> Metric:
+def answer(name: str, *records: StackRun, **question: Any) -> Metric:
     found = asked(name, *records, **question)
     assert found is not None
     return found

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -13,7 +14,7 @@ from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import AccuracyFigures, MeasuredFigures, Record, SeedResult, Timeline
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun, Timeline
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Target
@@ -36,25 +37,25 @@ PLANNED = memory_figures(
 ENVIRONMENT = read_environment()
 
 
-def record(kind: str, stack: str, **figures: Any) -> Record:
-    return Record(
+def record(kind: str, stack: str, **figures: Any) -> StackRun:
+    return StackRun(
         key="k", kind=kind, scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
         started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT, plan={}, **figures,
     )  # fmt: skip
 
 
-def run_of(*records: Record) -> ScenarioRun:
+def run_of(*records: StackRun) -> ScenarioRun:
     by_place = {(item.kind, item.stack): item for item in records}
     return ScenarioRun(scenario=SCENARIO, stacks={}, records=by_place, num_cached=0)
 
 
-def planned(stack: str, **changes: Any) -> Record:
+def planned(stack: str, **changes: Any) -> StackRun:
     return record("dry_run", stack, memory=replace(PLANNED, **changes))
 
 
 def executed(
     stack: str, accuracies: Sequence[float], losses: Sequence[float] = (), seeds: Sequence[int] = (0, 1, 2)
-) -> Record:
+) -> StackRun:
     results = tuple(
         SeedResult(seed=seed, validation_loss=loss, validation_accuracy=accuracy, final_train_loss=1.0)
         for seed, accuracy, loss in zip(seeds, accuracies, losses or [1.0] * len(accuracies), strict=True)
@@ -66,7 +67,7 @@ def executed(
     return record("accuracy", stack, accuracy=figures)
 
 
-def measured(stack: str) -> Record:
+def measured(stack: str) -> StackRun:
     figures = MeasuredFigures(
         peak_allocated_bytes=GIB, peak_reserved_bytes=2 * GIB, device_used_bytes=3 * GIB, num_alloc_retries=0,
         step_times_s=(1.0, 2.0, 3.0), tokens_per_s=123.0, cap_bytes=16 * GIB,
@@ -214,7 +215,7 @@ def test_a_metric_knows_that_its_stack_does_not_fit(name: str) -> None:
         ("hybrid_speedup", [planned("lean"), planned("vanilla")]),
     ],
 )
-def test_without_evidence_there_is_no_metric(name: str, records: Sequence[Record]) -> None:
+def test_without_evidence_there_is_no_metric(name: str, records: Sequence[StackRun]) -> None:
     assert asked(run_of(*records), name, "lean") is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridvalidation.cli.main import main
-from hybridvalidation.kernel_bench.attention_plan import read_attention
+from hybridvalidation.kernel_bench.attention_lengths import read_attention
 
 
 def test_it_plans_records_and_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

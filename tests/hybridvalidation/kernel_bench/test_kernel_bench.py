@@ -23,9 +23,8 @@ from hybridvalidation.kernel_bench.case import (
     trained,
     widened,
 )
-from hybridvalidation.kernel_bench.check import call, judge, make_bounds
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome
-from hybridvalidation.kernel_bench.run import run_case, run_cases
+from hybridvalidation.kernel_bench.record import KernelRecord
+from hybridvalidation.kernel_bench.run import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.timing import (
     MOST_ROUNDS,
     DeviceStopwatch,
@@ -34,14 +33,14 @@ from hybridvalidation.kernel_bench.timing import (
     quantiles,
     time_in_turn,
 )
-from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.outcome import Evidence, Outcome
 
 
 def stopwatch(**times_s: float) -> FakeStopwatch:
     return FakeStopwatch(FakeClock(), {name: (seconds,) for name, seconds in times_s.items()})
 
 
-def outcomes(record: KernelRecord) -> dict[str, ProviderOutcome]:
+def outcomes(record: KernelRecord) -> dict[str, Outcome]:
     return {result.provider: result.outcome for result in record.results}
 
 
@@ -55,7 +54,7 @@ def raising(error: Exception) -> Setup:
 def test_a_wrong_provider_is_recorded_and_never_timed() -> None:
     watch = stopwatch(fast=1e-6, right=1e-3)
     made = run_case(bench(watch), case(watch.provider("fast", doubled(2.01)), watch.provider("right")))
-    assert outcomes(made) == {"fast": ProviderOutcome.WRONG, "right": ProviderOutcome.OK}
+    assert outcomes(made) == {"fast": Outcome.WRONG, "right": Outcome.OK}
     assert "fast" not in watch.given
     wrong = made.results[0]
     assert wrong.times is None
@@ -103,23 +102,23 @@ def test_a_missing_provider_is_listed_with_its_reason() -> None:
     watch = stopwatch(right=1e-3)
     absent = provider("absent", raising(AssertionError("must not be set up")), missing="needs a CUDA card")
     made = run_case(bench(watch), case(absent, watch.provider("right")))
-    assert outcomes(made) == {"absent": ProviderOutcome.MISSING, "right": ProviderOutcome.OK}
+    assert outcomes(made) == {"absent": Outcome.SKIPPED, "right": Outcome.OK}
     assert made.results[0].message == "needs a CUDA card"
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (ImportError("no module"), ProviderOutcome.MISSING),
-        (ValueError("swiglu: 'triton' cannot run here; allowed: torch"), ProviderOutcome.MISSING),
-        (ValueError("a bad shape"), ProviderOutcome.FAILED),
-        (torch.OutOfMemoryError("CUDA out of memory"), ProviderOutcome.FAILED),
+        (ImportError("no module"), Outcome.SKIPPED),
+        (ValueError("swiglu: 'triton' cannot run here; allowed: torch"), Outcome.SKIPPED),
+        (ValueError("a bad shape"), Outcome.ERROR),
+        (torch.OutOfMemoryError("CUDA out of memory"), Outcome.ERROR),
     ],
 )
-def test_a_provider_that_fails_does_not_stop_the_others(error: Exception, outcome: ProviderOutcome) -> None:
+def test_a_provider_that_fails_does_not_stop_the_others(error: Exception, outcome: Outcome) -> None:
     watch = stopwatch(right=1e-3)
     made = run_case(bench(watch), case(provider("broken", raising(error)), watch.provider("right")))
-    assert outcomes(made) == {"broken": outcome, "right": ProviderOutcome.OK}
+    assert outcomes(made) == {"broken": outcome, "right": Outcome.OK}
     assert str(error) in made.results[0].message
     assert made.results[1].times is not None
 
@@ -139,7 +138,7 @@ def test_a_provider_that_breaks_while_it_is_timed_has_no_times() -> None:
 
     watch = stopwatch(frail=1e-6, right=1e-3)
     made = run_case(bench(watch), case(watch.provider("frail", setup), watch.provider("right")))
-    assert outcomes(made) == {"frail": ProviderOutcome.FAILED, "right": ProviderOutcome.OK}
+    assert outcomes(made) == {"frail": Outcome.ERROR, "right": Outcome.OK}
     assert made.results[0].times is None
     assert made.results[0].message == "RuntimeError: lost"
 
@@ -147,7 +146,7 @@ def test_a_provider_that_breaks_while_it_is_timed_has_no_times() -> None:
 def test_without_a_definition_nobody_is_judged() -> None:
     watch = stopwatch(right=1e-3)
     made = run_case(bench(watch), case(watch.provider("right"), exact=raising(RuntimeError("too large"))))
-    assert made.results[0].outcome is ProviderOutcome.FAILED
+    assert made.results[0].outcome is Outcome.ERROR
     assert made.results[0].message == "not judged: RuntimeError: too large"
 
 

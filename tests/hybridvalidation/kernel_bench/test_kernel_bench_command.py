@@ -12,13 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench_cases import CPU, H200, record, result, times
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.cli.main import main
-from hybridvalidation.kernel_bench import command
-from hybridvalidation.kernel_bench.case import Case, Mode, own_providers
-from hybridvalidation.kernel_bench.plan import OPS, plan_cases
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, append_kernel, read_kernels
-from hybridvalidation.kernel_bench.run import BenchOutcome
-from hybridvalidation.kernel_bench.shapes import Workload, block_params, workloads
+from hybridvalidation.kernel_bench import bench as command
+from hybridvalidation.kernel_bench.case import KernelCase, Mode, ModelBatch, block_params, model_batches, own_providers
+from hybridvalidation.kernel_bench.record import KernelRecord, append_kernel, read_kernels
+from hybridvalidation.kernel_bench.run import OPS, BenchOutcome, plan_cases
 from hybridvalidation.kernel_bench.table import card_peaks
+from hybridvalidation.records.outcome import Outcome
 
 CUDA = torch.device("cuda")
 CASES = {case.name: case for case in plan_cases(CPU, only=(), modes=(), quick=True)}
@@ -47,10 +46,10 @@ def test_only_modes_and_quick_choose_cases() -> None:
 
 
 def test_shapes_come_from_the_models() -> None:
-    assert [workload.name for workload in workloads(CUDA)] == [
+    assert [workload.name for workload in model_batches(CUDA)] == [
         "llama-7b B2 T2048", "gpt2-1b B4 T1024", "llama-1b B4 T2048", "gpt2-small B8 T1024"
     ]  # fmt: skip
-    assert block_params(Workload("llama-7b", 1, 1).config) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert block_params(ModelBatch("llama-7b", 1, 1).config) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
 
 
 def test_every_provider_is_there_on_a_card_or_says_why_not() -> None:
@@ -64,7 +63,7 @@ def test_every_provider_is_there_on_a_card_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: case.name)
-def test_the_least_traffic_is_inputs_and_outputs(case: Case) -> None:
+def test_the_least_traffic_is_inputs_and_outputs(case: KernelCase) -> None:
     inputs = case.make_inputs(CPU)
     ours = next(one for one in case.providers if one.is_ours)
     outputs = ours.setup(inputs)()
@@ -161,9 +160,9 @@ def test_exit_codes_of_the_check(tmp_path: Path, measured: Callable[..., None]) 
     assert bench(tmp_path) == 0  # nobody asked
 
 
-@pytest.mark.parametrize("outcome", [ProviderOutcome.WRONG, ProviderOutcome.FAILED])
+@pytest.mark.parametrize("outcome", [Outcome.WRONG, Outcome.ERROR])
 def test_a_fault_of_ours_fails_and_one_of_others_does_not(
-    tmp_path: Path, measured: Callable[..., None], capsys: pytest.CaptureFixture[str], outcome: ProviderOutcome
+    tmp_path: Path, measured: Callable[..., None], capsys: pytest.CaptureFixture[str], outcome: Outcome
 ) -> None:
     measured(record(result("triton", FAST), result("bitsandbytes", outcome=outcome, message="no")))
     assert bench(tmp_path, "--accept") == 0
@@ -189,7 +188,7 @@ def test_choosing_works_from_records_alone(
     choices.write_text("")
     monkeypatch.setattr(command, "CHOICES", choices)
     append_kernel(tmp_path / "records", GOOD)
-    append_kernel(tmp_path / "records", replace(GOOD, key="undecided", results=GOOD.results[:1]))
+    append_kernel(tmp_path / "records", replace(GOOD, choice="undecided", results=GOOD.results[:1]))
     assert bench(tmp_path, "--recorded", "--choose") == 0
     assert 'op = "adamw_int8"' not in choices.read_text()  # the newest record of the case has another key
     append_kernel(tmp_path / "records", GOOD)
@@ -208,7 +207,7 @@ def test_choosing_works_from_records_alone(
         (["--only", ""], "op '' is unknown"),
         (["--minutes", "0"], "0 must be a finite number above 0"),
         (["--minutes", "soon"], "'soon' must be a number above 0"),
-        (["--shapes", "all"], "unrecognized arguments: --shapes all"),
+        (["--shapes", "all"], "option '--shapes' is not one of --accept,"),
     ],
 )
 def test_wrong_arguments_are_one_clear_error(
@@ -223,9 +222,9 @@ def test_wrong_arguments_are_one_clear_error(
 
 def test_what_is_benched_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
-    assert "the following arguments are required: what" in capsys.readouterr().err
+    assert "these arguments are missing: WHAT" in capsys.readouterr().err
     assert main(["bench", "trainers"]) == 2
-    assert "invalid choice: 'trainers'" in capsys.readouterr().err
+    assert 'Choose from: "kernels", "attention".' in capsys.readouterr().err
 
 
 def test_a_damaged_record_file_is_told_before_anything_runs(

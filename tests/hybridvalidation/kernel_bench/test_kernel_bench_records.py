@@ -12,7 +12,7 @@ from hybridkernels import provider as chooser
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError, RecordError
-from hybridvalidation.card_session.record import Ceilings, EvidenceRecord, PartOutcome
+from hybridvalidation.card_session.record import Ceilings, EvidenceRecord
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.baseline import accept_speed, baseline_path, check_speed, read_baseline
@@ -20,14 +20,19 @@ from hybridvalidation.kernel_bench.case import Clock, Mode
 from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices
 from hybridvalidation.kernel_bench.record import (
     KernelRecord,
-    ProviderOutcome,
     append_kernel,
     newest_kernels,
     read_kernels,
 )
-from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, processor_lines, write_kernels
-from hybridvalidation.kernel_bench.verdicts import judge_kernels
-from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.kernel_bench.table import (
+    absent_lines,
+    card_peaks,
+    case_table,
+    judge_kernels,
+    processor_lines,
+    write_kernels,
+)
+from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
 FAST, SLOW = times(1e-3), times(2e-3)
@@ -35,7 +40,7 @@ TARGETS = ScenarioFiles(default_folder()).targets()
 
 
 def test_records_come_back_equal(tmp_path: Path) -> None:
-    made = record(result("triton", FAST), result("bitsandbytes", outcome=ProviderOutcome.MISSING, message="gone"))
+    made = record(result("triton", FAST), result("bitsandbytes", outcome=Outcome.SKIPPED, message="gone"))
     append_kernel(tmp_path, made)
     append_kernel(tmp_path, replace(made, mode=Mode.BOTH))
     assert read_kernels(tmp_path) == [made, replace(made, mode=Mode.BOTH)]
@@ -54,8 +59,8 @@ def test_the_newest_record_of_a_case_and_card_counts() -> None:
 
 def test_only_sound_results_are_ranked() -> None:
     made = record(
-        result("torch", SLOW), result("triton", FAST), result("bitsandbytes", outcome=ProviderOutcome.MISSING),
-        result("reference", times(1e-9), outcome=ProviderOutcome.WRONG),
+        result("torch", SLOW), result("triton", FAST), result("bitsandbytes", outcome=Outcome.SKIPPED),
+        result("reference", times(1e-9), outcome=Outcome.WRONG),
     )  # fmt: skip
     assert [found.provider for found, _ in made.timed()] == ["triton", "torch"]
 
@@ -134,7 +139,7 @@ def test_accepting_keeps_the_rows_that_were_not_run(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_never_becomes_a_baseline(tmp_path: Path) -> None:
-    wrong = result("triton", outcome=ProviderOutcome.WRONG)
+    wrong = result("triton", outcome=Outcome.WRONG)
     accepted(tmp_path, record(wrong, result("torch", SLOW)), record(wrong, shape="another"))
     baseline = read_baseline(tmp_path, H200)
     assert baseline is not None
@@ -163,7 +168,7 @@ def test_the_winner_beyond_noise_is_chosen() -> None:
         ((result("triton", FAST), result("torch", times(1.02e-3))), "within noise"),
         ((result("triton", times(1e-3, num_samples=19)), result("torch", SLOW)), "fewer than two"),
         ((result("triton", FAST), result("torch", times(2e-3, num_samples=19))), "fewer than two"),
-        ((result("triton", FAST, outcome=ProviderOutcome.WRONG), result("torch", SLOW)), "fewer than two"),
+        ((result("triton", FAST, outcome=Outcome.WRONG), result("torch", SLOW)), "fewer than two"),
         ((result("triton", FAST), result("liger", SLOW)), "fewer than two"),  # the op cannot take Liger
     ],
 )
@@ -191,7 +196,7 @@ def test_the_whole_step_decides_where_there_is_one() -> None:
 def test_rows_go_by_key_and_card_and_the_processor_has_none() -> None:
     pair = (result("triton", FAST), result("torch", SLOW))
     records = [
-        record(*pair, key="causal_attention/head64"), record(*pair, key="causal_attention/head128", shape="wide"),
+        record(*pair, choice="causal_attention/head64"), record(*pair, choice="causal_attention/head128", shape="wide"),
         record(*pair, card="another"), record(*pair, card="a processor", evidence=Evidence.EXECUTED),
     ]  # fmt: skip
     chosen, undecided = choose(records)
@@ -275,7 +280,7 @@ def test_an_unknown_card_is_compared_with_its_measured_ceilings() -> None:
         backward_workspace_bytes=0,
     )  # fmt: skip
     evidence = EvidenceRecord(
-        part="ceilings", says="", outcome=PartOutcome.OK, started_at="", duration_s=1.0,
+        part="ceilings", key="ceilings", says="", outcome=Outcome.OK, started_at="", duration_s=1.0,
         environment=record().environment, card="tomorrow", others_bytes=0, ceilings=ceilings,
     )  # fmt: skip
     peaks = card_peaks("tomorrow", [evidence])
@@ -290,13 +295,13 @@ def test_nobody_wins_within_noise_and_one_alone_is_called_so() -> None:
         "nobody"
     )
     assert cells(case_table([record(result("triton", FAST))], None, "github"))[4] == "triton, alone"
-    lost = record(result("triton", outcome=ProviderOutcome.FAILED))
+    lost = record(result("triton", outcome=Outcome.ERROR))
     assert cells(case_table([lost], None, "github"))[4:7] == ["-", "-", "-"]
 
 
 def test_who_was_not_timed_is_listed_once_with_reason() -> None:
-    gone = result("liger", outcome=ProviderOutcome.MISSING, message="liger_kernel is not installed")
-    wrong = result("triton", outcome=ProviderOutcome.WRONG, message="output 0: error 1 is above 0.1")
+    gone = result("liger", outcome=Outcome.SKIPPED, message="liger_kernel is not installed")
+    wrong = result("triton", outcome=Outcome.WRONG, message="output 0: error 1 is above 0.1")
     lines = absent_lines([record(gone, wrong), record(gone, shape="another")])
     assert lines == [
         "adamw_int8 `liger` is missing: liger_kernel is not installed",

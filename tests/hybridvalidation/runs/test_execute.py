@@ -33,7 +33,7 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.trace_difference import first_difference
-from hybridvalidation.show.executed_table import executed_table, write_executed
+from hybridvalidation.show.pages.executed import executed_table, write_executed
 from hybridvalidation.show.tables import TERMINAL
 from tiny_models import GPT2_UNTIED, random_steps
 
@@ -199,7 +199,9 @@ def test_accumulation_can_be_changed(command: Command) -> None:
 
 
 def test_a_model_of_the_catalogue_is_recorded_by_its_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridvalidation.cli.commands.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256))
+    monkeypatch.setattr(
+        "hybridvalidation.runs.dry_run_report.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256)
+    )
     command(*arguments("gpt2-1b"))
     assert [run.model for run in records()] == ["gpt2-1b"]
 

@@ -3,12 +3,14 @@ from functools import cache
 
 import pytest
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import compose
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.runs.figures import memory_figures, plan_figures, unit_names
+from hybridvalidation.runs.figures import memory_figures, unit_names
+from hybridvalidation.runs.job import plan_figures
 from tiny_models import GPT2_UNTIED
 
 MIB = 2**20

@@ -186,7 +186,7 @@ def test_what_cannot_be_is_told_before_the_first_step(
 
 
 def test_an_alert_is_said_while_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hybridvalidation.cli.commands.GB", 1)  # a threshold of bytes instead of gigabytes
+    monkeypatch.setattr("hybridtrain.units.GB", 1)  # a threshold of bytes instead of gigabytes
     assert train("--profile-memory", "memory.csv", "--alert-gb", "1000") == 0
     out = capsys.readouterr().out
     assert out.index("memory alert:") < out.index("memory profile: 4 snapshots")

@@ -4,17 +4,19 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import Record
+from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario
-from hybridvalidation.show.plots import _plot_peak, write_plots
+from hybridvalidation.show.pictures import write_plots
+from hybridvalidation.show.plots.peak import plot_peak
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
@@ -34,7 +36,7 @@ def run_of(**weights_gib: int) -> ScenarioRun:
             PLANNED, fits=gib < 24, peak_reserved_bytes=size, device_used_bytes=size,
             by_class=dict.fromkeys(PLANNED.by_class, 0) | {"weight": size},
         )  # fmt: skip
-        records["dry_run", stack] = Record(
+        records["dry_run", stack] = StackRun(
             key="k", kind="dry_run", scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
             started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=read_environment(), plan={},
             memory=memory,
@@ -45,7 +47,7 @@ def run_of(**weights_gib: int) -> ScenarioRun:
 @pytest.mark.parametrize(("vanilla_gib", "is_cut"), [(60, False), (900, True)])
 def test_a_stack_that_fits_is_seen_beside_one_many_times_the_card(vanilla_gib: int, is_cut: bool) -> None:
     figure = Figure()
-    _plot_peak(run_of(vanilla=vanilla_gib, lean=12), figure)
+    plot_peak(run_of(vanilla=vanilla_gib, lean=12), figure)
     (axes,) = figure.axes
     _, top = axes.get_ylim()
     assert top <= 3 * 24 + 1e-9

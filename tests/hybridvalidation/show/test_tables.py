@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
+from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -11,27 +12,22 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import (
+from hybridvalidation.records.stack_run import (
     AccuracyFigures,
     MeasuredFigures,
-    Record,
     RefusedRequest,
     SeedResult,
+    StackRun,
     StepPeaks,
 )
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
-from hybridvalidation.show.tables import (
-    MARKDOWN,
-    TERMINAL,
-    class_table,
-    headline,
-    measured_table,
-    outcome_lines,
-    summary_table,
-    verdict_table,
-)
+from hybridvalidation.show.report import headline
+from hybridvalidation.show.sections.measured import measured_table
+from hybridvalidation.show.sections.memory import class_table, outcome_lines
+from hybridvalidation.show.sections.summary import summary_table
+from hybridvalidation.show.tables import MARKDOWN, TERMINAL, verdict_table
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
@@ -71,20 +67,20 @@ MEASURED = MeasuredFigures(
 ENVIRONMENT = read_environment()
 
 
-def record(kind: str, stack: str, outcome: Outcome = Outcome.OK, message: str = "", **figures: Any) -> Record:
-    return Record(
+def record(kind: str, stack: str, outcome: Outcome = Outcome.OK, message: str = "", **figures: Any) -> StackRun:
+    return StackRun(
         key="k", kind=kind, scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=outcome,
         message=message, started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT, plan={},
         **figures,
     )  # fmt: skip
 
 
-def run_of(*records: Record) -> ScenarioRun:
+def run_of(*records: StackRun) -> ScenarioRun:
     by_place = {(item.kind, item.stack): item for item in records}
     return ScenarioRun(scenario=SCENARIO, stacks={}, records=by_place, num_cached=0)
 
 
-def executed(stack: str, accuracy: float) -> Record:
+def executed(stack: str, accuracy: float) -> StackRun:
     seeds = tuple(
         SeedResult(seed=seed, validation_loss=1.0, validation_accuracy=accuracy, final_train_loss=1.0)
         for seed in range(3)

@@ -93,7 +93,7 @@ def test_only_what_is_new_is_scored(tmp_path: Path) -> None:
     said: list[str] = []
     records = score_study(study, made, tmp_path, said.append)
     assert said == [f"forecasts of {method}, seed 1: scored" for method in ("adamw", "slow_gradient")]
-    assert len({record.run_key for record in records}) == len(records) == 6
+    assert len({record.key for record in records}) == len(records) == 6
 
 
 def test_a_run_without_losses_is_not_scored(tmp_path: Path, slow: list[float]) -> None:

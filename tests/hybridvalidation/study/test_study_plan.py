@@ -7,9 +7,16 @@ import pytest
 
 from hybridtrain.config.decode import load_toml
 from hybridvalidation.records.store import read_lines
-from hybridvalidation.study.plan import chosen, next_runs
-from hybridvalidation.study.protocol import BASELINE, Betas, StudyFile, StudyRecord, StudyRun
-from hybridvalidation.study.run import run_key
+from hybridvalidation.study.protocol import (
+    BASELINE,
+    Betas,
+    StudyFile,
+    StudyRecord,
+    StudyRun,
+    chosen,
+    next_runs,
+    run_key,
+)
 from tiny_studies import METHOD, STUDY, finished, record_of, study_of
 
 ROOT = Path(__file__).parents[3]

@@ -12,10 +12,10 @@ from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.judge.predict_metrics import delta_reduction, predict_gib, predict_reduction
 from hybridvalidation.judge.verdict import Status, judge
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
+from hybridvalidation.runs.figures import run_dry
 from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.runs.worker import run_job
 from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, Stack, Target
 from tiny_models import GPT2_UNTIED
 
@@ -73,10 +73,10 @@ def run() -> ScenarioRun:
     )
     stacks = {name: Stack(name=name, says="-", optimizations=parts) for name, parts in STACKS.items()}
     records = {
-        ("dry_run", name): run_job(
+        ("dry_run", name): run_dry(
             Job(
                 key="k", kind="dry_run", scenario="tiny", stack=stack, model=scenario.model, card=card,
-                workload=workload, host=scenario.host, accuracy=None, subject="",
+                workload=workload, host=scenario.host, accuracy=None,
             )
         )
         for name, stack in stacks.items()

@@ -1,25 +1,25 @@
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 
 from hybridtrain.config.encode import to_toml
-from hybridtrain.errors import RecordError
+from hybridtrain.errors import HybridTrainError, RecordError
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import run as study_run
 from hybridvalidation.study import runner as study_runner
 from hybridvalidation.study.harm import harm_sentence
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun
-from hybridvalidation.study.run import make_run, run_key
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, next_runs, run_key
+from hybridvalidation.study.run import make_run
 from hybridvalidation.study.runner import read_study, record_path, run_study
+from inline_child import InlineChild
 from tiny_studies import METHOD, study_of
 
 HYBRID: dict[str, Any] = {"full_steps": 2, "slow": {"beta": 0.9}}
@@ -45,30 +45,6 @@ NUM_RUNS = 3 + 3 * 3 - 1 + 4 + 2 + 1 + 1
 """Tuning (one of its runs is among the next), horizons, slow_gradient's rates and seeds, controls."""
 
 
-class HerePool:
-    """Runs in this process, one after the other, when they are asked for."""
-
-    def __init__(self, *_arguments: object, **_options: object) -> None:
-        self.is_cancelled = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        return
-
-    def submit(self, run: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        try:
-            future.set_result(run(*arguments))
-        except RuntimeError as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
-        self.is_cancelled = cancel_futures and not wait
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -85,10 +61,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[StudyRun]:
     def make(study: StudyFile, run: StudyRun) -> StudyRecord:
         runs.append(run)
         # times of a few milliseconds are as good as none
-        return replace(make_run(study, run), cpu_seconds=1.0, seconds=1.0)
+        return replace(make_run(study, run), cpu_seconds=1.0, duration_s=1.0)
 
-    monkeypatch.setattr(study_runner, "make_run", make)
-    monkeypatch.setattr(study_runner, "ProcessPoolExecutor", HerePool)
+    monkeypatch.setattr(study_run, "make_run", make)
+    monkeypatch.setattr(study_runner, "Child", InlineChild)
     return runs
 
 
@@ -163,18 +139,13 @@ def test_a_process_of_its_own_makes_the_same_run(tmp_path: Path) -> None:
 
 
 def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    study = study_of()
-    make = study_runner.make_run
+    class Crashing(InlineChild):
+        def poll(self) -> Ended[Any]:
+            return replace(self._ended, answer=None, fault="out of paper") if len(here) == 5 else self._ended
 
-    def failing(study: StudyFile, run: StudyRun) -> StudyRecord:
-        if len(here) == 4:
-            raise RuntimeError("out of paper")
-        return make(study, run)
-
-    monkeypatch.setattr(study_runner, "make_run", failing)
-    monkeypatch.setattr(study_runner, "as_completed", lambda futures: futures)
-    with pytest.raises(RuntimeError, match="out of paper"):
-        run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
+    monkeypatch.setattr(study_runner, "Child", Crashing)
+    with pytest.raises(HybridTrainError, match="out of paper; runs that ended are kept"):
+        run_study(study_of(), tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(read_study(tmp_path, "tiny")) == 4
 
 

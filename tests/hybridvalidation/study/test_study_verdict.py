@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.study.figures import check_targets, judge_study
 from hybridvalidation.study.harm import harm_sentence, harm_text, harms
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import BASELINE, StudyRun
+from hybridvalidation.study.protocol import BASELINE, StudyRun, next_runs
 from hybridvalidation.study.report import study_text, verdict_sentence
-from hybridvalidation.study.targets import check_targets, judge_study
-from tiny_studies import METHOD, finished, record_of, study_of
+from tiny_studies import ENVIRONMENT, METHOD, finished, record_of, study_of
 
 TARGETS = ScenarioFiles(Path(__file__).parents[3] / "scenarios").targets()
 JUDGED_TARGETS = ["hybrid-speedup", "hybrid-quality"]
@@ -202,8 +202,9 @@ def test_the_best_rate_at_an_end_is_told() -> None:
 
 def test_versions_of_the_program_are_told() -> None:
     study = study_of()
-    made = finished(study, reaching(14, 14, 14), commit="0123456789")
-    assert "made by 2 versions of the program: 01234567, c." in study_text(study, made, TARGETS, MARKDOWN)
+    made = finished(study, reaching(14, 14, 14), environment=replace(ENVIRONMENT, commit="0123456789"))
+    others = sorted(["01234567", ENVIRONMENT.commit[:8]])
+    assert f"made by 2 versions of the program: {', '.join(others)}." in study_text(study, made, TARGETS, MARKDOWN)
     assert "versions of" not in study_text(study, finished(study, reaching(14, 14, 14)), TARGETS, MARKDOWN)
 
 

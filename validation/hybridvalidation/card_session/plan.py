@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.model_config import ModelConfig, model_preset
+from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
@@ -13,7 +13,7 @@ from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
 from hybridvalidation.recommend.search import Question, recommend
-from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
 
 _FP32_SHARE = 1 / 8

@@ -2,28 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
 
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 
-SCHEMA = 1
 EVIDENCE_FILE = "evidence.jsonl"
-
-
-class PartOutcome(StrEnum):
-    """How a part ended."""
-
-    OK = "ok"
-    OUT_OF_MEMORY = "out_of_memory"
-    """Of the card under its cap, or of the host; an outcome like any other."""
-    DIVERGED = "diverged"
-    ERROR = "error"
-    SKIPPED = "skipped"
-    """Never started; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,29 +169,18 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceRecord:
+class EvidenceRecord(Record):
     """One part."""
 
     part: str
     says: str
-    outcome: PartOutcome
-    message: str = ""
     evidence: Evidence = Evidence.MEASURED
-    started_at: str
-    """UTC, ISO 8601."""
-    duration_s: float
-    environment: Environment
     card: str
     """Name of the CUDA card."""
     others_bytes: int
     """Memory of the card that other programs held when the part began."""
     ceilings: Ceilings | None = None
     training: Training | None = None
-    schema: int = SCHEMA
-
-    def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
 
 
 def append_evidence(records: Path, record: EvidenceRecord) -> Path:

@@ -5,18 +5,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import MIB, format_count, to_gib
 from hybridvalidation.card_session.record import (
     Ceilings,
     CopyOverlap,
     EvidenceRecord,
     Measured,
-    PartOutcome,
     Training,
     error_pct,
 )
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HEADERS = (
     "part", "model", "cap GiB", "stack", "tokens/step", "tokens/s", "planned", "allocated GiB", "planned",
@@ -37,8 +36,8 @@ def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
     for record in records:
         key = (record.card, record.part)
         held = newest.get(key)
-        is_worse = record.outcome is PartOutcome.SKIPPED and held is not None
-        if not (is_worse and held is not None and held.outcome is not PartOutcome.SKIPPED):
+        is_worse = record.outcome is Outcome.SKIPPED and held is not None
+        if not (is_worse and held is not None and held.outcome is not Outcome.SKIPPED):
             newest[key] = record
     return list(newest.values())
 
@@ -57,9 +56,8 @@ def write_evidence(records: Sequence[EvidenceRecord], results: Path) -> list[Pat
     parts = ["# Evidence from CUDA cards"]
     for card in dict.fromkeys(record.card for record in newest):
         parts += _card_parts([record for record in newest if record.card == card])
-    path = results / "tables" / "evidence.md"
-    replace_file(path, ("\n\n".join(parts) + "\n").encode())
-    return [path]
+    parts.append(made_by(("", record) for record in newest))
+    return [write_page(results, "evidence", "\n\n".join(parts))]
 
 
 def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
@@ -75,7 +73,7 @@ def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
     remarks = [
         f"- `{record.part}`: {record.outcome.value.replace('_', ' ')}, {_one_line(record.message)}"
         for record in records
-        if record.message or record.outcome is not PartOutcome.OK
+        if record.message or record.outcome is not Outcome.OK
     ]
     environment = records[-1].environment
     made = f"torch {environment.torch}, CUDA {environment.cuda}, {environment.num_cpus} processors, {environment.cpu}."
@@ -117,7 +115,7 @@ def _error(predicted: float, measured: float | None) -> str:
 
 def _run_training(record: EvidenceRecord) -> Training | None:
     """Return what was trained; None for a part that never ran."""
-    return None if record.outcome is PartOutcome.SKIPPED else record.training
+    return None if record.outcome is Outcome.SKIPPED else record.training
 
 
 def _overlap(record: EvidenceRecord) -> CopyOverlap | None:

@@ -1,8 +1,7 @@
 """``hybridtrain gate``: dry runs and compiled kernels of today against committed baselines."""
 
-import argparse
-import json
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,48 +14,69 @@ from hybridvalidation.gate import kernel_gate
 from hybridvalidation.gate.gate import Finding, GateExit, drop_replacements, run_gate, worst_exit, write_baselines
 from hybridvalidation.gate.kernel_gate import KernelBaseline, run_kernel_gate
 from hybridvalidation.progress import progress_bar
-from hybridvalidation.scenario_files import scenario_folder
+from hybridvalidation.scenario_files import ScenarioFiles
 
 T = TypeVar("T")
 
 
-def gate_command(options: argparse.Namespace) -> int:
-    """Compare dry runs and, where named, compiled kernels with baselines; return a ``GateExit``."""
-    files = scenario_folder(options.scenarios)
-    scenarios = [name for name in options.names or files.scenario_names() if name != kernel_gate.NAME]
-    folder: Path = options.results / "baselines"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """What the gate found and wrote."""
+
+    names: tuple[str, ...]
+    """Scenarios that were asked for; empty: all."""
+    compared: str
+    findings: list[Finding]
+    exit_code: GateExit
+    written: list[Path]
+    accepted: bool
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return exit, findings and files."""
+        return {
+            "exit": self.exit_code.name.lower(),
+            "findings": [encode(finding) for finding in self.findings],
+            "written": [path.as_posix() for path in self.written],
+        }
+
+    def as_text(self) -> str:
+        """Return the same for a reader, with what to run if the change is meant."""
+        lines = []
+        for finding in self.findings:
+            where = " ".join(part for part in (finding.scenario, finding.stack) if part)
+            lines.append(f"{finding.exit.name.lower()}: {where}: {finding.message}")
+        lines.append(f"gate: {self.exit_code.name.lower()}, {self.compared} compared")
+        if self.written:
+            again = " ".join(["hybridtrain gate", *self.names, "--accept"])
+            hint = "" if self.accepted else f"; if the change is meant, run: {again}"
+            lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}{hint}")
+        return "\n".join(lines)
+
+
+def gate_all(
+    files: ScenarioFiles, names: Sequence[str], folder: Path, *, accept: bool, progress: bool
+) -> GateReport:  # fmt: skip
+    """Compare dry runs and, where named, compiled kernels with the baselines in ``folder``."""
+    scenarios = [name for name in names or files.scenario_names() if name != kernel_gate.NAME]
     findings: list[Finding] = []
     replacements: dict[str, object] = {}
     said = []
     if scenarios:
         runs = [stack for name in scenarios for stack in files.scenario(name).stacks]
-        with progress_bar(runs, desc="gate", unit="run", shown=not options.json) as bar:
+        with progress_bar(runs, desc="gate", unit="run", shown=progress) as bar:
             result = run_gate(files, scenarios, folder, lambda name: _advance(bar, name))
         findings += result.findings
         replacements |= result.replacements
         said.append(f"{result.num_runs} dry runs of {len(scenarios)} scenarios")
-    if kernel_gate.NAME in options.names:
-        baseline, num_compiled = _gate_kernels(folder, findings, shown=not options.json)
+    if kernel_gate.NAME in names:
+        baseline, num_compiled = _gate_kernels(folder, findings, shown=progress)
         replacements |= {} if baseline is None else {kernel_gate.NAME: baseline}
         said.append(f"{num_compiled} compiled kernels on {len(CAPABILITIES)} cards")
-    exit_code, written = _settle(findings, replacements, folder, accept=options.accept)
-    if options.json:
-        content = {
-            "exit": exit_code.name.lower(),
-            "findings": [encode(finding) for finding in findings],
-            "written": [path.as_posix() for path in written],
-        }
-        sys.stdout.write(json.dumps(content) + "\n")
-        return int(exit_code)
-    for finding in findings:
-        where = " ".join(part for part in (finding.scenario, finding.stack) if part)
-        sys.stdout.write(f"{finding.exit.name.lower()}: {where}: {finding.message}\n")
-    sys.stdout.write(f"gate: {exit_code.name.lower()}, {' and '.join(said)} compared\n")
-    if written:
-        again = " ".join(["hybridtrain gate", *options.names, "--accept"])
-        hint = "" if options.accept else f"; if the change is meant, run: {again}"
-        sys.stdout.write(f"written: {', '.join(path.as_posix() for path in written)}{hint}\n")
-    return int(exit_code)
+    exit_code, written = _settle(findings, replacements, folder, accept=accept)
+    return GateReport(
+        names=tuple(names), compared=" and ".join(said), findings=findings, exit_code=exit_code, written=written,
+        accepted=accept,
+    )  # fmt: skip
 
 
 def _gate_kernels(folder: Path, findings: list[Finding], *, shown: bool) -> tuple[KernelBaseline | None, int]:

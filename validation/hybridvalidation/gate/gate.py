@@ -9,7 +9,7 @@ from hybridtrain.dry_run import dry_run, phases_of_cycle
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.units import format_bytes
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.scenario import Scenario, Stack
 from hybridvalidation.scenario_files import ScenarioFiles

@@ -10,7 +10,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric
 from hybridvalidation.judge.planned import kept_bytes_reduction, optimizer_reduction, weight_peak_reduction
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.scenario import StatedParts
 
 _BACKWARD_SHARE = 0.3

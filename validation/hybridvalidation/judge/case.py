@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hybridtrain.models.model_config import ModelConfig
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.record import MemoryFigures, Record
+from hybridvalidation.records.stack_run import MemoryFigures, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
@@ -53,7 +53,7 @@ class Case:
         return self.run.scenario.model.resolve()
 
     @property
-    def dry_run(self) -> Record | None:
+    def dry_run(self) -> StackRun | None:
         """The stack's dry run, if there is one with figures."""
         record = self.run.get("dry_run", self.stack)
         return None if record is None or record.memory is None else record

@@ -8,7 +8,7 @@ from hybridvalidation.judge import arithmetic, planned, predict_metrics
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.record import AccuracyFigures, Record, SeedResult
+from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 
@@ -42,9 +42,11 @@ def perplexity_ratio(run: ScenarioRun, stack: str) -> Interval | None:
 
 
 def _seed_pairs(run: ScenarioRun, stack: str, baseline: str) -> list[tuple[SeedResult, SeedResult]]:
-    """Return each seed's run and its baseline; nothing when the two were not made with the same seeds."""
+    """Return each seed's run and its baseline; nothing when the two were not made with the same seeds and text."""
     own, other = _accuracy(run, stack), _accuracy(run, baseline)
-    if own is None or other is None or [seed.seed for seed in own.seeds] != [seed.seed for seed in other.seeds]:
+    if own is None or other is None or own.corpus_digest != other.corpus_digest:
+        return []
+    if [seed.seed for seed in own.seeds] != [seed.seed for seed in other.seeds]:
         return []
     return list(zip(own.seeds, other.seeds, strict=True))
 
@@ -87,7 +89,7 @@ def _tokens_per_s(case: Case) -> Metric | None:
     return Metric(memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", fits=fits)
 
 
-def _was_refused(record: Record | None) -> bool:
+def _was_refused(record: StackRun | None) -> bool:
     """Return whether a card ran out of memory where the plan may have said it fits."""
     return record is not None and record.outcome is Outcome.OUT_OF_MEMORY
 

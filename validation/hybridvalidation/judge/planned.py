@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.scenario import BASELINE_STACK
 
 _OVERSIZE = "does not fit; its speed is a roofline of a machine that holds it"

@@ -6,7 +6,7 @@ from hybridtrain.plan.placement import Codec
 from hybridtrain.units import GIB, format_bytes, to_gib
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.record import MemoryFigures
+from hybridvalidation.records.stack_run import MemoryFigures
 
 _STATED_DELTAS = 50
 _BYTES = {Codec.FLOAT32: 4.0, Codec.BFLOAT16: 2.0, Codec.INT8_BLOCKS: 1 + 4 / QUANT_GROUP_SIZE}

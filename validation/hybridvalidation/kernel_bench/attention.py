@@ -14,17 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from hybridkernels.flash_attention import causal_attention, unfused_attention
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from hybridvalidation.kernel_bench.case import (
-    Case,
     Inputs,
+    KernelCase,
+    Maker,
     Mode,
+    ModelBatch,
     Provider,
     Setup,
+    model_batches,
     needs_card,
     own_providers,
     trained,
     widened,
 )
-from hybridvalidation.kernel_bench.shapes import Maker, Workload, workloads
 
 OP = "causal_attention"
 _DTYPE = torch.bfloat16
@@ -34,14 +36,14 @@ _SDPA = {
 }
 
 
-def attention_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[Case]:
+def attention_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
     """Yield the cases of causal attention."""
-    for workload in workloads(device, quick=quick):
+    for workload in model_batches(device, quick=quick):
         for mode in modes:
             yield _case(workload, mode, device)
 
 
-def _case(workload: Workload, mode: Mode, device: torch.device) -> Case:
+def _case(workload: ModelBatch, mode: Mode, device: torch.device) -> KernelCase:
     config = workload.config
     tokens, head_dim = workload.num_tokens, config.head_dim
     q_bytes, kv_bytes = (
@@ -63,7 +65,7 @@ def _case(workload: Workload, mode: Mode, device: torch.device) -> Case:
 
     # In fp32 the definition is exact enough for 16 bits, and takes seconds on cards that are slow in fp64.
     wide = torch.float64 if device.type == "cpu" else torch.float32
-    return Case(
+    return KernelCase(
         op=OP, key=key, shape=workload.name, dtype="bfloat16", mode=mode,
         num_bytes=share[0] * forward_bytes + share[1] * backward_bytes,
         flops=forward_flops * (2 * share[0] + 5 * share[1]) // 2, uses_tensor_cores=True, make_inputs=make_inputs,

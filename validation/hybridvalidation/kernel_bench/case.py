@@ -5,8 +5,9 @@ that does the work once and returns what it made, so that the first call can be 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hybridkernels.provider import use_provider
 from hybridkernels.triton_launch import cuda_backend
+from hybridtrain.models.model_config import ModelConfig, model_preset
 
 _NOBODY = "nobody"
 """A provider that no op has."""
@@ -69,7 +71,7 @@ class Provider:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KernelCase:
     """One op at one shape in one mode."""
 
     op: str
@@ -218,3 +220,94 @@ def has_module(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBatch:
+    """A model with a micro-batch."""
+
+    model: str
+    batch: int
+    seq_len: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return model_preset(self.model)
+
+    @property
+    def name(self) -> str:
+        """As ``gpt2-1b B4 T1024``."""
+        return f"{self.model} B{self.batch} T{self.seq_len}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the micro-batch."""
+        return self.batch * self.seq_len
+
+
+def _full(model: str, batch: int) -> ModelBatch:
+    return ModelBatch(model, batch, model_preset(model).max_seq_len)
+
+
+_CARD = (_full("llama-7b", 2), _full("gpt2-1b", 4), _full("llama-1b", 4), _full("gpt2-small", 8))
+"""The most valuable first: 7B and 1B models of the scenarios, heads of 64 and 128, grouped and not."""
+_CPU = (ModelBatch("gpt2-small", 1, 64), ModelBatch("llama-1b", 1, 64))
+"""Small enough for two processors, the smaller one first."""
+
+
+def model_batches(device: torch.device, *, family: str = "", quick: bool = False) -> tuple[ModelBatch, ...]:
+    """Return the workloads of a device, of one model family if named; ``quick`` leaves the first."""
+    of_device = _CARD if device.type == "cuda" else _CPU
+    found = tuple(workload for workload in of_device if family in {"", workload.config.family})
+    return found[:1] if quick else found
+
+
+def block_params(config: ModelConfig) -> int:
+    """Return the parameters of one block."""
+    return replace(config, num_blocks=2).num_params - replace(config, num_blocks=1).num_params
+
+
+class Maker:
+    """Makes random tensors, the same ones for every provider of a case.
+
+    Args:
+        device: Where tensors go.
+        dtype: Of those that name none.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(20)
+
+    def normal(self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None) -> Tensor:
+        """Return normal numbers."""
+        made = torch.randn(shape, generator=self._generator, device=self._device).mul_(scale)
+        return made.to(dtype or self._dtype).requires_grad_(grad)
+
+    def uniform(self, *shape: int, low: float, high: float) -> Tensor:
+        """Return float32 numbers without a gradient."""
+        made = torch.rand(shape, generator=self._generator, device=self._device)
+        return made.mul_(high - low).add_(low)
+
+    def integers(self, *shape: int, below: int) -> Tensor:
+        """Return int64 numbers from 0."""
+        return torch.randint(below, shape, generator=self._generator, device=self._device)
+
+
+def liger(module: str, function: str, *args: object) -> Tensor:
+    """Return what an autograd function of Liger gives; of several outputs the first."""
+    found = getattr(import_module(f"liger_kernel.ops.{module}"), function).apply(*args)
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def liger_provider(function: Function, mode: Mode, device: torch.device) -> Provider:
+    """Return the provider of a function that calls Liger; on copies: its backward passes write over their inputs."""
+    setup = trained(function, mode)
+
+    def copied_setup(inputs: Inputs) -> Run:
+        args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in inputs.args)
+        return setup(Inputs(args, None if inputs.grad is None else inputs.grad.clone()))
+
+    return Provider(name="liger", setup=copied_setup, missing=needs_package("liger_kernel", device))

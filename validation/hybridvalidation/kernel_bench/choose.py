@@ -13,8 +13,9 @@ from pathlib import Path
 from hybridkernels.provider import _choices
 from hybridtrain.atomic_write import replace_file
 from hybridvalidation.kernel_bench.case import Mode
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, newest_kernels
+from hybridvalidation.kernel_bench.record import KernelRecord, newest_kernels
 from hybridvalidation.kernel_bench.timing import WANTED_ROUNDS, Times
+from hybridvalidation.records.outcome import Outcome
 
 CHOICES = Path(str(files("hybridkernels").joinpath("choices.toml")))
 _HEAD = """\
@@ -46,7 +47,7 @@ def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecide
     by_row: dict[tuple[str, str], list[KernelRecord]] = {}
     for record in newest_kernels(records):
         if record.is_on_card and any(result.is_choosable for result in record.results):
-            by_row.setdefault((record.key, record.card), []).append(record)
+            by_row.setdefault((record.choice, record.card), []).append(record)
     chosen, undecided = [], []
     for (op, card), found in by_row.items():
         winner = _winner(_deciding(found))
@@ -98,7 +99,7 @@ def _winner(records: Sequence[KernelRecord]) -> _Winner:
 
 def _candidates(record: KernelRecord) -> list[tuple[str, Times]]:
     """Return the providers that the op can take, the fastest first."""
-    assert all(result.outcome is ProviderOutcome.OK for result, _ in record.timed())
+    assert all(result.outcome is Outcome.OK for result, _ in record.timed())
     return [
         (result.provider, times)
         for result, times in record.timed()

@@ -20,17 +20,20 @@ from hybridkernels.swiglu import swiglu
 from hybridkernels.swiglu.reference import swiglu_reference
 from hybridtrain.models.layers import RotaryTable
 from hybridvalidation.kernel_bench.case import (
-    Case,
     Function,
     Inputs,
+    KernelCase,
+    Maker,
     Mode,
+    ModelBatch,
     Provider,
+    liger,
+    liger_provider,
+    model_batches,
     needs_triton,
     trained,
     widened,
 )
-from hybridvalidation.kernel_bench.liger import liger, liger_provider
-from hybridvalidation.kernel_bench.shapes import Maker, Workload, workloads
 
 _DTYPE = torch.bfloat16
 _EPS = 1e-5
@@ -52,29 +55,29 @@ class _Op:
     """None: Liger's is another op."""
     kernel: str = ""
     """Folder of the Triton kernel; empty where the op takes torch's own on CUDA."""
-    make: Callable[[Maker, Workload], tuple[Tensor, ...]]
+    make: Callable[[Maker, ModelBatch], tuple[Tensor, ...]]
     passes: dict[Mode, int]
     """Tensors of the output's size that are read or written at least; smaller ones are left out."""
     flops: dict[Mode, int]
     """Per element, a function like exp counted once."""
 
 
-def elementwise_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[Case]:
+def elementwise_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
     """Yield the cases of the four ops."""
     for op in _OPS:
-        for workload in workloads(device, family=op.family, quick=quick):
+        for workload in model_batches(device, family=op.family, quick=quick):
             for mode in modes:
                 yield _case(op, workload, mode, device)
 
 
-def _case(op: _Op, workload: Workload, mode: Mode, device: torch.device) -> Case:
+def _case(op: _Op, workload: ModelBatch, mode: Mode, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
         maker = Maker(where, _DTYPE)
         args = op.make(maker, workload)
         return Inputs(args, maker.normal(*args[0].shape, grad=False))
 
     numel = _numel(op, workload)
-    return Case(
+    return KernelCase(
         op=op.name, key=op.name, shape=workload.name, dtype="bfloat16", mode=mode,
         num_bytes=op.passes[mode] * numel * _DTYPE.itemsize, flops=op.flops[mode] * numel, make_inputs=make_inputs,
         exact=widened(trained(op.reference, mode), torch.float64), same_dtype=trained(op.plain, mode),
@@ -96,27 +99,27 @@ def _providers(op: _Op, mode: Mode, device: torch.device) -> tuple[Provider, ...
     return tuple(found)
 
 
-def _numel(op: _Op, workload: Workload) -> int:
+def _numel(op: _Op, workload: ModelBatch) -> int:
     """Return the elements of the first argument, without making it."""
     config = workload.config
     return workload.num_tokens * (config.ffn_width if op.name == "swiglu" else config.width)
 
 
-def _swiglu_inputs(maker: Maker, workload: Workload) -> tuple[Tensor, ...]:
+def _swiglu_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
     shape = (workload.batch, workload.seq_len, workload.config.ffn_width)
     return maker.normal(*shape), maker.normal(*shape)
 
 
-def _norm_inputs(maker: Maker, workload: Workload) -> tuple[Tensor, ...]:
+def _norm_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
     width = workload.config.width
     return maker.normal(workload.batch, workload.seq_len, width), maker.normal(width)
 
 
-def _layer_norm_inputs(maker: Maker, workload: Workload) -> tuple[Tensor, ...]:
+def _layer_norm_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
     return *_norm_inputs(maker, workload), maker.normal(workload.config.width)
 
 
-def _rotary_inputs(maker: Maker, workload: Workload) -> tuple[Tensor, ...]:
+def _rotary_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
     config = workload.config
     x_BTNH = maker.normal(workload.batch, workload.seq_len, config.num_heads, config.head_dim)
     table = RotaryTable(workload.seq_len, config.head_dim, config.rope_theta).to(x_BTNH.device)

@@ -14,17 +14,20 @@ from hybridkernels.adamw_int8.reference import adamw_int8_reference
 from hybridkernels.int8_quantize import int8_dequantize, int8_quantize, num_groups
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
 from hybridvalidation.kernel_bench.case import (
-    Case,
     Inputs,
+    KernelCase,
+    Maker,
     Mode,
+    ModelBatch,
     Provider,
     Run,
     Tensors,
+    block_params,
     forced,
+    model_batches,
     needs_package,
     own_providers,
 )
-from hybridvalidation.kernel_bench.shapes import Maker, Workload, block_params, workloads
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 _CHECKED_STEPS = 3
@@ -33,11 +36,11 @@ _SLICE_GROUPS = 2**16
 """That the reference takes at a time: it makes a dozen float32 tensors of them."""
 
 
-def int8_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[Case]:
+def int8_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
     """Yield the cases of the four ops; they have a forward pass only, all modes but ``backward`` mean it."""
     if not {Mode.FORWARD, Mode.BOTH} & set(modes):
         return
-    for workload in workloads(device, quick=quick):
+    for workload in model_batches(device, quick=quick):
         if device.type == "cuda" and workload.model == "gpt2-small":
             continue  # its blocks are too small to say more than the others
         yield _adamw_case(workload, device)
@@ -46,14 +49,14 @@ def int8_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> I
         yield _dequantize_case(workload, device)
 
 
-def _shape(workload: Workload, device: torch.device) -> tuple[str, int]:
+def _shape(workload: ModelBatch, device: torch.device) -> tuple[str, int]:
     """Return name and count of the parameters of a block; of a matrix of it where there is no card."""
     if device.type == "cuda":
         return f"{workload.model} block", block_params(workload.config)
     return f"{workload.model} width x width", workload.config.width**2
 
 
-def _quantize_case(workload: Workload, device: torch.device) -> Case:
+def _quantize_case(workload: ModelBatch, device: torch.device) -> KernelCase:
     shape, numel = _shape(workload, device)
 
     def setup(inputs: Inputs) -> Run:
@@ -70,7 +73,7 @@ def _quantize_case(workload: Workload, device: torch.device) -> Case:
     def reference(inputs: Inputs) -> Run:
         return lambda: int8_quantize_reference(inputs.args[0])
 
-    return Case(
+    return KernelCase(
         op="int8_quantize", key="int8_quantize", shape=shape, dtype="bfloat16", mode=Mode.FORWARD,
         num_bytes=3 * numel + 4 * num_groups(numel), flops=5 * numel,
         make_inputs=lambda where: Inputs((Maker(where, torch.bfloat16).normal(numel, grad=False),)),
@@ -82,7 +85,7 @@ def _quantize_case(workload: Workload, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _dequantize_case(workload: Workload, device: torch.device) -> Case:
+def _dequantize_case(workload: ModelBatch, device: torch.device) -> KernelCase:
     shape, numel = _shape(workload, device)
 
     def make_inputs(where: torch.device) -> Inputs:
@@ -106,7 +109,7 @@ def _dequantize_case(workload: Workload, device: torch.device) -> Case:
     def rounded(inputs: Inputs) -> Run:
         return lambda: (int8_dequantize_reference(*inputs.args).bfloat16(),)
 
-    return Case(
+    return KernelCase(
         op="int8_dequantize", key="int8_dequantize", shape=shape, dtype="bfloat16", mode=Mode.FORWARD,
         num_bytes=3 * numel + 4 * num_groups(numel), flops=numel, make_inputs=make_inputs, exact=reference,
         same_dtype=rounded,
@@ -117,7 +120,7 @@ def _dequantize_case(workload: Workload, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _adamw_case(workload: Workload, device: torch.device) -> Case:
+def _adamw_case(workload: ModelBatch, device: torch.device) -> KernelCase:
     shape, numel = _shape(workload, device)
 
     def make_inputs(where: torch.device) -> Inputs:
@@ -125,7 +128,7 @@ def _adamw_case(workload: Workload, device: torch.device) -> Case:
         grad_P = maker.normal(numel, scale=1e-3, grad=False, dtype=torch.bfloat16)
         return Inputs((maker.normal(numel, scale=0.02, grad=False), grad_P))
 
-    return Case(
+    return KernelCase(
         op="adamw_int8", key="adamw_int8", shape=shape, dtype="float32", mode=Mode.FORWARD,
         # parameter read and written, gradient read, two codes and two scales of a group read and written
         num_bytes=(2 * 4 + 2 + 4) * numel + 4 * 4 * num_groups(numel), flops=40 * numel, make_inputs=make_inputs,
@@ -138,7 +141,7 @@ def _adamw_case(workload: Workload, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _rounded_case(workload: Workload, device: torch.device) -> Case:
+def _rounded_case(workload: ModelBatch, device: torch.device) -> KernelCase:
     """Return the case of the update of bfloat16 weights that have no float32 copy."""
     shape, numel = _shape(workload, device)
 
@@ -147,7 +150,7 @@ def _rounded_case(workload: Workload, device: torch.device) -> Case:
         return Inputs((maker.normal(numel, scale=0.02, grad=False), maker.normal(numel, scale=1e-3, grad=False)))
 
     on_card = device.type == "cuda"
-    return Case(
+    return KernelCase(
         op="adamw_int8_rounded", key="adamw_int8_rounded", shape=shape, dtype="bfloat16", mode=Mode.FORWARD,
         num_bytes=(2 * 2 + 2 + 4) * numel + 4 * 4 * num_groups(numel), flops=60 * numel, make_inputs=make_inputs,
         exact=_adamw_exact, checked_calls=_CHECKED_STEPS,

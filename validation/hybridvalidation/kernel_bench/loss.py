@@ -12,16 +12,19 @@ from torch.nn import functional
 
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
 from hybridvalidation.kernel_bench.case import (
-    Case,
     Inputs,
+    KernelCase,
+    Maker,
     Mode,
+    ModelBatch,
     Provider,
+    liger,
+    liger_provider,
+    model_batches,
     own_providers,
     trained,
     widened,
 )
-from hybridvalidation.kernel_bench.liger import liger, liger_provider
-from hybridvalidation.kernel_bench.shapes import Maker, Workload, workloads
 
 OP = "linear_cross_entropy"
 _DTYPE = torch.bfloat16
@@ -29,15 +32,15 @@ _CHUNK_TOKENS = 1024
 """As the stack ``tight`` has it."""
 
 
-def loss_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[Case]:
+def loss_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
     """Yield the cases of the output projection with its loss."""
-    for workload in workloads(device, quick=quick or device.type != "cuda"):  # seconds a call on a processor
+    for workload in model_batches(device, quick=quick or device.type != "cuda"):  # seconds a call on a processor
         for mode in (Mode.BOTH, Mode.FORWARD):
             if mode in modes:
                 yield _case(workload, mode, device)
 
 
-def _case(workload: Workload, mode: Mode, device: torch.device) -> Case:
+def _case(workload: ModelBatch, mode: Mode, device: torch.device) -> KernelCase:
     config, num_tokens = workload.config, workload.num_tokens
     weight, hidden = config.vocab_size * config.width, num_tokens * config.width
     product = 2 * num_tokens * config.vocab_size * config.width
@@ -52,7 +55,7 @@ def _case(workload: Workload, mode: Mode, device: torch.device) -> Case:
         return Inputs((hidden_MD, weight_VD, maker.integers(num_tokens, below=config.vocab_size)))
 
     wide = torch.float64 if device.type == "cpu" else torch.float32
-    return Case(
+    return KernelCase(
         op=OP, key=OP, shape=workload.name, dtype="bfloat16", mode=mode, num_bytes=num_bytes,
         flops=product * (3 if trains else 1), uses_tensor_cores=True, make_inputs=make_inputs,
         exact=widened(trained(_plain, mode), wide), same_dtype=trained(_sliced, mode),

@@ -2,28 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from hybridvalidation.kernel_bench.case import Clock, Mode
 from hybridvalidation.kernel_bench.timing import Times
-from hybridvalidation.records.environment import Environment
-from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 
-SCHEMA = 1
 KERNELS_FILE = "kernels.jsonl"
-
-
-class ProviderOutcome(StrEnum):
-    """How a provider fared."""
-
-    OK = "ok"
-    WRONG = "wrong"
-    """Its result is further from the definition than allowed: it was not timed."""
-    FAILED = "failed"
-    MISSING = "missing"
-    """It cannot run on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +21,7 @@ class ProviderResult:
     is_ours: bool
     is_choosable: bool
     """Whether the op can take it by this name."""
-    outcome: ProviderOutcome
+    outcome: Outcome
     message: str = ""
     error: float | None = None
     """Largest difference from the definition, over the largest value there; of the output nearest to its bound."""
@@ -46,11 +33,11 @@ class ProviderResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRecord:
+class KernelRecord(Record):
     """One case."""
 
     op: str
-    key: str
+    choice: str
     """Name of the op in choices.toml."""
     shape: str
     dtype: str
@@ -68,16 +55,6 @@ class KernelRecord:
     """Version of the card's driver, empty where nobody says."""
     triton: str
     """Version, empty where it is not installed."""
-    evidence: Evidence
-    started_at: str
-    """UTC, ISO 8601."""
-    duration_s: float
-    environment: Environment
-    schema: int = SCHEMA
-
-    def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
 
     @property
     def name(self) -> str:
@@ -94,7 +71,7 @@ class KernelRecord:
         found = [
             (result, result.times)
             for result in self.results
-            if result.outcome is ProviderOutcome.OK and result.times is not None
+            if result.outcome is Outcome.OK and result.times is not None
         ]
         return sorted(found, key=lambda pair: pair[1].q50_s)
 
@@ -112,7 +89,4 @@ def read_kernels(records: Path) -> list[KernelRecord]:
 
 def newest_kernels(records: Iterable[KernelRecord]) -> list[KernelRecord]:
     """Return the newest record of each case and card, in the order of first appearance."""
-    newest: dict[tuple[str, str], KernelRecord] = {}
-    for record in records:
-        newest[record.card, record.name] = record
-    return list(newest.values())
+    return list({record.key: record for record in records}.values())

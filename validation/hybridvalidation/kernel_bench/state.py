@@ -28,18 +28,20 @@ from hybridtrain.hybrid.forecast import rssm_cell
 from hybridtrain.hybrid.forecast.rssm import NUM_MEMBERS
 from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
 from hybridvalidation.kernel_bench.case import (
-    Case,
     Clock,
     Inputs,
+    KernelCase,
+    Maker,
     Mode,
     Provider,
     Run,
     Setup,
     Tensors,
+    block_params,
+    model_batches,
     own_providers,
     widened,
 )
-from hybridvalidation.kernel_bench.shapes import Maker, block_params, workloads
 
 _NUM_STATES = (1, 512)
 """One state, as between two steps; a replay of them."""
@@ -50,7 +52,7 @@ _LAYERS = ("mix", "action", "seen", "gru_input", "gru_hidden", "prior", "head_hi
 _WIDTHS = (LOSS_STEPS, GRAD_NORM_STEPS, NUM_MOMENT_STATISTICS, NUM_SCALARS, NUM_PHASES)
 
 
-def state_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[Case]:
+def state_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
     """Yield the cases; the ops have a forward pass only, all modes but ``backward`` mean it."""
     if not {Mode.FORWARD, Mode.BOTH} & set(modes):
         return
@@ -60,7 +62,7 @@ def state_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> 
     yield _moments_case(device)
 
 
-def _encode_case(num_states: int, device: torch.device) -> Case:
+def _encode_case(num_states: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
         maker = Maker(torch.device("cpu"), torch.float32)
         histories = [maker.uniform(num_states, steps, low=0.5, high=5.0) for steps in (LOSS_STEPS, GRAD_NORM_STEPS)]
@@ -80,8 +82,8 @@ def _encode_case(num_states: int, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _moments_case(device: torch.device) -> Case:
-    workload = workloads(device)[0]
+def _moments_case(device: torch.device) -> KernelCase:
+    workload = model_batches(device)[0]
     on_card = device.type == "cuda"
     numel = block_params(workload.config) if on_card else workload.config.width**2
 
@@ -115,7 +117,7 @@ def _exact_sums(inputs: Inputs) -> Run:
     return run
 
 
-def _rollout_case(device: torch.device) -> Case:
+def _rollout_case(device: torch.device) -> KernelCase:
     num_weights = sum(prod(rssm_cell.LAYERS[name]) for name in _LAYERS if name != "seen")
     rows = (NUM_MEMBERS, _ROWS)
     names = [f"{layer}.{part}" for layer in _LAYERS for part in ("weight", "bias")]
@@ -174,13 +176,13 @@ def _centred(
 def _case(
     op: str, key: str, shape: str, setup: Setup, device: torch.device, *, make_inputs: MakeInputs, num_bytes: int,
     flops: int, kernel: str = "state_encoding",
-) -> Case:  # fmt: skip
+) -> KernelCase:  # fmt: skip
     """Return a case whose definition is the op itself on the processor, in float64."""
     exact = on_processor(widened(setup, torch.float64))
     same_dtype = on_processor(setup)
     processor = Provider(name="cpu", setup=same_dtype)
     own = own_providers(key, kernel, setup, device)
-    return Case(
+    return KernelCase(
         op=op, key=key, shape=shape, dtype="float32", mode=Mode.FORWARD, num_bytes=num_bytes, flops=flops,
         clock=Clock.WALL, make_inputs=make_inputs, exact=exact, same_dtype=same_dtype,
         providers=(*own, processor) if device.type == "cuda" else own,

@@ -1,4 +1,4 @@
-"""``tables/kernels.md``: every case with its winner, from records alone."""
+"""``tables/kernels.md``: every case with its winner and what was stated of kernels, from records alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,17 +6,52 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
+from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.case import Clock
-from hybridvalidation.kernel_bench.plan import OPS
-from hybridvalidation.kernel_bench.record import KernelRecord, ProviderOutcome, ProviderResult, newest_kernels
+from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
+from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
-from hybridvalidation.kernel_bench.verdicts import judge_kernels, processor_speedups
+from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, verdict_table
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
+
+SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
+"""Op by target: how much faster a card's kernel is than the processor."""
+_ON_PROCESSOR = "cpu"
+"""Name of the provider that runs there, in a card's records."""
+
+
+def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
+    """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
+    found = []
+    for record in records:
+        timed = record.timed()
+        ours = next((times for result, times in timed if result.is_ours), None)
+        processor = next((times for result, times in timed if result.provider == _ON_PROCESSOR), None)
+        if record.is_on_card and ours is not None and processor is not None:
+            found.append((record, processor.q50_s / ours.q50_s))
+    return found
+
+
+def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
+    """Return one verdict a target, by its slowest case; unproven without a card's record."""
+    speedups = processor_speedups(records)
+    verdicts = []
+    for name, op in SPEEDUPS.items():
+        if name not in targets:
+            continue
+        cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
+        metric = None
+        if cases:
+            factor, shape = min(cases)
+            metric = Metric(factor, Evidence.MEASURED, "x", remark=f"{shape}; the least of {len(cases)} shapes")
+        verdicts.append(judge_metric(targets[name], op, metric))
+    return verdicts
+
 
 _OP_ORDER = {op: place for place, op in enumerate(OPS)}
 _CASE_HEADERS = (
@@ -90,17 +125,20 @@ def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: 
     return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
 
 
+_WORDS = {Outcome.WRONG: "wrong", Outcome.ERROR: "failed", Outcome.SKIPPED: "missing"}
+
+
 def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
     """Return a sentence for every provider that is missing, wrong or failed, with the cases that say so."""
-    cases: dict[tuple[str, str, ProviderOutcome, str], list[str]] = {}
+    cases: dict[tuple[str, str, Outcome, str], list[str]] = {}
     for record in records:
         for result in record.results:
-            if result.outcome is not ProviderOutcome.OK:
+            if result.outcome is not Outcome.OK:
                 key = (record.op, result.provider, result.outcome, result.message)
                 cases.setdefault(key, []).append(f"{record.shape} {record.mode}")
     return [
-        f"{op} `{provider}` is {outcome}: {message}"
-        + (f" ({'; '.join(found)})" if outcome is not ProviderOutcome.MISSING else "")
+        f"{op} `{provider}` is {_WORDS[outcome]}: {message}"
+        + (f" ({'; '.join(found)})" if outcome is not Outcome.SKIPPED else "")
         for (op, provider, outcome, message), found in cases.items()
     ]
 
@@ -126,9 +164,8 @@ def write_kernels(
     for card in sorted({record.card for record in newest}, key=lambda card: (not _on_card(newest, card), card)):
         parts += _card_parts([record for record in newest if record.card == card], card_peaks(card, evidence))
     parts += ["## Stated targets", verdict_table(judge_kernels(newest, targets), MARKDOWN)]
-    path = results / "tables" / "kernels.md"
-    replace_file(path, ("\n\n".join(parts) + "\n").encode())
-    return [path]
+    parts.append(made_by(("", record) for record in newest))
+    return [write_page(results, "kernels", "\n\n".join(parts))]
 
 
 def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[str]:

@@ -1,33 +1,41 @@
 """The ``recommend`` verb: from arguments to a question, from the answer to text, JSON or a file."""
 
-import argparse
-import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.dry_run import Workload, check_workload
 from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import Workload, check_workload
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.recommend.report import RecommendReport
 from hybridvalidation.recommend.search import Question, recommend
 from hybridvalidation.runs.dry_run_report import read_model
+from hybridvalidation.scenario import Scenario
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
 _UNITS = {"GiB": GIB, "GB": GB}
 
 
-def recommend_command(options: argparse.Namespace) -> int:
-    """Search, print the answer, write the stack if asked to."""
-    question, model = _question(options)
-    report = RecommendReport(answer=recommend(question, _say(options)), model=model)
-    if options.write is not None:
-        replace_file(options.write, report.as_toml(options.write.stem).encode())
-    sys.stdout.write((json.dumps(report.as_mapping()) if options.json else report.as_text()) + "\n")
-    return 0
+def recommend_command(
+    *, model: str | None, card: str | None, host_memory: str, seq: int, tokens_per_step: int, scenario: str | None,
+    write: Path | None, scenarios: Path | None, say: Callable[[str], None],
+) -> RecommendReport:  # fmt: skip
+    """Search for the fastest stack that fits, and write it to ``write`` if asked to; ``say`` hears what is tried.
+
+    Raises:
+        ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
+        OutOfMemoryError: nothing fits.
+    """
+    if scenario is None:
+        question, name = _question(model, card, host_memory, seq, tokens_per_step)
+    else:
+        question, name = _of_scenario(ScenarioFiles(scenarios or default_folder()).scenario(scenario))
+    report = RecommendReport(answer=recommend(question, lambda text: say(f"trying {text}")), model=name)
+    if write is not None:
+        replace_file(write, report.as_toml(write.stem).encode())
+    return report
 
 
 def parse_size(text: str, path: str) -> int:
@@ -47,31 +55,21 @@ def parse_host(memory: str) -> Host:
         raise ConfigError("--host-memory", str(error).splitlines()) from error
 
 
-def _question(options: argparse.Namespace) -> tuple[Question, str]:
-    if options.scenario is not None:
-        scenario = ScenarioFiles(options.scenarios or default_folder()).scenario(options.scenario)
-        work = scenario.workload
-        return Question(
-            scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len, work.batch_size
-        ), scenario.name
-    missing = [f"--{name}: missing; name one, or give --scenario" for name in ("model", "card")
-               if getattr(options, name) is None]  # fmt: skip
-    if missing:
-        raise ConfigError("recommend", missing)
-    model = read_model(options.model)
-    check_workload(model, Workload(micro_batch_size=1, seq_len=options.seq))
-    if options.tokens_per_step % options.seq:
-        raise ConfigError(
-            "--tokens-per-step", [f"{options.tokens_per_step} must be a multiple of --seq ({options.seq})"]
-        )
-    host = parse_host(options.host_memory)
-    count = options.tokens_per_step // options.seq
-    return Question(model, find_card(options.card), host, options.seq, count), Path(options.model).stem
+def _of_scenario(scenario: Scenario) -> tuple[Question, str]:
+    work = scenario.workload
+    return Question(
+        scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len, work.batch_size
+    ), scenario.name
 
 
-def _say(options: argparse.Namespace) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if not options.json:
-            sys.stderr.write(f"trying {text}\n")
-
-    return say
+def _question(
+    model: str | None, card: str | None, host_memory: str, seq: int, tokens_per_step: int
+) -> tuple[Question, str]:
+    if model is None or card is None:
+        names = [name for name, given in (("model", model), ("card", card)) if given is None]
+        raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
+    shape = read_model(model)
+    check_workload(shape, Workload(micro_batch_size=1, seq_len=seq))
+    if tokens_per_step % seq:
+        raise ConfigError("--tokens-per-step", [f"{tokens_per_step} must be a multiple of --seq ({seq})"])
+    return Question(shape, find_card(card), parse_host(host_memory), seq, tokens_per_step // seq), Path(model).stem

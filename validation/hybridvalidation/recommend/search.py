@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import floor
 
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import GIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host

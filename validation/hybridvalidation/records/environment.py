@@ -1,23 +1,15 @@
-"""Where a record was made: machine, libraries, commit; and a digest of the source that made it."""
+"""Where a record was made: machine, libraries, commit."""
 
-import hashlib
 import os
 import platform
 import subprocess
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
-import hybridkernels
 import hybridtrain
 from hybridkernels.adamw_int8 import cpu_backend
-
-_FIGURE_MODULES = tuple(
-    f"runs/{name}.py" for name in ("accuracy", "equivalence", "execute", "figures", "measure", "worker")
-)
-"""Files of this package that make figures; the others only judge and show them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +31,6 @@ class Environment:
     commit: str
     """Of the project's checkout, empty outside of one."""
     dirty: bool
-    source_digest: str
 
 
 def read_environment() -> Environment:
@@ -55,26 +46,22 @@ def read_environment() -> Environment:
         gpu=torch.cuda.get_device_name() if has_cuda else "",
         cuda=torch.version.cuda or "",
         allocator_conf=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
-        commit=_git("rev-parse", "HEAD"),
-        dirty=bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")),
-        source_digest=source_digest(),
+        commit=_git("rev-parse", "HEAD") if is_checkout() else "",
+        dirty=bool(uncommitted_files()),
     )
 
 
-@cache
-def source_digest() -> str:
-    """Return a digest of every source file that can change a figure: trainer, kernels, and what runs and reads them."""
-    digest = hashlib.sha256()
-    for name in _FIGURE_MODULES:
-        digest.update(f"hybridvalidation/{name}\0".encode())
-        digest.update(Path(__file__).parents[1].joinpath(name).read_bytes())
-    for package in (hybridkernels, hybridtrain):
-        folder = Path(package.__file__ or "").parent
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in {".py", ".c", ".toml"}:
-                digest.update(f"{package.__name__}/{path.relative_to(folder).as_posix()}\0".encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def is_checkout() -> bool:
+    """Return whether this program is files of a git repository, not packages that were installed inside of one."""
+    return bool(_git("ls-files", "hybridtrain/__init__.py"))
+
+
+def uncommitted_files() -> list[str]:
+    """Return the checkout's files outside of results/ that differ from its commit; nothing without a checkout."""
+    if not is_checkout():
+        return []
+    lines = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results").splitlines()
+    return [line.split(maxsplit=1)[-1] for line in lines]
 
 
 def _cpu_name() -> str:

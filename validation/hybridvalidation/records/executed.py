@@ -4,14 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridtrain.config.encode import digest
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 
-SCHEMA = 1
 _FILE = "executed.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedJob:
+    """What is asked for; the newest of equal ones stands for all."""
+
+    model: str
+    shape: ModelConfig
+    stack: str
+    plan: Mapping[str, str]
+    micro_batch_size: int
+    seq_len: int
+    phases: tuple[str, ...]
+    """Of each step."""
+    lr: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Digest of all of it."""
+        return digest(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +64,7 @@ class TierPeaks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutedRun:
+class ExecutedRun(Record):
     """One run on the CPU, and the dry run of the same steps."""
 
     model: str
@@ -60,12 +81,8 @@ class ExecutedRun:
     corpus: str
     corpus_digest: str
     evidence: Evidence = Evidence.EXECUTED
-    started_at: str
-    """UTC, ISO 8601."""
-    duration_s: float
     build_s: float
-    """Of it: drawing the initial weights."""
-    environment: Environment
+    """Of the run's duration: drawing the initial weights."""
     num_threads: int
     steps: tuple[ExecutedStep, ...]
     executed: TierPeaks
@@ -76,16 +93,10 @@ class ExecutedRun:
     """Allocations and releases of the execution."""
     difference: str
     """First place in which the dry run differs from the execution; empty: nowhere."""
-    schema: int = SCHEMA
 
-    def __post_init__(self) -> None:
-        faults = []
-        if self.schema != SCHEMA:
-            faults.append(f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
-        if not self.steps:
-            faults.append("steps: empty; a run has at least one")
-        if faults:
-            raise ValueError("\n".join(faults))
+    def faults(self) -> list[str]:
+        """Return what cannot be."""
+        return [] if self.steps else ["steps: empty; a run has at least one"]
 
     @property
     def tokens_per_step(self) -> int:

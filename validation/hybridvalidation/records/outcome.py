@@ -18,14 +18,15 @@ class Evidence(StrEnum):
     """Derived by hand."""
 
 
-EVIDENCE_OF_KIND = {"dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED}
-"""How the figures of each kind of run are got."""
-
-
 class Outcome(StrEnum):
-    """How a run ended."""
+    """How a run, or a part of one, ended."""
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
+    """Of the card or of the host; an outcome like any other."""
     DIVERGED = "diverged"
     ERROR = "error"
+    WRONG = "wrong"
+    """Of a kernel: its result is further from the definition than allowed, and it was not timed."""
+    SKIPPED = "skipped"
+    """Never started, here or at all; the message says why."""

@@ -1,63 +1,104 @@
-"""Records on disk: one JSON line each, appended and never changed."""
+"""Records on disk: one JSON line each, appended and never changed, and the programs that made them."""
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.errors import ConfigError, RecordError
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.program import Program
 from hybridvalidation.records.record import Record
+from hybridvalidation.records.stack_run import StackRun
 
 T = TypeVar("T")
+
+PROGRAMS = "programs"
+"""File of the programs, beside those of the records."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordStore:
-    """A folder with one ``.jsonl`` file per scenario."""
+    """A folder with one ``.jsonl`` file per scenario, and ``programs.jsonl``."""
 
     folder: Path
 
-    def append(self, record: Record) -> None:
-        """Add a record and wait until it is on disk.
-
-        Raises:
-            RecordError: the file's last line was cut short; nothing is appended behind it.
-        """
+    def append(self, record: StackRun) -> None:
+        """Add a record and wait until it is on disk."""
         append_line(self._path(record.scenario), record)
 
-    def read(self, scenario: str) -> list[Record]:
+    def read(self, scenario: str) -> list[StackRun]:
         """Return all records of a scenario, oldest first; an empty list when there is no file.
 
         Raises:
             RecordError: a line is no record; names file and line.
         """
-        return read_lines(self._path(scenario), Record)
+        return read_lines(self._path(scenario), StackRun)
 
     def scenarios(self) -> list[str]:
-        """Return the scenarios that have records."""
-        return sorted(path.stem for path in self.folder.glob("*.jsonl"))
+        """Return the names of all files of records."""
+        return sorted(path.stem for path in self.folder.glob("*.jsonl") if path.stem != PROGRAMS)
 
-    def find(self, scenario: str, key: str) -> Record | None:
-        """Return the newest record with this key."""
-        return next((record for record in reversed(self.read(scenario)) if record.key == key), None)
+    def append_program(self, program: Program) -> None:
+        """Add a program that is not there yet."""
+        if program.digest not in self.programs():
+            append_line(self._path(PROGRAMS), program)
 
-    def _path(self, scenario: str) -> Path:
-        return self.folder / f"{scenario}.jsonl"
+    def programs(self) -> dict[str, Program]:
+        """Return every program by its digest; raises ``RecordError`` for a line that is none."""
+        return {program.digest: program for program in read_lines(self._path(PROGRAMS), Program)}
+
+    def faults(self, records: Sequence[Record]) -> Iterator[str]:
+        """Yield for each record why it does not hold for the program as it is now; empty: it is valid."""
+        known = self.programs()
+        changes = {digest: program.first_change() for digest, program in known.items()}
+        for record in records:
+            if record.outcome is Outcome.ERROR:
+                yield f"the run failed: {record.message}"
+            else:
+                yield changes.get(record.program, "nobody knows which files made it")
+
+    def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
+        """Drop all other records of a scenario, and programs that made none any more; return how many records.
+
+        The one change to what was written; nobody calls it unasked.
+        """
+        records = self.read(scenario)
+        kept = [record for record in records if record in keep]
+        if len(kept) < len(records):
+            _rewrite(self._path(scenario), kept)
+        texts = [path.read_text(encoding="utf-8") for path in self.folder.rglob("*.jsonl") if path.stem != PROGRAMS]
+        programs = self.programs()
+        used = [program for digest, program in programs.items() if any(digest in text for text in texts)]
+        if len(used) < len(programs):
+            _rewrite(self._path(PROGRAMS), used)
+        return len(records) - len(kept)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
 
 
 def append_line(path: Path, record: object) -> None:
     """Add a record, a dataclass, to a file of records and wait until it is on disk.
 
-    Raises:
-        RecordError: the file's last line was cut short; nothing is appended behind it.
+    Writers take turns. What a writer that was killed left half-written behind the last whole line was never a record:
+    it is cut off.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-        raise RecordError(_half_written(path, path.read_bytes().count(b"\n") + 1))
-    with path.open("ab") as file:
+    with _locked(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        whole = end - len(_torn(path.read_bytes()))
+        if whole < end:
+            file.truncate(whole)
+        elif end and not path.read_bytes().endswith(b"\n"):  # whole, and an editor took its newline
+            file.write(b"\n")
         file.write((to_json(record) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
@@ -66,29 +107,49 @@ def append_line(path: Path, record: object) -> None:
 def read_lines(path: Path, cls: type[T]) -> list[T]:
     """Return the records of a file, oldest first; an empty list when there is no file.
 
+    A last line that was cut short is left out: its writer is still at work, or was killed, and its run is repeated.
+
     Raises:
-        RecordError: a line is no record; names file and line.
+        RecordError: a whole line is no record; names file and line.
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
-    if lines.pop():
-        raise RecordError(_half_written(path, len(lines) + 1))
-    return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)]
+    content = path.read_bytes()
+    lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
+    return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)] if lines != [b""] else []
+
+
+def _rewrite(path: Path, items: Sequence[object]) -> None:
+    with _locked(path):
+        replace_file(path, "".join(to_json(item) + "\n" for item in items).encode())
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to append to; no other process has it open so until the end."""
+    while True:
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return  # else it was rewritten while this process waited: open what stands there now
+
+
+def _torn(content: bytes) -> bytes:
+    """Return what stands behind the last newline, if it is no whole JSON value."""
+    last = content[content.rfind(b"\n") + 1 :]
+    try:
+        json.loads(last)
+    except (ValueError, RecursionError):
+        return last
+    return b""
 
 
 def _decode(path: Path, number: int, line: bytes, cls: type[T]) -> T:
     try:
         return decode(cls, json.loads(line), source=f"{path}:{number}")
-    except (ValueError, RecursionError, ConfigError) as error:
+    except (ValueError, ConfigError, RecursionError) as error:
         raise RecordError(
             f"{path}:{number}: not a record of this version ({error}). Every line must be one whole record; "
             f"restore the line from version control or delete it, the other records stay."
         ) from error
-
-
-def _half_written(path: Path, line: int) -> str:
-    return (
-        f"{path}:{line}: the last record is cut short, as after a crash while writing. Every line must end in a "
-        f"newline; delete line {line}, its run will be repeated, the other records stay."
-    )

@@ -1,21 +1,33 @@
 """What a stack costs in quality: a small model trained for real, on the same batches and seeds as the baseline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import sqrt
 from statistics import fmean
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from hybridtrain.data.batches import BatchSampler, validation_batches
-from hybridtrain.data.corpus import Corpus
+from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
+from hybridtrain.data.corpus import Corpus, embedded_corpus
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.memory_plan import Cell, MemoryPlan, Schedule
+from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from hybridvalidation.records.record import AccuracyFigures, SeedResult
-from hybridvalidation.runs.equivalence import accumulation_difference
+from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
+from hybridvalidation.runs.job import Job, run_and_record
 from hybridvalidation.scenario import AccuracySpec
+
+
+def run_accuracy(job: Job) -> StackRun:
+    """Train the proxies that a job asks for."""
+    spec = job.accuracy
+    assert spec is not None, "an accuracy job carries its specification"
+    return run_and_record(job, lambda: train_proxies(spec, job.stack.plan(), embedded_corpus()))
 
 
 def train_proxies(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> AccuracyFigures:
@@ -33,12 +45,7 @@ def train_proxies(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> Accur
 
 def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int) -> SeedResult:
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    config = TrainerConfig(
-        optimizer=AdamWConfig(lr=spec.lr),
-        schedule=LrSchedule(warmup_steps=spec.num_steps // 10, total_steps=spec.num_steps),
-        seed=seed,
-    )
-    trainer = Trainer(spec.proxy, plan, config, DirectTransfer(torch.device("cpu")))
+    trainer = _trainer(spec, plan, seed)
     sampler = BatchSampler(
         corpus.train, micro_batch_size=spec.batch_size // accum_steps, seq_len=spec.seq_len, seed=seed
     )
@@ -51,6 +58,15 @@ def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int) 
         seed=seed, validation_loss=loss, validation_accuracy=accuracy,
         final_train_loss=fmean(losses[-max(1, spec.num_steps // 10) :]),
     )  # fmt: skip
+
+
+def _trainer(spec: AccuracySpec, plan: MemoryPlan, seed: int) -> Trainer:
+    config = TrainerConfig(
+        optimizer=AdamWConfig(lr=spec.lr),
+        schedule=LrSchedule(warmup_steps=spec.num_steps // 10, total_steps=spec.num_steps),
+        seed=seed,
+    )
+    return Trainer(spec.proxy, plan, config, DirectTransfer(torch.device("cpu")))
 
 
 def _validate(spec: AccuracySpec, trainer: Trainer, corpus: Corpus) -> tuple[float, float]:
@@ -76,3 +92,50 @@ def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor,
     )
     for batch in batches:
         yield torch.from_numpy(batch.token_ids_BT), torch.from_numpy(batch.target_ids_BT)
+
+
+def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> float | None:
+    """Return by how much accumulated training and training with the large batch end apart, over the weights' norm.
+
+    None for a plan that accumulates nothing or does not keep fp32 weights on the device. The first seed of ``spec`` is
+    trained, without dropout: its random numbers belong to a micro-batch.
+
+    In exact arithmetic the two are the same: the mean of equal micro-batches' mean losses is the batch's mean loss. In
+    floating point the sums have another order, and AdamW carries the differences on.
+    """
+    table = plan.for_phase(Phase.FULL)
+    accum_steps = table.grad_accum_steps
+    if accum_steps == 1 or table.weight != Cell(placement=Placement.DEVICE, codec=Codec.FLOAT32):
+        return None
+    seed, exact = spec.seeds[0], replace(spec, proxy=replace(spec.proxy, dropout=0.0))
+    accumulated, large = _trainer(exact, plan, seed), _trainer(exact, _without_accumulation(plan), seed)
+    sampler = BatchSampler(
+        corpus.train, micro_batch_size=spec.batch_size // accum_steps, seq_len=spec.seq_len, seed=seed
+    )
+    for step in range(spec.num_steps):
+        batches = [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
+        accumulated.step(batches)
+        large.step([_joined(batches)])
+    pairs = list(zip(accumulated.model.parameters(), large.model.parameters(), strict=True))
+    apart = sum(_square(own.detach() - other.detach()) for own, other in pairs)
+    return sqrt(apart / sum(_square(other.detach()) for _, other in pairs))
+
+
+def _without_accumulation(plan: MemoryPlan) -> MemoryPlan:
+    return MemoryPlan(
+        phases={
+            phase: replace(table, grad_accum_steps=1, schedule=Schedule.HORIZONTAL, visit_micro_batches=0)
+            for phase, table in plan.phases.items()
+        }
+    )
+
+
+def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+    return TokenBatch(
+        token_ids_BT=np.concatenate([batch.token_ids_BT for batch in batches]),
+        target_ids_BT=np.concatenate([batch.target_ids_BT for batch in batches]),
+    )
+
+
+def _square(values: Tensor) -> float:
+    return float(values.double().square().sum())

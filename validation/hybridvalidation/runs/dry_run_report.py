@@ -7,14 +7,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.dry_run import DryRun, Workload, dry_run
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.models.model_config import ModelConfig, model_preset
+from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.records.record import MemoryFigures, StepPeaks
+from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace

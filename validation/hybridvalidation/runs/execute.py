@@ -11,14 +11,14 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.dry_run import Workload, check_workload, cycle_config
+from hybridtrain.dry_run import cycle_config
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -29,8 +29,9 @@ from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, TierPeaks
-from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.records.executed import ExecutedJob, ExecutedRun, ExecutedStep, TierPeaks
+from hybridvalidation.records.program import current_program
+from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.runs.trace_difference import first_difference
 
 
@@ -105,7 +106,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         corpus.train, micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len, seed=spec.seed
     )
     started, begin = datetime.now(UTC), time.perf_counter()
-    environment = read_environment()  # now: nobody edits the sources that are loaded
+    environment, program = read_environment(), current_program()  # now: nobody edits the sources that are loaded
     planned = _pass(spec, sampler, VirtualTransfer(), lambda _: None)
     _check_room(spec, planned.peaks)
     say(f"planned: {_told(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
@@ -115,7 +116,13 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     finally:
         transfer.close()
     process = read_process_memory()
+    job = ExecutedJob(
+        model=spec.model, shape=spec.shape, stack=spec.stack, plan=plan_figures(spec.plan),
+        micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
+        phases=tuple(step.result.phase.value for step in executed.steps), lr=spec.lr, seed=spec.seed,
+    )  # fmt: skip
     return ExecutedRun(
+        key=job.key, program=program.digest,
         model=spec.model, shape=spec.shape, num_params=spec.shape.num_params, stack=spec.stack,
         plan=plan_figures(spec.plan), micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
         accum_steps=spec.accum_steps, lr=spec.lr, seed=spec.seed, corpus=corpus.name, corpus_digest=corpus.digest,

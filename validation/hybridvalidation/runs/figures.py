@@ -2,15 +2,24 @@
 
 from collections.abc import Mapping
 
-from hybridtrain.dry_run import DryRun
-from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.dry_run import DryRun, dry_run
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.records.record import MemoryFigures, RefusedRequest, StepPeaks, Timeline
+from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline
+from hybridvalidation.runs.job import Job, run_and_record
 
 _TIMELINE_POINTS = 240
 _LARGEST_HOLDERS = 10
+
+
+def run_dry(job: Job) -> StackRun:
+    """Plan what a job asks for."""
+    plan = job.stack.plan()
+    workload = job.workload.micro_batch(plan)
+    return run_and_record(
+        job,
+        lambda: memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host)),
+    )
 
 
 def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
@@ -52,25 +61,6 @@ def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]
     ranked = sorted(by_unit.items(), key=lambda item: (-item[1], item[0]))
     return {
         f"{tensor_class.value}/{unit}" if unit else tensor_class.value: size for (tensor_class, unit), size in ranked
-    }
-
-
-def plan_figures(plan: MemoryPlan) -> dict[str, str]:
-    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
-    full = plan.for_phase(Phase.FULL)
-    values = full.values()
-    kept = {
-        path: str(value)
-        for path, value in values.items()
-        if not (SETTINGS[path].is_young and value == SETTINGS[path].default)
-    }
-    if not full.history_tensors:
-        return kept
-    return kept | {
-        f"{phase}.{path}": str(value)
-        for phase in Phase
-        for path, value in plan.for_phase(phase).values().items()
-        if value != values[path]
     }
 
 

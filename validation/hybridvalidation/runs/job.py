@@ -1,25 +1,33 @@
-"""A job: one run of one scenario under one stack, and the key of all that its figures depend on."""
+"""A job: one run of one scenario under one stack, and the record of how it went."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from datetime import UTC, datetime
 
 import torch
 
 from hybridtrain.config.encode import digest
-from hybridtrain.data.corpus import Corpus
+from hybridtrain.errors import DivergenceError
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.virtual_gpu.card import Host
-from hybridvalidation.records.environment import read_environment, source_digest
-from hybridvalidation.runs.figures import plan_figures
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
 from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack
 
-JobKind = Literal["dry_run", "accuracy", "measured"]
+EVIDENCE_OF_KIND: dict[RunKind, Evidence] = {
+    "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,
+}  # fmt: skip
+"""How the figures of each kind of run are got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run."""
 
-    kind: JobKind
+    kind: RunKind
     scenario: str
     stack: Stack
     model: ModelSpec
@@ -27,14 +35,12 @@ class Job:
     workload: BatchWorkload
     host: Host
     accuracy: AccuracySpec | None
-    subject: str
-    """Digest of what is run."""
     key: str
-    """Digest of what is run, with which source, libraries and machine."""
+    """Digest of what is run, whoever runs it with whatever version."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
+class _Key:
     """What is run. Names of scenario and stack are not part of it."""
 
     kind: str
@@ -42,37 +48,56 @@ class _Subject:
     plan: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """What the figures depend on."""
-
-    subject: str
-    source_digest: str
-    torch: str
-    machine: str
-
-
-def subject_of(kind: JobKind, scenario: Scenario, stack: Stack) -> str:
-    """Return the digest of what a run of this kind is about."""
-    inputs: tuple[object, ...] = (scenario.model, scenario.card, scenario.workload_of(stack.name), scenario.host)
+def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
+    """Return the job with its key."""
+    workload = scenario.workload_of(stack.name)
+    inputs: tuple[object, ...] = (scenario.model, scenario.card, workload, scenario.host)
     if kind == "accuracy":
         inputs = () if scenario.accuracy is None else (scenario.accuracy,)
-    return digest(_Subject(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan())))
-
-
-def make_job(kind: JobKind, scenario: Scenario, stack: Stack, corpus: Corpus) -> Job:
-    """Return the job with its key."""
-    machine = ""
-    if kind != "dry_run":
-        environment = read_environment()
-        machine = f"{environment.cpu} {environment.int8_update} {environment.gpu} {corpus.digest}"
-    if kind == "measured":
-        machine += f" {environment.allocator_conf} {environment.cuda}"
-    subject = subject_of(kind, scenario, stack)
-    key = digest(_Key(subject, source_digest(), torch.__version__, machine))
     return Job(
-        kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card,
-        workload=scenario.workload_of(stack.name), host=scenario.host,
-        accuracy=scenario.accuracy if kind == "accuracy" else None,
-        subject=subject, key=key,
+        kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card, workload=workload,
+        host=scenario.host, accuracy=scenario.accuracy if kind == "accuracy" else None,
+        key=digest(_Key(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan()))),
     )  # fmt: skip
+
+
+def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures | MeasuredFigures]) -> StackRun:
+    """Return the record of a run; an out-of-memory or diverged run is an outcome, everything else raises."""
+    started, begin = datetime.now(UTC), time.perf_counter()
+    outcome, message, found = Outcome.OK, "", None
+    try:
+        found = find()
+    except DivergenceError as error:
+        outcome, message = Outcome.DIVERGED, str(error)
+    except torch.OutOfMemoryError as error:
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error)
+    memory = found if isinstance(found, MemoryFigures) else None
+    if memory is not None and not memory.fits:
+        outcome = Outcome.OUT_OF_MEMORY
+    return StackRun(
+        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
+        outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),
+        duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
+        plan=plan_figures(job.stack.plan()), memory=memory,
+        accuracy=found if isinstance(found, AccuracyFigures) else None,
+        measured=found if isinstance(found, MeasuredFigures) else None,
+    )  # fmt: skip
+
+
+def plan_figures(plan: MemoryPlan) -> dict[str, str]:
+    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
+    full = plan.for_phase(Phase.FULL)
+    values = full.values()
+    kept = {
+        path: str(value)
+        for path, value in values.items()
+        if not (SETTINGS[path].is_young and value == SETTINGS[path].default)
+    }
+    if not full.history_tensors:
+        return kept
+    return kept | {
+        f"{phase}.{path}": str(value)
+        for phase in Phase
+        for path, value in plan.for_phase(phase).values().items()
+        if value != values[path]
+    }

@@ -1,35 +1,30 @@
-"""All jobs of a scenario, each in a fresh process, none twice: a run with an equal key is read instead of repeated."""
+"""All jobs of a scenario, each in a fresh process, none twice: what has a valid record is read instead of repeated."""
 
-import json
 import os
-import re
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import get_args
 
 import torch
 
-from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
 from hybridvalidation.progress import progress_bar
-from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.outcome import EVIDENCE_OF_KIND, Outcome
-from hybridvalidation.records.record import Record
+from hybridvalidation.records.environment import Environment, read_environment
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.program import Program
+from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.figures import plan_figures
-from hybridvalidation.runs.job import Job, JobKind, make_job, subject_of
+from hybridvalidation.runs.child import Child, Ended, run_side_by_side
+from hybridvalidation.runs.job import EVIDENCE_OF_KIND, Job, make_job, plan_figures
 from hybridvalidation.scenario import Scenario, Stack
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Small models gain nothing from a second thread, and two runs on two cores do."""
+_WORK: dict[RunKind, str] = {
+    "dry_run": "hybridvalidation.runs.figures:run_dry",
+    "accuracy": "hybridvalidation.runs.accuracy:run_accuracy",
+    "measured": "hybridvalidation.runs.measure:run_measured",
+}
+"""What a child imports for each kind, and so what its records depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,33 +33,49 @@ class ScenarioRun:
 
     scenario: Scenario
     stacks: dict[str, Stack]
-    records: dict[tuple[str, str], Record]
+    records: dict[tuple[RunKind, str], StackRun]
     num_cached: int
+    """Of them read, not made."""
 
-    def get(self, kind: str, stack: str) -> Record | None:
+    def get(self, kind: RunKind, stack: str) -> StackRun | None:
         """Return a record if that run was made and ended well enough to have one."""
         return self.records.get((kind, stack))
 
+    def memory(self, stack: str) -> MemoryFigures | None:
+        """Return the figures of a stack's dry run, if it has some."""
+        record = self.get("dry_run", stack)
+        return None if record is None else record.memory
+
+    @property
+    def num_made(self) -> int:
+        """Records that are new."""
+        return len(self.records) - self.num_cached
+
 
 def run_scenario(
-    scenario: Scenario, stacks: Iterable[Stack], store: RecordStore, *, fresh: bool, progress: bool
+    scenario: Scenario, stacks: Iterable[Stack], known: Sequence[RecordStore], store: RecordStore, *, progress: bool
 ) -> ScenarioRun:
-    """Run what has no record yet and return everything; ``fresh`` repeats all."""
+    """Run what has no valid record yet and return everything.
+
+    Args:
+        scenario: What is run.
+        stacks: Its stacks.
+        known: Where records are looked for, the first first; none: every run is made.
+        store: Where new records are written.
+        progress: Whether a bar is shown.
+    """
     stacks = list(stacks)
-    corpus = embedded_corpus()
-    kinds: list[JobKind] = ["dry_run", "accuracy"]
+    kinds: list[RunKind] = ["dry_run", "accuracy"]
     if torch.cuda.is_available():
         kinds.append("measured")
-    jobs = [
-        make_job(kind, scenario, stack, corpus) for kind in kinds for stack in stacks if _is_run(kind, scenario, stack)
-    ]
-    cached = {} if fresh else {job.key: record for job in jobs if (record := store.find(scenario.name, job.key))}
-    records: dict[tuple[str, str], Record] = {
-        (job.kind, job.stack.name): cached[job.key] for job in jobs if job.key in cached
-    }
-    missing = [job for job in jobs if job.key not in cached]
+    jobs = jobs_of(scenario, stacks, kinds)
+    found = _same_corpus(jobs, _valid(scenario, jobs, known))
+    records = {(job.kind, job.stack.name): found[job.key] for job in jobs if job.key in found}
+    missing = [job for job in jobs if job.key not in found]
     with progress_bar(missing, desc=scenario.name, unit="run", shown=progress) as bar:
-        for job, record in _run_all(missing):
+        for job, (record, program) in _run_all(missing):
+            if program is not None:
+                store.append_program(program)
             store.append(record)
             records[job.kind, job.stack.name] = record
             bar.set_postfix_str(f"{job.kind} {job.stack.name}")
@@ -75,63 +86,85 @@ def run_scenario(
     )  # fmt: skip
 
 
-def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
+def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordStore) -> ScenarioRun:
+    """Return the newest record of every kind and stack as the files describe them now; nothing is run."""
+    stacks = list(stacks)
+    newest = {record.key: record for record in store.read(scenario.name)}
+    jobs = jobs_of(scenario, stacks, get_args(RunKind))
+    records = {(job.kind, job.stack.name): newest[job.key] for job in jobs if job.key in newest}
+    return ScenarioRun(
+        scenario=scenario, stacks={stack.name: stack for stack in stacks}, records=records, num_cached=len(records)
+    )
+
+
+def jobs_of(scenario: Scenario, stacks: Iterable[Stack], kinds: Iterable[RunKind]) -> list[Job]:
+    """Return every run of some kinds."""
+    stacks = list(stacks)
+    return [
+        make_job(kind, scenario, stack)
+        for kind in kinds
+        for stack in stacks
+        if kind != "accuracy" or scenario.trains(stack.name)
+    ]
+
+
+def run_in_process(job: Job) -> tuple[StackRun, Program | None]:
+    """Run a job in a fresh process; a crash becomes a record with the outcome ``error``."""
+    return _recorded(job, _start(job).wait())
+
+
+def _valid(scenario: Scenario, jobs: Sequence[Job], known: Sequence[RecordStore]) -> dict[str, StackRun]:
+    """Return the newest valid record of each job that has one, by key."""
+    here = read_environment() if any(job.kind == "measured" for job in jobs) else None
+    found: dict[str, StackRun] = {}
+    for store in known:
+        records = store.read(scenario.name)
+        valid = {
+            record.key: record
+            for record, fault in zip(records, store.faults(records), strict=True)
+            if not fault and (record.kind != "measured" or _card(record.environment) == _card(here))
+        }
+        found = valid | found
+    return found
+
+
+def _card(environment: Environment | None) -> tuple[str, ...] | None:
+    """Return what a measurement belongs to."""
+    return None if environment is None else (environment.gpu, environment.cuda, environment.allocator_conf)
+
+
+def _same_corpus(jobs: Sequence[Job], found: dict[str, StackRun]) -> dict[str, StackRun]:
+    """Drop proxies that cannot be compared: the text is that of a machine's Python, and stacks are compared on one."""
+    keys = [job.key for job in jobs if job.kind == "accuracy"]
+    corpora = {figures.corpus_digest for key in keys if key in found and (figures := found[key].accuracy) is not None}
+    if len(corpora) + any(key not in found for key in keys) < 2:
+        return found
+    here = embedded_corpus().digest
+    return {
+        key: record for key, record in found.items() if record.accuracy is None or record.accuracy.corpus_digest == here
+    }
+
+
+def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, tuple[StackRun, Program | None]]]:
     """Yield each job with its record: CPU jobs side by side, one core each, then the card's jobs one by one."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        futures = {pool.submit(run_in_process, job): job for job in jobs if job.kind != "measured"}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    on_cpu = [job for job in jobs if job.kind != "measured"]
+    for job, ended in run_side_by_side(on_cpu, _start, os.cpu_count() or 1):
+        yield job, _recorded(job, ended)
     for job in jobs:
         if job.kind == "measured":
             yield job, run_in_process(job)
 
 
-def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordStore) -> ScenarioRun:
-    """Return the newest record of every kind and stack as the files describe them now; nothing is run."""
-    chosen = {stack.name: stack for stack in stacks}
-    everything = store.read(scenario.name)
-    records: dict[tuple[str, str], Record] = {}
-    for kind in get_args(JobKind):
-        for name, stack in chosen.items():
-            if not _is_run(kind, scenario, stack):
-                continue
-            subject = subject_of(kind, scenario, stack)
-            same = [record for record in everything if record.kind == kind and record.subject == subject]
-            crashed = [
-                record for record in everything if (record.kind, record.stack, record.subject) == (kind, name, "")
-            ]
-            if same or crashed:
-                records[kind, name] = (same or crashed)[-1]
-    return ScenarioRun(scenario=scenario, stacks=chosen, records=records, num_cached=len(records))
+def _start(job: Job) -> Child[StackRun]:
+    return Child(_WORK[job.kind], job, StackRun)
 
 
-def _is_run(kind: JobKind, scenario: Scenario, stack: Stack) -> bool:
-    return kind != "accuracy" or scenario.trains(stack.name)
-
-
-def run_in_process(job: Job) -> Record:
-    """Run a job in a fresh process; a crash becomes a record with the outcome ``error``."""
-    started = datetime.now(UTC)
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        job_path, record_path = Path(folder, "job.json"), Path(folder, "record.json")
-        job_path.write_text(to_json(job), encoding="utf-8")
-        done = subprocess.run(  # noqa: S603  our own module
-            [sys.executable, "-P", "-m", "hybridvalidation.runs.worker", str(job_path), str(record_path)],
-            capture_output=True, text=True, check=False, env=os.environ | _ONE_THREAD,
-        )  # fmt: skip
-        if done.returncode == 0:
-            return decode(Record, json.loads(record_path.read_text(encoding="utf-8")), source="worker")
-    failure = _without_paths((done.stderr.strip().splitlines() or ["no message"])[-1])
-    return Record(
-        key="", subject=job.subject, kind=job.kind, scenario=job.scenario, stack=job.stack.name,
-        evidence=EVIDENCE_OF_KIND[job.kind],
-        outcome=Outcome.ERROR, message=f"worker ended with code {done.returncode}: {failure}",
-        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
-        environment=read_environment(), plan=plan_figures(job.stack.plan()),
+def _recorded(job: Job, ended: Ended[StackRun]) -> tuple[StackRun, Program | None]:
+    if ended.answer is not None and ended.program is not None:
+        return replace(ended.answer, program=ended.program.digest), ended.program
+    record = StackRun(
+        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
+        outcome=Outcome.ERROR, message=ended.fault, started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        duration_s=round(ended.seconds, 3), environment=read_environment(), plan=plan_figures(job.stack.plan()),
     )  # fmt: skip
-
-
-def _without_paths(text: str) -> str:
-    """Return text with folders cut off its paths: records tell nothing of a machine's places."""
-    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)
+    return record, None

@@ -1,62 +1,56 @@
-"""Everything a scenario's records say, as one Markdown file with its pictures."""
+"""Everything that records say, as Markdown files with their pictures."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.roofline import efficiency_of
-from hybridvalidation.judge.verdict import judge_all
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridtrain.units import format_count, to_gib
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import (
-    MARKDOWN,
-    TERMINAL,
-    class_table,
-    headline,
-    measured_table,
-    outcome_lines,
-    summary_table,
-    verdict_table,
-)
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.kinds import Page, Section, View, kinds_in
+from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
 
 
-def _how(run: ScenarioRun) -> str:
-    """Return how each kind of figure was got."""
-    efficiency = efficiency_of(run.scenario.card.resolve())
+def headline(run: ScenarioRun) -> str:
+    """Return model, card and workload in a line."""
+    scenario = run.scenario
+    model, card = scenario.model.resolve(), scenario.card.resolve()
+    tokens = scenario.workload.batch_size * scenario.workload.seq_len
     return (
-        "Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors, without the "
-        f"process itself. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the card's matmul rate "
-        f"and {100 * efficiency.memory:.0f} % of its bandwidths. Accuracy: executed, by training a small proxy on the "
-        "CPU; 95 % intervals over paired seeds; top-1 above 100 and perplexity below 100 are better than vanilla."
+        f"{scenario.says}: {format_count(model.num_params)} parameters on {card.name} "
+        f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step "
+        f"({scenario.workload.batch_size} x {scenario.workload.seq_len})"
     )
 
 
-def report_text(run: ScenarioRun, targets: dict[str, Target], style: str) -> str:
-    """Return headline, tables and sentences."""
-    title = "## " if style == MARKDOWN else ""
-    measured = measured_table(run, style)
-    parts = [
-        f"{'# ' if style == MARKDOWN else ''}{headline(run)}",
-        summary_table(run, style),
-        _how(run),
-        f"{title}Where the memory goes, GiB allocated at the peak (planned)",
-        class_table(run, style),
-        *(f"{'- ' if style == MARKDOWN else ''}{line}" for line in outcome_lines(run)),
-        *([f"{title}Planned / measured under the card's cap", measured] if measured else []),
-        f"{title}Stated targets",
-        verdict_table(judge_all(run, targets), style),
-    ]
-    return "\n\n".join(parts)
+def report_text(run: ScenarioRun, targets: Mapping[str, Target], style: str) -> str:
+    """Return headline, tables and sentences of a scenario."""
+    view = View(run=run, targets=targets, style=style)
+    parts = [part for section in kinds_in("sections", Section) for part in section.parts(view)]
+    return "\n\n".join([f"{'# ' if style == MARKDOWN else ''}{headline(run)}", *parts])
 
 
-def write_report(run: ScenarioRun, targets: dict[str, Target], results: Path) -> list[Path]:
+def write_report(run: ScenarioRun, targets: Mapping[str, Target], results: Path) -> list[Path]:
     """Write ``tables/NAME.md`` and ``plots/NAME-*.png`` below ``results``; return the paths."""
-    from hybridvalidation.show.plots import write_plots  # noqa: PLC0415  matplotlib takes half a second, a dry run needs none
+    from hybridvalidation.show.pictures import write_plots  # noqa: PLC0415  matplotlib takes half a second
 
     plots = write_plots(run, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
-    table = results / "tables" / f"{run.scenario.name}.md"
-    replace_file(table, f"{report_text(run, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n".encode())
-    return [table, *plots]
+    text = f"{report_text(run, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}"
+    return [write_page(results, run.scenario.name, text), *plots]
 
 
-__all__ = ["MARKDOWN", "TERMINAL", "report_text", "write_report"]
+def rebuild(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[Path]:
+    """Write the reports of scenarios from their records, nothing is run; without names all, and all other pages."""
+    store, written = RecordStore(results / "records"), list[Path]()
+    for name in names or [name for name in store.scenarios() if name in files.scenario_names()]:
+        scenario = files.scenario(name)
+        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+        written += write_report(run, files.targets(), results)
+    for page in [] if names else kinds_in("pages", Page):
+        written += page.write(files, results)
+    return written
+
+
+__all__ = ["MARKDOWN", "TERMINAL", "headline", "rebuild", "report_text", "write_report"]

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
@@ -22,11 +22,13 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program
+from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 from hybridvalidation.study.figures import record_of
-from hybridvalidation.study.plan import Made
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord
+from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord
 
 _HORIZONS = (50, 100, 200, 400)
 _WINDOW = 25
@@ -45,19 +47,16 @@ _HOW = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastRecord:
+class ForecastRecord(Record):
     """Scores of all forecasters on one run."""
 
     study: str
-    run_key: str
     method: str
     seed: int
     scores: tuple[ForecastScore, ...]
     step_cpu_s: float
     """Processor time of one gpt2-small step on the same machine, one thread."""
-    commit: str
-    cpu: str
-    schema: int = 1
+    evidence: Evidence = Evidence.EXECUTED
 
 
 def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str], None]) -> list[ForecastRecord]:
@@ -65,15 +64,17 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
     torch.set_num_threads(1)
     known = read_forecasts(results)
     runs = [record_of(study, made, name, seed, study.num_steps) for name in _METHODS for seed in study.seeds[:_SEEDS]]
-    scored = {record.run_key for record in known}
+    scored = {record.key for record in known}
     missing = [run for run in runs if run is not None and run.key not in scored and len(run.step_losses) >= _SHORTEST]
     step_cpu_s = _step_cpu_s() if missing else 0.0
     for run in missing:
+        started, begin = datetime.now(UTC), time.perf_counter()
         scores = evaluate_forecasters(signals_of(study, run), list(FORECASTERS), _HORIZONS, _WINDOW, run.run.seed)
-        environment = read_environment()
         record = ForecastRecord(
-            study=study.name, run_key=run.key, method=run.run.method, seed=run.run.seed, scores=scores,
-            step_cpu_s=step_cpu_s, commit=environment.commit, cpu=environment.cpu,
+            key=run.key, study=study.name, method=run.run.method, seed=run.run.seed, scores=scores,
+            step_cpu_s=step_cpu_s, started_at=started.isoformat(timespec="seconds"),
+            duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
+            program=current_program().digest,
         )  # fmt: skip
         append_line(_path(results), record)
         known.append(record)
@@ -118,9 +119,8 @@ def write_forecasts(results: Path) -> list[Path]:
     records = read_forecasts(results)
     if not records:
         return []
-    path = results / "tables" / "forecasts.md"
-    replace_file(path, f"# Forecasts of the loss\n\n{forecast_text(records, MARKDOWN)}\n".encode())
-    return [path]
+    parts = ["# Forecasts of the loss", forecast_text(records, MARKDOWN), made_by(("", record) for record in records)]
+    return [write_page(results, "forecasts", "\n\n".join(parts))]
 
 
 def _sentence(records: Sequence[ForecastRecord]) -> str:

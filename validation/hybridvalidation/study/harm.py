@@ -6,9 +6,16 @@ from statistics import fmean
 
 from tabulate import tabulate
 
-from hybridvalidation.study.plan import Made, chosen, next_runs
-from hybridvalidation.study.protocol import StudyFile, StudyMethod, StudyRecord, StudyRun
-from hybridvalidation.study.run import run_key
+from hybridvalidation.study.protocol import (
+    Made,
+    StudyFile,
+    StudyMethod,
+    StudyRecord,
+    StudyRun,
+    chosen,
+    next_runs,
+    run_key,
+)
 
 _HOW = (
     "Executed on the CPU, the validation loss at the end of the run. Harm: loss over that of AdamW under the same "

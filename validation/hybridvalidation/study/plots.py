@@ -11,8 +11,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from hybridvalidation.study.figures import horizon_curve, lr_curve, method_figures, record_of
 from hybridvalidation.study.harm import harms
-from hybridvalidation.study.plan import Made
-from hybridvalidation.study.protocol import BASELINE, StudyFile
+from hybridvalidation.study.protocol import BASELINE, Made, StudyFile
 
 _COLORS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 """Okabe and Ito's; black is AdamW."""

@@ -1,6 +1,8 @@
-"""What a study file says: the protocol of a time-to-loss comparison, written down before the first run."""
+"""What a study file says, written down before the first run; which runs it needs next; the record of one."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from hashlib import sha256
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
@@ -9,6 +11,8 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.trainer_config import LrSchedule
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
 from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"
@@ -198,6 +202,14 @@ class StudyRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StudyJob:
+    """A run with all that it needs to know, for a process of its own."""
+
+    study: StudyFile
+    run: StudyRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPoint:
     """One validation within a run."""
 
@@ -207,14 +219,11 @@ class ValidationPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRecord:
+class StudyRecord(Record):
     """One run of a study, as it went. Executed: real arithmetic on the CPU."""
 
-    key: str
-    """Digest of study and run: what a resumed study need not repeat."""
     run: StudyRun
-    outcome: Literal["ok", "diverged"]
-    message: str = ""
+    evidence: Evidence = Evidence.EXECUTED
     validation_loss: float | None = None
     """Nats per token at the end."""
     test_loss: float | None = None
@@ -225,18 +234,114 @@ class StudyRecord:
     """Of every true step, for the forecasters; kept at the study's own length only."""
     cost: float
     """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
-    seconds: float
-    """Wall clock of the training loop, one pinned thread; other work may have shared the machine."""
     cpu_seconds: float
-    """Processor time of the same."""
+    """Processor time of the training loop, one pinned thread; its duration is wall clock, other work may have shared
+    the machine."""
     jumps: int = 0
     predicted_steps: float = 0.0
     rollbacks: int = 0
     planned_device_bytes: int = 0
     planned_host_bytes: int = 0
-    commit: str
-    source_digest: str
-    cpu: str
-    torch: str
     corpus_digest: str
-    schema: int = 1
+
+
+def run_key(study: StudyFile, run: StudyRun) -> str:
+    """Return the digest of all that decides how a run goes, apart from the program.
+
+    Settings at their default are left out: a new option with a default does not make old runs unknown.
+    """
+    method = study.method(run.method)
+    parts: list[object] = [study.model, study.optimizer, study.schedule, run]
+    parts += [study.seq_len, study.batch_size, study.corpus_mib, study.validation_batches, study.validate_every]
+    if method is not None:
+        parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
+    return sha256("\n".join(map(_settings, parts)).encode()).hexdigest()[:16]
+
+
+def _settings(part: object) -> str:
+    """Return a dataclass as text without what is at its default; anything else as it is."""
+    if not is_dataclass(part):
+        return repr(part)
+    told = []
+    for item in fields(part):
+        value = getattr(part, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if value != default:
+            told.append(f"{item.name}={_settings(value)}")
+    return f"{type(part).__name__}({', '.join(told)})"
+
+
+Made = Mapping[str, StudyRecord]
+"""Records by key."""
+
+
+def next_runs(study: StudyFile, made: Made) -> list[StudyRun]:
+    """Return the runs of the first stage that is not finished; empty when the study is complete."""
+    for stage in (learning_rates, betas, comparisons):
+        missing = [run for run in stage(study, made) if run_key(study, run) not in made]
+        if missing:
+            return list(dict.fromkeys(missing))
+    return []
+
+
+def learning_rates(study: StudyFile, made: Made) -> Iterator[StudyRun]:
+    """Yield AdamW's learning rates at the tuning seed."""
+    del made  # the first stage needs none
+    base = study.optimizer
+    for lr in study.lrs:
+        yield _run(BASELINE, lr, Betas(beta1=base.beta1, beta2=base.beta2), study.tuning_seed, study.num_steps)
+
+
+def betas(study: StudyFile, made: Made) -> Iterator[StudyRun]:
+    """Yield AdamW's other betas at its best learning rate."""
+    lr = _best_lr(study, made, BASELINE, Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2), study.lrs)
+    for pair in study.betas:
+        yield _run(BASELINE, lr, pair, study.tuning_seed, study.num_steps)
+
+
+def comparisons(study: StudyFile, made: Made) -> Iterator[StudyRun]:
+    """Yield every method's learning rates at the tuning seed, then all seeds and horizons at the best ones."""
+    lr, pair = chosen(study, made, BASELINE)
+    for method in study.methods:
+        for tried in method.lrs:
+            yield _run(method.name, tried, pair, study.tuning_seed, study.num_steps)
+    for horizon in sorted(study.horizons, key=lambda steps: steps != study.num_steps):
+        for seed in study.seeds:
+            yield _run(BASELINE, lr, pair, seed, horizon)
+    for horizon in study.tuning_horizons:
+        yield _run(BASELINE, lr, pair, study.tuning_seed, horizon)
+    for method in study.methods:
+        trials = [_run(method.name, one, pair, study.tuning_seed, study.num_steps) for one in method.lrs]
+        if all(run_key(study, run) in made for run in trials):
+            best, _ = chosen(study, made, method.name)
+            for seed in study.seeds_of(method.name):
+                yield _run(method.name, best, pair, seed, study.num_steps)
+
+
+def chosen(study: StudyFile, made: Made, method: str) -> tuple[float, Betas]:
+    """Return learning rate and betas of a method, as far as its tuning runs were made."""
+    own = Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2)
+    lr = _best_lr(study, made, BASELINE, own, study.lrs)
+    pairs = {own, *study.betas}
+    pair = min(pairs, key=lambda p: _loss(study, made, _run_at(study, BASELINE, lr, p)))
+    found = study.method(method)
+    if found is not None and found.lrs:
+        lr = _best_lr(study, made, method, pair, found.lrs)
+    return lr, pair
+
+
+def _best_lr(study: StudyFile, made: Made, method: str, pair: Betas, lrs: tuple[float, ...]) -> float:
+    return min(lrs, key=lambda lr: _loss(study, made, _run_at(study, method, lr, pair)))
+
+
+def _loss(study: StudyFile, made: Made, run: StudyRun) -> float:
+    record = made.get(run_key(study, run))
+    return float("inf") if record is None or record.validation_loss is None else record.validation_loss
+
+
+def _run_at(study: StudyFile, method: str, lr: float, pair: Betas) -> StudyRun:
+    return _run(method, lr, pair, study.tuning_seed, study.num_steps)
+
+
+def _run(method: str, lr: float, pair: Betas, seed: int, num_steps: int) -> StudyRun:
+    return StudyRun(method=method, lr=lr, beta1=pair.beta1, beta2=pair.beta2, seed=seed, num_steps=num_steps)

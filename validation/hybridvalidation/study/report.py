@@ -6,24 +6,26 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.atomic_write import replace_file
+from hybridtrain.config.decode import load_toml
 from hybridtrain.units import to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, verdict_table
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 from hybridvalidation.study.figures import (
     Factor,
     MethodFigures,
     horizon_curve,
+    judge_study,
     lost_seeds,
     lr_curve,
     method_figures,
     noise_floor,
 )
+from hybridvalidation.study.forecast import write_forecasts
 from hybridvalidation.study.harm import harm_sentence, harm_text
-from hybridvalidation.study.plan import Made, chosen, next_runs
-from hybridvalidation.study.protocol import BASELINE, JUDGED, StudyFile
-from hybridvalidation.study.targets import judge_study
+from hybridvalidation.study.protocol import BASELINE, JUDGED, Made, StudyFile, chosen, next_runs
+from hybridvalidation.study.runner import read_study
 
 _FIVE, _NEEDS_FIVE = 5, 1.1
 """Seeds that the protocol wants for compute factors below the second."""
@@ -99,7 +101,7 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
         if len(tried) > 1 and best in {min(tried), max(tried)}:
             end = "lowest" if best == min(tried) else "highest"
             tuned += f" The best rate of {name} ({best:g}) is the {end} tried: its optimum may lie beyond."
-    if len(versions := sorted({record.commit[:8] for record in made.values()})) > 1:
+    if len(versions := sorted({record.environment.commit[:8] for record in made.values()})) > 1:
         tuned += f" The runs were made by {len(versions)} versions of the program: {', '.join(versions)}."
     if floor is not None:
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."
@@ -122,11 +124,25 @@ def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], res
     draw = write_study_plots if study.largest_harm_pct is None else harm_plots
     plots = draw(study, made, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
-    table = results / "tables" / f"study-{study.name}.md"
     title = "Time to loss" if study.largest_harm_pct is None else "Harm"
-    text = f"# {title}: {study.says}\n\n{study_text(study, made, targets, MARKDOWN)}\n\n## Pictures\n\n{pictures}\n"
-    replace_file(table, text.encode())
-    return [table, *plots]
+    parts = [
+        f"# {title}: {study.says}", study_text(study, made, targets, MARKDOWN),
+        made_by(("", record) for record in made.values()), "## Pictures", pictures,
+    ]  # fmt: skip
+    return [write_page(results, f"study-{study.name}", "\n\n".join(parts)), *plots]
+
+
+def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
+    """Rebuild tables and pictures of every study that has records, and of the forecasts."""
+    written: list[Path] = []
+    paths = sorted((files.folder / "studies").glob("*.toml"))
+    targets = files.targets() if paths else {}
+    for path in paths:
+        study = load_toml(StudyFile, path)
+        made = read_study(results, study.name)
+        if made:
+            written += write_study(study, made, targets, results)
+    return written + write_forecasts(results)
 
 
 def _method_table(study: StudyFile, made: Made, style: str) -> str:

@@ -1,22 +1,32 @@
-"""One run of a study: train, validate, test, write down what it cost. Everything is executed on the CPU."""
+"""One run of a study, executed on the CPU: train, validate, test, write down what it cost; controls, disturbances."""
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass, replace
-from hashlib import sha256
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from statistics import fmean
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
-from hybridtrain.data.byte_tokens import TokenArray
+from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
-from hybridtrain.dry_run import Workload, dry_run
+from hybridtrain.dry_run import dry_run
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.errors import DivergenceError
 from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
+from hybridtrain.hybrid.predictors.weight_predictor import Jump
+from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.model_config import Workload
 from hybridtrain.optim.ademamix import AdEMAMix
+from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -25,8 +35,17 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.study.controls import RandomDirection, WeightAverage, poison_gradients, shifted
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyMethod, StudyRecord, StudyRun, ValidationPoint
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.program import current_program
+from hybridvalidation.study.protocol import (
+    StudyFile,
+    StudyJob,
+    StudyMethod,
+    StudyRecord,
+    StudyRun,
+    ValidationPoint,
+    run_key,
+)
 
 _TRUE_STEP_COST = 3.0
 _TRAIN_TAIL = 50
@@ -34,38 +53,17 @@ _CARD = "rtx-4090"
 """Whose dry run tells the planned bytes; they do not depend on it."""
 
 
-def run_key(study: StudyFile, run: StudyRun) -> str:
-    """Return the digest of all that decides how a run goes, apart from the program.
-
-    Settings at their default are left out: a new option with a default does not make old runs unknown.
-    """
-    method = study.method(run.method)
-    parts: list[object] = [study.model, study.optimizer, study.schedule, run]
-    parts += [study.seq_len, study.batch_size, study.corpus_mib, study.validation_batches, study.validate_every]
-    if method is not None:
-        parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
-    return sha256("\n".join(map(_settings, parts)).encode()).hexdigest()[:16]
+def make_in_child(job: StudyJob) -> StudyRecord:
+    """Train once, in a process of its own."""
+    return make_run(job.study, job.run)
 
 
-def _settings(part: object) -> str:
-    """Return a dataclass as text without what is at its default; anything else as it is."""
-    if not is_dataclass(part):
-        return repr(part)
-    told = []
-    for item in fields(part):
-        value = getattr(part, item.name)
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
-        if value != default:
-            told.append(f"{item.name}={_settings(value)}")
-    return f"{type(part).__name__}({', '.join(told)})"
-
-
-def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyRecord:
-    """Train once and return the record; a run that diverges is an outcome."""
-    torch.set_num_threads(num_threads)
+def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
+    """Train once on one thread and return the record; a run that diverges is an outcome."""
+    torch.set_num_threads(1)
     corpus = embedded_corpus(study.corpus_mib * MIB)
     trial = _Trial(study, run, corpus)
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
     message = ""
     try:
         trial.train()
@@ -81,20 +79,19 @@ def make_run(study: StudyFile, run: StudyRun, num_threads: int = 1) -> StudyReco
                 None,
                 None,
             )
-    environment = read_environment()
     statistics = trial.hybrid.statistics
     planned = trial.planned_bytes()
     keeps_steps = run.num_steps == study.num_steps and not study.validate_every
     return StudyRecord(
-        key=run_key(study, run), run=run, outcome="diverged" if message else "ok", message=message,
+        key=run_key(study, run), run=run, outcome=Outcome.DIVERGED if message else Outcome.OK, message=message,
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(seconds, 2), environment=read_environment(),
+        program=current_program().digest,
         validation_loss=validation, test_loss=test,
         final_train_loss=None if message else fmean(trial.losses[-_TRAIN_TAIL:]), curve=tuple(trial.curve),
         step_losses=tuple(round(loss, 4) for loss in trial.losses) if keeps_steps else (),
-        cost=statistics.cost, seconds=round(seconds, 2), cpu_seconds=round(cpu_seconds, 2), jumps=statistics.jumps,
+        cost=statistics.cost, cpu_seconds=round(cpu_seconds, 2), jumps=statistics.jumps,
         predicted_steps=round(statistics.predicted_steps, 2), rollbacks=statistics.rollbacks,
-        planned_device_bytes=planned[0], planned_host_bytes=planned[1], commit=environment.commit,
-        source_digest=environment.source_digest, cpu=environment.cpu, torch=environment.torch,
-        corpus_digest=corpus.digest,
+        planned_device_bytes=planned[0], planned_host_bytes=planned[1], corpus_digest=corpus.digest,
     )  # fmt: skip
 
 
@@ -195,3 +192,87 @@ def _batches(study: StudyFile, corpus: Corpus) -> Iterator[TokenBatch]:
         corpus.validation, micro_batch_size=study.batch_size, seq_len=study.seq_len,
         max_batches=2 * study.validation_batches,
     )  # fmt: skip
+
+
+_AVERAGE_DECAY = 0.99
+_ODD, _OFFSET = 77, 13
+"""Of the exchange of bytes; odd, so that no two become one."""
+
+
+class RandomDirection(SlowGradient):
+    """Jumps as far as slow_gradient would, slice by slice, in a direction that knows nothing. Cannot be fused."""
+
+    def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
+        """Move all weights by Gaussian noise of the predicted move's norm."""
+        trainer = self._trainer
+        optimizer = trainer.config.optimizer
+        correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
+        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
+
+        def work(swept: ParameterSlice) -> None:
+            assert swept.second_P is not None, "asked for"
+            value_P, slow_P = swept.weight.value, swept.extra[0].load()
+            moved_P = move(
+                slow_P, swept.second_P, correction=correction, eps=optimizer.eps, lr_steps=lr * predicted_steps,
+                largest_ratio=LARGEST_RATIO,
+            )  # fmt: skip
+            noise_P = _random_like(moved_P)
+            step.count(value_P, noise_P)
+            value_P.add_(noise_P)
+
+        seed = trainer.border_key(trainer.steps_done)
+        visit_with(rollback, trainer, work, PassSettings(reads_second_moment=True, seed=seed))
+        return self._made(step, lr)
+
+
+def _random_like(moved_P: Tensor) -> Tensor:
+    noise_P = torch.randn_like(moved_P)
+    noise_P.mul_(torch.linalg.vector_norm(moved_P) / torch.linalg.vector_norm(noise_P).clamp_min(1e-30))
+    return noise_P
+
+
+class WeightAverage:
+    """An exponential mean of the weights of a trainer whose parameters are float32 on the device."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._parameters = [parameter for _, parameter in trainer.model.named_unit_parameters()]
+        self._means = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of a step."""
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            mean.lerp_(parameter, 1 - _AVERAGE_DECAY)
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Make the means the weights."""
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            parameter.copy_(mean)
+
+
+def shifted(batch: TokenBatch) -> TokenBatch:
+    """Return a batch in which every byte stands for another one: the statistics of a text nobody has seen."""
+
+    def swapped(token_ids_BT: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        result: npt.NDArray[np.int64] = (token_ids_BT * _ODD + _OFFSET) % NUM_BYTE_TOKENS
+        return result
+
+    return TokenBatch(token_ids_BT=swapped(batch.token_ids_BT), target_ids_BT=swapped(batch.target_ids_BT))
+
+
+def poison_gradients(trainer: Trainer, step: int) -> None:
+    """Make one gradient of a true step NaN the first time it is computed, as a passing fault of a machine would."""
+    executor = trainer.executor
+    run = executor.forward_backward
+    is_done = False
+
+    def poisoned(batches: Sequence[DeviceBatch], *, seed: int, on_block_done: BlockDone | None = None) -> list[Tensor]:
+        nonlocal is_done
+        losses = run(batches, seed=seed, on_block_done=on_block_done)
+        if trainer.steps_done == step and not is_done:
+            is_done = True
+            losses[0].fill_(float("nan"))
+        return losses
+
+    executor.forward_backward = poisoned  # type: ignore[method-assign]

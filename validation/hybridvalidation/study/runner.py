@@ -1,17 +1,29 @@
 """Runs a study: processes side by side, every run written down as it ends, so that a stopped study goes on."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 
+from hybridtrain.config.decode import load_toml
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.errors import RecordError
+from hybridtrain.errors import ConfigError, HybridTrainError, RecordError, unknown_name
 from hybridtrain.units import MIB
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.study.plan import next_runs
-from hybridvalidation.study.protocol import StudyFile, StudyRecord
-from hybridvalidation.study.run import make_run
+from hybridvalidation.runs.child import Child, run_side_by_side
+from hybridvalidation.study.protocol import StudyFile, StudyJob, StudyRecord, next_runs
+
+
+def read_study_file(folder: Path, name: str) -> StudyFile:
+    """Read a study by name, or by path when ``name`` ends in ``.toml``.
+
+    Raises:
+        ConfigError: the name is unknown, or the file has faults.
+    """
+    if name.endswith(".toml"):
+        return load_toml(StudyFile, Path(name))
+    known = [path.stem for path in (folder / "studies").glob("*.toml")]
+    if name not in known:
+        raise ConfigError(str(folder / "studies"), [unknown_name("study", name, known)])
+    return load_toml(StudyFile, folder / "studies" / f"{name}.toml")
 
 
 def read_study(results: Path, name: str) -> dict[str, StudyRecord]:
@@ -38,31 +50,30 @@ def run_study(
 
     Raises:
         RecordError: the runs made so far had another corpus.
+        HybridTrainError: a process crashed; what ended before it is written down.
     """
     made = read_study(results, study.name)
     count = 0
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        while runs := next_runs(study, made):
-            left = None if max_runs is None else max_runs - count
-            if left is not None:
-                runs = runs[:left]
-            if not runs:
-                break
-            if not count:
-                _check_corpus(study, made, record_path(results, study.name))
-            say(f"{study.name}: {len(runs)} runs of this stage are missing")
-            futures = [pool.submit(make_run, study, run) for run in runs]
-            try:
-                for future in as_completed(futures):
-                    record = future.result()
-                    append_line(record_path(results, study.name), record)
-                    made[record.key] = record
-                    count += 1
-                    say(_told(record))
-            except BaseException:  # begin no more runs that nobody would write down
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    while runs := next_runs(study, made)[: None if max_runs is None else max_runs - count]:
+        if not count:
+            _check_corpus(study, made, record_path(results, study.name))
+        say(f"{study.name}: {len(runs)} runs of this stage are missing")
+        work = [StudyJob(study=study, run=run) for run in runs]
+        for job, ended in run_side_by_side(work, _start, jobs):
+            if ended.answer is None:
+                raise HybridTrainError(
+                    f"{study.name}: {job.run} has no record: {ended.fault}; runs that ended are kept, the same command "
+                    "goes on behind them"
+                )
+            append_line(record_path(results, study.name), ended.answer)
+            made[ended.answer.key] = ended.answer
+            count += 1
+            say(_told(ended.answer))
     return made
+
+
+def _start(job: StudyJob) -> Child[StudyRecord]:
+    return Child("hybridvalidation.study.run:make_in_child", job, StudyRecord)
 
 
 def _check_corpus(study: StudyFile, made: Mapping[str, StudyRecord], path: Path) -> None:

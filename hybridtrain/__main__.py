@@ -1,0 +1,8 @@
+"""``python -m hybridtrain`` is the ``hybridtrain`` command."""
+
+import sys
+
+from hybridvalidation.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

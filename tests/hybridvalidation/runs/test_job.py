@@ -1,0 +1,128 @@
+"""What makes two runs the same, and one run in a process of its own."""
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.config.encode import to_json
+from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
+from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.stack_run import RunKind, StackRun
+from hybridvalidation.runs.job import make_job
+from hybridvalidation.runs.runner import run_in_process
+from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, ScenarioTarget, Stack
+from tiny_models import LLAMA_GROUPED
+from tiny_runs import PROXY, SCENARIO, VANILLA
+
+
+def key(kind: RunKind, scenario: Scenario = SCENARIO, stack: Stack = VANILLA) -> str:
+    return make_job(kind, scenario, stack).key
+
+
+ACCURACY_CHANGES: dict[str, Any] = {
+    "proxy": replace(PROXY, num_blocks=2), "seeds": (0, 1, 3), "num_steps": 4, "batch_size": 4, "seq_len": 9,
+    "lr": 2e-3, "validation_batches": 3,
+}  # fmt: skip
+PLANNED_CHANGES: dict[str, Any] = {
+    "model": ModelSpec(preset="gpt2-small"),
+    "card": CardSpec(name="rtx-4090"),
+    "workload": BatchWorkload(batch_size=4, seq_len=8),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED_CHANGES)
+def test_what_a_plan_depends_on_changes_its_key_only(name: str) -> None:
+    other = replace(SCENARIO, **{name: PLANNED_CHANGES[name]})
+    assert key("dry_run", other) != key("dry_run")
+    assert key("accuracy", other) == key("accuracy")
+
+
+@pytest.mark.parametrize("name", ACCURACY_CHANGES)
+def test_what_an_accuracy_depends_on_changes_its_key_only(name: str) -> None:
+    other = replace(SCENARIO, accuracy=replace(SCENARIO.accuracy, **{name: ACCURACY_CHANGES[name]}))
+    assert key("accuracy", other) != key("accuracy")
+    assert key("dry_run", other) == key("dry_run")
+
+
+def test_a_card_of_ones_own_is_told_apart_by_every_figure() -> None:
+    cards = [replace(find_card("rtx-3090"), context_mib=context) for context in (426, 427)]
+    keys = {key("dry_run", replace(SCENARIO, card=CardSpec(custom=card))) for card in cards}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
+def test_the_stack_changes_the_key(kind: RunKind) -> None:
+    stacks = [(), (Int8Optimizer(),), (MixedPrecision(),), (MixedPrecision(master="absent"),)]
+    keys = {key(kind, stack=replace(VANILLA, optimizations=stack)) for stack in stacks}
+    assert len(keys) == len(stacks)
+
+
+@pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "other"},
+        {"says": "Other words"},
+        {"targets": (ScenarioTarget(id="t"),)},
+        {"stacks": ("lean", "vanilla")},
+    ],
+    ids=["name", "says", "targets", "order"],
+)
+def test_names_and_targets_do_not_change_the_key(kind: RunKind, changes: dict[str, Any]) -> None:
+    assert key(kind, replace(SCENARIO, **changes)) == key(kind)
+
+
+@pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
+def test_the_name_of_a_stack_and_the_order_of_its_parts_do_not_change_the_key(kind: RunKind) -> None:
+    parts = (Int8Optimizer(), MixedPrecision())
+    one = Stack(name="one", says="one", optimizations=parts)
+    other = Stack(name="other", says="other", optimizations=parts[::-1])
+    assert key(kind, stack=one) == key(kind, stack=other)
+
+
+def test_kinds_are_told_apart() -> None:
+    assert key("dry_run") != key("accuracy")
+
+
+@pytest.fixture(scope="module")
+def crash() -> StackRun:
+    job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
+    record, program = run_in_process(job)
+    assert program is None
+    return record
+
+
+def test_a_crash_of_a_worker_is_an_outcome_with_its_message(crash: StackRun) -> None:
+    assert crash.outcome is Outcome.ERROR
+    assert "worker ended with code 1: " in crash.message
+    assert "AssertionError: an accuracy job carries its specification" in crash.message
+    assert (crash.kind, crash.scenario, crash.stack) == ("accuracy", "mine", "vanilla")
+    assert (crash.memory, crash.accuracy, crash.measured) == (None, None, None)
+    assert crash.duration_s > 0
+
+
+def test_a_crash_tells_no_path_of_the_machine(crash: StackRun) -> None:
+    assert_no_place(to_json(crash))
+
+
+def test_every_job_reaches_its_worker_whole() -> None:
+    stack = replace(VANILLA, optimizations=(MixedPrecision(), Int8Optimizer()))
+    accuracy = replace(SCENARIO.accuracy, proxy=replace(PROXY, family="llama"))
+    scenario = replace(SCENARIO, model=ModelSpec(shape=LLAMA_GROUPED), accuracy=accuracy)
+    job = make_job("dry_run", scenario, stack)
+    done, program = run_in_process(job)
+    assert program is not None
+    assert done.program == program.digest
+    assert (done.key, done.kind, done.stack, done.evidence) == (job.key, "dry_run", "vanilla", Evidence.PLANNED)
+    assert done.plan["optim_state.codec"] == "int8_blocks"
+    assert done.memory is not None
+    assert done.memory.num_params == LLAMA_GROUPED.num_params
+
+
+def assert_no_place(text: str) -> None:
+    for place in (str(Path(__file__).parents[3]), str(Path.home()) + "/", "/tmp/", socket.gethostname() + "."):  # noqa: S108
+        assert place not in text, place

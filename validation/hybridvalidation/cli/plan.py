@@ -1,0 +1,82 @@
+"""Verbs that only plan: no card, no arithmetic."""
+
+from pathlib import Path
+
+from hybridvalidation.cli.verb import COMMON, Answer, CardName, Common, Count, Flag, ModelName, ScenarioName, StackName
+
+
+def dry_run(
+    *,
+    model: ModelName,
+    stack: StackName,
+    card: CardName,
+    micro_batch: Count,
+    seq: Count,
+    accum: Count | None = None,
+    host_memory: str | None = None,
+    expandable_segments: Flag = False,
+    snapshot: Path | None = None,
+    trace: Path | None = None,
+    common: Common = COMMON,
+) -> Answer:
+    """Plan one model, stack and card without a GPU.
+
+    Exit code 1 when it does not fit.
+
+    Example: hybridtrain dry-run --model gpt2-1b --stack tight --card rtx-4080 --micro-batch 1 --seq 1024
+
+    Args:
+        model: Name of a model, or a .toml file with its shape.
+        stack: Name of a stack, or a .toml file.
+        card: Name of a card, or a .toml file with its figures.
+        micro_batch: Sequences per micro-batch.
+        seq: Tokens per sequence.
+        accum: Micro-batches per step; default: the stack's.
+        host_memory: As 64GiB or 128GB; default: as much as it takes.
+        expandable_segments: Plan with torch's expandable_segments:True.
+        snapshot: Write a memory_viz snapshot (.pickle).
+        trace: Write a Chrome trace (.json).
+    """
+    from hybridvalidation.recommend.command import parse_host
+    from hybridvalidation.runs.dry_run_report import plan_run
+    from hybridvalidation.scenario_files import scenario_folder
+
+    report = plan_run(
+        scenario_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
+        seq_len=seq, accum_steps=accum, host=None if host_memory is None else parse_host(host_memory),
+        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
+
+
+def recommend(
+    *,
+    model: ModelName | None = None,
+    card: CardName | None = None,
+    host_memory: str = "64GiB",
+    seq: Count = 2048,
+    tokens_per_step: Count = 131072,
+    scenario: ScenarioName | None = None,
+    write: Path | None = None,
+    common: Common = COMMON,
+) -> Answer:
+    """Find the fastest stack that fits a card and its host memory.
+
+    Example: hybridtrain recommend --model llama-7b --card rtx-4090 --host-memory 64GiB --write mine.toml
+
+    Args:
+        model: Name of a model, or a .toml file with its shape.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: As 64GiB or 128GB.
+        seq: Tokens per sequence.
+        tokens_per_step: Tokens per optimizer step.
+        scenario: Take model, card, host and workload of a scenario instead.
+        write: Write the stack to a .toml file.
+    """
+    from hybridvalidation.recommend.command import recommend_command
+
+    report = recommend_command(
+        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, scenario=scenario,
+        write=write, scenarios=common.scenarios, say=common.note,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping())

@@ -1,0 +1,135 @@
+"""What the verbs share: their options, the kinds of numbers they take, and the answer they give."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter, Token
+
+Flag = Annotated[bool, Parameter(show_default=False)]
+"""Off unless given."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What every verb takes."""
+
+    json: Flag = False
+    """Print one JSON object instead of text."""
+    scenarios: Path | None = None
+    """Folder with scenario files, stacks/ and targets.toml."""
+
+    def say(self, text: str) -> None:
+        """Print a line while the verb works, on standard output; with ``--json`` nothing."""
+        if not self.json:
+            sys.stdout.write(text + "\n")
+
+    def note(self, text: str) -> None:
+        """Print a line that is not part of the answer, on standard error; with ``--json`` nothing."""
+        if not self.json:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Common):
+    """What verbs take that read or write records."""
+
+    results: Path = Path("results")
+    """Folder of records, baselines, tables and plots."""
+
+    @property
+    def records(self) -> Path:
+        """The folder of records."""
+        return self.results / "records"
+
+
+COMMON = Common()
+RECORDED = Recorded()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a verb found: the same as text and as data, and the exit code."""
+
+    text: str
+    content: Mapping[str, object]
+    code: int = 0
+
+    def show(self, *, as_json: bool) -> int:
+        """Print it and return the exit code."""
+        sys.stdout.write((json.dumps(self.content, allow_nan=False) if as_json else self.text) + "\n")
+        return self.code
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return paths as an answer names them."""
+    return [path.as_posix() for path in paths]
+
+
+Kind = Literal["scenarios", "stacks", "optimizations", "models", "cards", "targets"]
+
+
+def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
+    """Return every name of a kind that arguments and files may use; ``folder``: of scenario files. Without torch."""
+    from hybridtrain.models.model_config import PRESETS
+    from hybridtrain.optimizations import OPTIMIZATIONS
+    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridvalidation.scenario_files import scenario_folder
+
+    if kind in {"optimizations", "models", "cards"}:
+        catalogue = {"optimizations": sorted(OPTIMIZATIONS), "models": PRESETS, "cards": card_catalogue()}[kind]
+        return list(catalogue)
+    files = scenario_folder(folder)
+    if kind == "targets":
+        return list(files.targets())
+    return files.scenario_names() if kind == "scenarios" else files.stack_names()
+
+
+def _completer(kind: Kind) -> Callable[[object], list[str]]:
+    return lambda _context: known_names(kind)
+
+
+def _whole(_type: object, tokens: Sequence[Token]) -> int:
+    text = tokens[0].value
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"'{text}' must be a whole number of at least 1") from None
+    if value < 1:
+        raise ValueError(f"{value} must be at least 1")
+    return value
+
+
+def _finite(_type: object, tokens: Sequence[Token]) -> float:
+    text = tokens[0].value
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"'{text}' must be a number above 0") from None
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text} must be a finite number above 0")
+    return value
+
+
+def _parts(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(part for token in tokens for part in token.value.split(","))
+
+
+Count = Annotated[int, Parameter(converter=_whole, n_tokens=1)]
+"""A whole number of at least 1."""
+Amount = Annotated[float, Parameter(converter=_finite, n_tokens=1)]
+"""A finite number above 0."""
+Names = Annotated[tuple[str, ...], Parameter(converter=_parts, n_tokens=1, show_default=False)]
+"""Names with commas between them."""
+ModelName = Annotated[str, Parameter(completer=_completer("models"))]
+StackName = Annotated[str, Parameter(completer=_completer("stacks"))]
+CardName = Annotated[str, Parameter(completer=_completer("cards"))]
+ScenarioName = Annotated[str, Parameter(completer=_completer("scenarios"))]
+"""Names that the shell completes; a .toml file may stand for each."""

@@ -1,0 +1,242 @@
+"""``bench attention``: what one layer holds and takes at growing lengths, unfused and with the flash kernel: planned.
+
+The same two functions that the models call, on tensors without memory, under the ledger that counts a training step.
+Counted is what attention needs beside its inputs, its output and their gradients, which every implementation has.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from hybridtrain.models.layers import ATTENTION
+from hybridtrain.models.model_config import PRESETS
+from hybridtrain.plan.memory_plan import Attention
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.card import Card, card_catalogue
+from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
+from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.roofline import estimate_step
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.verdict import Verdict, judge_metric
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.scenario import Target
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
+
+CARD = "rtx-4090"
+DTYPE = torch.bfloat16
+_FILE = "attention.jsonl"
+_MODELS = ("gpt2-small", "llama-7b")
+"""With heads of 64 and of 128."""
+_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LENGTH_STEP = 64
+"""Lengths between two of those, where a stated saving begins to hold, are multiples of it."""
+SAVING, COST = "flash-attention-saving", "flash-attention-cost"
+"""Targets that are judged here, where the folder of scenarios states them."""
+STATED_SAVING_PCT = 99.0
+"""Looked for in the lengths where it states none."""
+_HEADERS = (
+    "model", "tokens", "unfused peak", "flash peak", "saved %", "unfused kept", "flash kept", "saved %", "time %",
+)  # fmt: skip
+_HOW = (
+    "One layer, one sequence, {dtype}, forward and backward. Planned, by a dry run of the functions that the models "
+    "call: peak is what attention holds beside its inputs, its output and their gradients at the moment when most is "
+    "held, kept is what waits between forward and backward (once a layer). The flash kernel's peak is the scratch of "
+    "its backward pass. Time: estimated for {card}, the flash kernel's over the unfused ops', minus 100 %; below zero "
+    "it is faster."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """One implementation, one layer, one sequence, forward and backward."""
+
+    peak_bytes: int
+    """Beside inputs, output and their gradients, at the moment when most is held."""
+    kept_bytes: int
+    """What waits between forward and backward beside inputs and output, once a layer."""
+    seconds: float
+    """Estimated, by the rates of the record's card."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoint:
+    """Both implementations at one length."""
+
+    model: str
+    seq_len: int
+    unfused: AttentionCost
+    flash: AttentionCost
+
+    @property
+    def saving_pct(self) -> float:
+        """How much less the flash kernel holds at its peak, in percent."""
+        return 100 * (1 - self.flash.peak_bytes / self.unfused.peak_bytes)
+
+    @property
+    def kept_saving_pct(self) -> float:
+        """How much less waits for the backward pass, in percent."""
+        return 100 * (1 - self.flash.kept_bytes / self.unfused.kept_bytes)
+
+    @property
+    def time_overhead_pct(self) -> float:
+        """How much longer the flash kernel takes, in percent; below zero it is faster."""
+        return 100 * (self.flash.seconds / self.unfused.seconds - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRecord(Record):
+    """One dry run over models and lengths."""
+
+    card: str
+    dtype: str
+    points: tuple[AttentionPoint, ...]
+    evidence: Evidence = Evidence.PLANNED
+
+    def faults(self) -> list[str]:
+        """Return what cannot be."""
+        return [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
+
+
+def plan_attention(targets: Mapping[str, Target]) -> AttentionRecord:
+    """Return every model at every length, and at the shortest from which the stated saving holds."""
+    card, stated = card_catalogue()[CARD], _stated_saving_pct(targets)
+    started, begin = datetime.now(UTC), time.perf_counter()
+    points = [point for model in _MODELS for point in _points(model, card, stated)]
+    return AttentionRecord(
+        key=f"{', '.join(_MODELS)}, {CARD}", card=CARD, dtype=str(DTYPE)[6:], points=tuple(points),
+        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
+        environment=read_environment(), program=current_program().digest,
+    )  # fmt: skip
+
+
+def _stated_saving_pct(targets: Mapping[str, Target]) -> float:
+    return (targets[SAVING].value if SAVING in targets else None) or STATED_SAVING_PCT
+
+
+def _points(model: str, card: Card, stated_saving_pct: float) -> Iterator[AttentionPoint]:
+    @cache
+    def at(seq_len: int) -> AttentionPoint:
+        unfused, flash = (attention_cost(model, kind, seq_len, card) for kind in (Attention.UNFUSED, Attention.FLASH))
+        return AttentionPoint(model=model, seq_len=seq_len, unfused=unfused, flash=flash)
+
+    border = _shortest(lambda seq_len: at(seq_len).saving_pct >= stated_saving_pct)
+    lengths = {*_LENGTHS} if border is None else {*_LENGTHS, border}
+    yield from map(at, sorted(lengths))
+
+
+def _shortest(holds: Callable[[int], bool]) -> int | None:
+    """Return the shortest multiple of the step at which it holds; the saving grows with the length."""
+    good = next(filter(holds, _LENGTHS), None)
+    if good is None:
+        return None
+    bad = max((seq_len for seq_len in _LENGTHS if seq_len < good), default=0)
+    while good - bad > _LENGTH_STEP:
+        middle = (good + bad) // 2 // _LENGTH_STEP * _LENGTH_STEP
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return good
+
+
+def attention_cost(model: str, attention: Attention, seq_len: int, card: Card) -> AttentionCost:
+    """Return what one layer of a preset takes for one sequence."""
+    config = PRESETS[model]
+    shapes = [(1, seq_len, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+    ledger = StorageLedger()
+    with ledger:
+        inputs = [torch.empty(shape, dtype=DTYPE, device="meta", requires_grad=True) for shape in shapes]
+        grad = torch.empty(shapes[0], dtype=DTYPE, device="meta")
+        before = ledger.live_bytes
+        ledger.begin_step()
+        with ledger.region(Stage.FORWARD, ""):
+            out = ATTENTION[attention](*inputs)
+        kept = ledger.live_bytes - before - out.nbytes
+        with ledger.region(Stage.BACKWARD, ""):
+            grads = torch.autograd.grad(out, inputs, grad)
+        for tensor in (out, *grads):
+            ledger.label(tensor, TensorClass.GRAD, "")
+    trace = ledger.trace()
+    at_peak = find_peak(trace, trace.step_range(0)).by_class
+    seconds = estimate_step(trace.step_ops(0), card, upload_bytes=0).seconds
+    return AttentionCost(
+        peak_bytes=at_peak[TensorClass.ACTIVATION] + at_peak[TensorClass.WORKSPACE], kept_bytes=kept, seconds=seconds
+    )
+
+
+def append_attention(records: Path, record: AttentionRecord) -> Path:
+    """Add a record to the folder's ``attention.jsonl``; raises ``RecordError`` when its last line was cut short."""
+    append_line(records / _FILE, record)
+    return records / _FILE
+
+
+def read_attention(records: Path) -> list[AttentionRecord]:
+    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    return read_lines(records / _FILE, AttentionRecord)
+
+
+def attention_table(record: AttentionRecord, style: str) -> str:
+    """Return one row per model and length."""
+    return tabulate([_row(point) for point in record.points], headers=_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> list[Verdict]:
+    """Return the verdicts at the length that each model is made for."""
+    verdicts = []
+    for model in dict.fromkeys(point.model for point in record.points):
+        points = [point for point in record.points if point.model == model]
+        point = next(point for point in points if point.seq_len == PRESETS[model].max_seq_len)
+        stack = f"{model} at {point.seq_len} tokens"
+        stated = _stated_saving_pct(targets)
+        holding = next((each.seq_len for each in points if each.saving_pct >= stated), None)
+        remark = (
+            f"{stated:g} % from {holding:,} tokens on; of what waits between forward and backward "
+            f"{point.kept_saving_pct:.2f} %"
+            if holding is not None
+            else f"{stated:g} % at no length up to {points[-1].seq_len:,}"
+        )
+        saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
+        cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%")
+        verdicts += [
+            judge_metric(targets[name], stack, metric)
+            for name, metric in ((SAVING, saving), (COST, cost))
+            if name in targets
+        ]
+    return verdicts
+
+
+def attention_text(record: AttentionRecord, targets: Mapping[str, Target], style: str) -> str:
+    """Return table, verdicts and how they were got."""
+    how = _HOW.format(dtype=record.dtype, card=card_catalogue()[record.card].name)
+    return f"{attention_table(record, style)}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
+
+
+def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target], results: Path) -> list[Path]:
+    """Write ``tables/attention.md`` from the newest record; nothing without one."""
+    if not records:
+        return []
+    title, record = "# Attention: what flash attention saves, by length", records[-1]
+    parts = [title, attention_text(record, targets, MARKDOWN), made_by([("", record)])]
+    return [write_page(results, "attention", "\n\n".join(parts))]
+
+
+def _row(point: AttentionPoint) -> list[str]:
+    return [
+        point.model,
+        f"{point.seq_len:,}",
+        format_bytes(point.unfused.peak_bytes),
+        format_bytes(point.flash.peak_bytes),
+        f"{point.saving_pct:.2f}",
+        format_bytes(point.unfused.kept_bytes),
+        format_bytes(point.flash.kept_bytes),
+        f"{point.kept_saving_pct:.2f}",
+        f"{point.time_overhead_pct:+.0f}",
+    ]

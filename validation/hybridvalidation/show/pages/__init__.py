@@ -1,0 +1,1 @@
+"""Pages of records that belong to no scenario."""

@@ -1,0 +1,1 @@
+"""Pictures of a scenario, one a file."""

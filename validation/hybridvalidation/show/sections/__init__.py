@@ -1,0 +1,1 @@
+"""Sections of a scenario's page, one a file."""

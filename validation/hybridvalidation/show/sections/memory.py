@@ -1,0 +1,65 @@
+"""Where the memory goes: by tensor class at the peak, and what held it when a card was too small."""
+
+from collections.abc import Mapping
+
+from tabulate import tabulate
+
+from hybridtrain.units import to_gib
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.show.kinds import Section, View
+from hybridvalidation.show.tables import MARKDOWN
+
+_TITLE = "Where the memory goes, GiB allocated at the peak (planned)"
+
+
+def class_table(run: ScenarioRun, style: str) -> str:
+    """Return where the memory goes: GiB by tensor class at each stack's peak."""
+    rows = []
+    for stack in run.scenario.stacks:
+        memory = run.memory(stack)
+        cells = ["-"] * (len(TensorClass) + 1)
+        if memory is not None:
+            peak = max(memory.steps, key=lambda step: step.allocated_bytes)
+            cells = [
+                *(f"{to_gib(memory.by_class[name]):.2f}" for name in TensorClass),
+                f"step {peak.step}, {peak.stage} {peak.unit}".strip(),
+            ]
+        rows.append([stack, *cells])
+    headers = ["stack", *(name.replace("_", " ") for name in TensorClass), "peak at"]
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def outcome_lines(run: ScenarioRun) -> list[str]:
+    """Return a sentence for every run that did not end well, and for every refused request."""
+    lines = []
+    for (kind, stack), record in sorted(run.records.items()):
+        memory = record.memory
+        if memory is not None and memory.oom is not None:
+            oom = memory.oom
+            place = f"step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
+            largest = ", ".join(f"{name} {to_gib(size):.2f} GiB" for name, size in _largest(oom.by_class))
+            lines.append(
+                f"{stack}: out of memory ({place}): {to_gib(oom.requested_bytes):.2f} GiB requested with "
+                f"{to_gib(oom.allocated_bytes):.2f} of {to_gib(oom.capacity_bytes):.2f} GiB allocated ({largest})."
+            )
+        elif record.outcome is not Outcome.OK:
+            lines.append(f"{stack}: {kind} ended as {record.outcome}: {record.message}")
+    return lines
+
+
+def _largest(by_class: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(((name, size) for name, size in by_class.items() if size), key=lambda item: -item[1])[:3]
+
+
+def _parts(view: View) -> list[str]:
+    bullet = "- " if view.style == MARKDOWN else ""
+    return [
+        view.title(_TITLE),
+        class_table(view.run, view.style),
+        *(f"{bullet}{line}" for line in outcome_lines(view.run)),
+    ]
+
+
+SECTION = Section(order=20, parts=_parts)
