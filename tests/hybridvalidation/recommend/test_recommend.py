@@ -1,6 +1,7 @@
 """The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def question(card_mib: int, host_gib: float = 8.0) -> Question:
     return Question(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), seq_len=128, num_sequences=8)
 
 
+@cache
 def ask(asked: Question) -> Recommendation:
     return recommend(asked, lambda _text: None)
 
