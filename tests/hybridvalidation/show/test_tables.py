@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -22,7 +22,7 @@ from hybridvalidation.records.stack_run import (
 )
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.measured import measured_table
 from hybridvalidation.show.sections.memory import class_table, outcome_lines
@@ -124,6 +124,16 @@ def test_a_stack_without_records_is_unknown_and_claims_nothing() -> None:
 def test_a_stack_that_host_memory_refuses_says_so() -> None:
     run = run_of(record("dry_run", "lean", memory=replace(PLANNED, fits=False, fits_host=False)))
     assert rows(summary_table(run, MARKDOWN))[2][:2] == ["lean", "NO, host"]
+
+
+def test_a_stack_that_host_memory_refuses_has_a_reason() -> None:
+    refused = record(
+        "dry_run", "lean", memory=replace(PLANNED, fits=False, fits_host=False), outcome=Outcome.OUT_OF_MEMORY
+    )
+    (line,) = outcome_lines(run_of(refused))
+    host, disk = PLANNED.host_peak_bytes / GIB, PLANNED.disk_peak_bytes / GIB
+    words = f"the machine is too small for {host:.1f} GiB of host memory and {disk:.1f} GiB of disk"
+    assert line == f"lean: dry_run ended as out_of_memory: {words}"
 
 
 def test_the_class_table_shows_the_holders_of_the_larger_step() -> None:

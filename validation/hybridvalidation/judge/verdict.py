@@ -1,5 +1,6 @@
 """A stated figure, judged: holds, misleading, refuted or unproven, with a sentence and the kind of evidence."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,7 +56,7 @@ def judge(run: ScenarioRun, target: Target, stack: str, baseline: str = BASELINE
     return min(verdicts, key=lambda v: (order.index(v.status), not v.fits, _distance(target, v)))
 
 
-def judge_all(run: ScenarioRun, targets: dict[str, Target]) -> list[Verdict]:
+def judge_all(run: ScenarioRun, targets: Mapping[str, Target]) -> list[Verdict]:
     """Return one verdict per target and stack of the scenario, in file order."""
     return [
         judge(run, targets[item.id], stack, item.baseline) for item in run.scenario.targets for stack in item.stacks
