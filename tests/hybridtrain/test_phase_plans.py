@@ -41,9 +41,8 @@ from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from lazy_transfer import LazyTransfer
-from memory_span import ComputeWatch
-from stack_optimizer import ADAFACTOR
+from lazy_transfer import ComputeWatch, LazyTransfer
+from stacks import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_batch, random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 

@@ -50,7 +50,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def master_weights(trainer: Trainer) -> list[Tensor]:
     """Return the exact fp32 value of every parameter."""
-    master = trainer.states.codecs.values
+    master = trainer.states.formats.values
     values = []
     for state in states_of(trainer):
         assert state.companion is None or isinstance(state.companion, Tensor)

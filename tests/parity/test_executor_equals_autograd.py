@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 import torch
-from hybridtrain.engine.update import Update
 from torch import Tensor
 
 from hybridkernels.flash_attention.unfused import unfused_attention
+from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
@@ -35,9 +35,9 @@ def executor_history(
 ) -> History:
     """Train under ``stack``, and look at the gradients on their way."""
     seen: list[dict[str, Tensor]] = []
-    norm = Update.norm
+    norm = ParameterPass.norm
 
-    def keep_then_norm(update: Update, grads: GradStore) -> Tensor:
+    def keep_then_norm(update: ParameterPass, grads: GradStore) -> Tensor:
         seen.append(
             {
                 name: grad.clone()
@@ -48,7 +48,7 @@ def executor_history(
         return norm(update, grads)
 
     with monkeypatch.context() as patches:
-        patches.setattr(Update, "norm", keep_then_norm)
+        patches.setattr(ParameterPass, "norm", keep_then_norm)
         history = trained_history(config, stack, accum_steps)
     history.grads = seen
     return history

@@ -18,8 +18,9 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
-from hybridtrain.engine import parameter_pass
+from hybridtrain.engine import parameter_pass, weight_move
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.optim import adafactor, adamw
 from hybridtrain.optimizations import (
     ActivationOffload,
     FusedUpdate,
@@ -29,8 +30,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from rounded_storage import BASE, GPT2, PLACES, ROUNDS_BY_CHANCE, STORAGE
-from streaming_stacks import STREAMING_STACKS, build
+from stacks import BASE, GPT2, PLACES, ROUNDS_BY_CHANCE, STORAGE, STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT
 
 CODECS = ("float32", "bfloat16", "int8")
@@ -111,14 +111,15 @@ def plain_cycles(config: str) -> HybridHistory:
 @pytest.mark.parametrize("config", ["slow-copy", "linear-every-step"])
 @pytest.mark.parametrize("storage", ["bf16-split16", "int8-weights-master", "int8-optimizer", "factored"])
 def test_the_height_of_slices_changes_no_bit(storage: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Storage without chance: a slice draws its own numbers. 768 elements: three groups of 256, no whole rows of 50.
+    # Storage without chance: a slice draws its own numbers. 1536 elements: six groups of 256, no whole rows of 100.
     stack = [*STORAGES[storage], OptimizerOffload(offload_grads=False), memory_of(CONFIGS[config], "int8")]
     if storage == "factored":
         stack.append(WeightStreaming())
     model = replace(GPT2, ffn_width=100)
     whole = hybrid_history(model, stack, CONFIGS[config])
-    for name in ("SLICE_ELEMENTS", "RESIDENT_SLICE_ELEMENTS"):
-        monkeypatch.setattr(parameter_pass, name, 768)
+    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
+    for module in (parameter_pass, weight_move, adamw, adafactor):
+        monkeypatch.setattr(module, "SLICE_ELEMENTS", 1536)
     sliced = hybrid_history(model, stack, CONFIGS[config])
     assert_same_cycles(sliced, whole)
 

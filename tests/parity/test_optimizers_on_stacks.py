@@ -24,8 +24,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from rounded_storage import ACCUM_STEPS, BASE, GPT2, LLAMA
-from stack_optimizer import WithOptimizer
+from stacks import ACCUM_STEPS, BASE, GPT2, LLAMA, WithOptimizer
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import (
     CONFIG,

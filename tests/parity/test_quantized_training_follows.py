@@ -1,4 +1,4 @@
-"""Training with rounded storage ends where plain fp32 training does: real text, three seeds, paired by seed."""
+"""Training with rounded storage ends where plain fp32 training does: real text, paired by seed."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, embedded_corpus
-from hybridtrain.memory import master_codec
+from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
@@ -19,7 +19,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import MIB
-from stack_optimizer import ADAFACTOR
+from stacks import ADAFACTOR, settings_of
 
 MODEL = ModelConfig(
     family="gpt2", vocab_size=257, max_seq_len=32, num_blocks=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=128
@@ -36,6 +36,8 @@ ROUNDED: dict[str, list[Optimization]] = {
     "bf16-weights-and-moments": [NO_MASTER, Bf16Optimizer()],
     "bf16-weights-int8-moments": [NO_MASTER, Int8Optimizer()],
 }
+SEED_OF = {name: seed for seed, name in zip((1, 0, 2, 1), ROUNDED, strict=True)}
+"""One seed each, all three among them: the band is that of each seed alone, and one seed shows rounding to nearest."""
 BAND = 0.015
 """Nats, for each seed. Measured: at most 0.004 over these stacks and seeds (at half the learning rate 0.005), the sum
 of rounding and of two runs drifting apart after it; four times that, because another processor sums in another order,
@@ -58,7 +60,7 @@ def final_loss(stack: Sequence[Optimization], seed: int) -> float:
     config = TrainerConfig(
         optimizer=AdamWConfig(lr=LR), schedule=LrSchedule(warmup_steps=30, total_steps=NUM_STEPS), seed=seed
     )
-    trainer = Trainer(MODEL, compose(stack), config, DirectTransfer(torch.device("cpu")))
+    trainer = Trainer(MODEL, compose(stack), settings_of(stack, config), DirectTransfer(torch.device("cpu")))
     sampler = BatchSampler(corpus().train, micro_batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=seed)
     losses = [trainer.step([sampler.batch(step, 0)]).loss for step in range(NUM_STEPS)]
     return fmean(losses[-LAST_STEPS:])
@@ -69,13 +71,9 @@ def baseline(seed: int) -> float:
     return final_loss([], seed)
 
 
-def differences(stack: Sequence[Optimization], seeds: Sequence[int] = SEEDS) -> list[float]:
-    """Return how far each seed ends above the baseline of the same seed."""
-    return [final_loss(stack, seed) - baseline(seed) for seed in seeds]
-
-
-def follows(found: Sequence[float], band: float) -> bool:
-    return all(abs(difference) <= band for difference in found)
+def difference(stack: Sequence[Optimization], seed: int) -> float:
+    """Return how far a seed ends above the baseline of the same seed."""
+    return final_loss(stack, seed) - baseline(seed)
 
 
 def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
@@ -87,19 +85,20 @@ def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_storage_ends_where_fp32_does(name: str) -> None:
-    found = differences(ROUNDED[name])
-    assert follows(found, BAND), found
-    assert any(found)  # it was rounded at all
+    found = difference(ROUNDED[name], SEED_OF[name])
+    assert abs(found) <= BAND
+    assert found != 0  # it was rounded at all
 
 
 def test_adafactor_ends_near_adamw() -> None:
-    found = differences([ADAFACTOR])
-    assert follows(found, FACTORED_BAND), found
+    found = difference([ADAFACTOR], seed=2)
+    assert abs(found) <= FACTORED_BAND
+    assert found != 0  # it was another rule
 
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the chance out of stored weights, int8 codes and bfloat16 values alike."""
-    quantize = master_codec.int8_quantize
+    quantize = formats.int8_quantize
 
     def nearest_code(value_P: Tensor, codes_P: Tensor, scales_G: Tensor, **settings: bool) -> None:
         quantize(value_P, codes_P, scales_G, stochastic=False, static=settings.get("static", False))
@@ -107,8 +106,8 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     def nearest_value(value_P: Tensor, target_P: Tensor) -> None:
         target_P.copy_(value_P)
 
-    monkeypatch.setattr(master_codec, "int8_quantize", nearest_code)
-    monkeypatch.setattr(master_codec, "round_stochastically", nearest_value)
+    monkeypatch.setattr(formats, "int8_quantize", nearest_code)
+    monkeypatch.setattr(formats, "round_stochastically", nearest_value)
 
 
 @pytest.mark.parametrize("name", ["int8-weights-trained", "bf16-weights-and-moments"])
@@ -116,6 +115,4 @@ def test_weights_rounded_to_nearest_leave_the_band(name: str, monkeypatch: pytes
     # Updates below half a step of the grid are lost each time. Measured +0.030 to +0.063 over stacks and seeds; the
     # seed that is trained here +0.047 and +0.040.
     round_to_nearest(monkeypatch)
-    found = differences(ROUNDED[name], seeds=SEEDS[:1])
-    assert not follows(found, BAND), found
-    assert found[0] > 0
+    assert difference(ROUNDED[name], seed=0) > BAND

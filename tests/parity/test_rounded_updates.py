@@ -1,5 +1,6 @@
 """Weights without a copy, with 8-bit moments, are rounded within their update: equal on every tier, and resumed."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
-from rounded_storage import ACCUM_STEPS, BASE, GPT2, PLACES
+from stacks import ACCUM_STEPS, BASE, GPT2, PLACES
 from tiny_models import random_steps
-from training_history import assert_all_bitwise, fresh_trainer, trained_history
+from training_history import History, assert_all_bitwise, fresh_trainer, trained_history
 
 STORAGE: dict[str, list[Optimization]] = {
     "bf16": [Int8Optimizer(), MixedPrecision(master="absent")],
@@ -33,17 +34,25 @@ def stack_of(storage: str, place: str) -> list[Optimization]:
     return [*BASE, *STORAGE[storage], *PLACES.get(place, [])]
 
 
+@cache
+def resident_in_slices(storage: str, *, on_host: bool) -> History:
+    """Train on the device with the lengths of slices that the one test sets which calls this."""
+    update = [OptimizerOffload(update_on="host")] if on_host else []
+    return trained_history(GPT2, [*stack_of(storage, ON_DEVICE), *update], ACCUM_STEPS)
+
+
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("place", [ON_DEVICE, "all", "state-updated-on-host", "fused-all"])
 def test_slices_of_two_lengths_draw_the_same_numbers(
     storage: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 768)
-    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
-    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", 768)
-    on_host = [OptimizerOffload(update_on="host")] if "on-host" in place else []
+    monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 1536)
+    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 3072)
+    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", 1536)
+    resident = resident_in_slices(storage, on_host="on-host" in place)
+    if place == ON_DEVICE:
+        monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
     moved = trained_history(GPT2, stack_of(storage, place), ACCUM_STEPS, disk_folder=tmp_path)
-    resident = trained_history(GPT2, [*stack_of(storage, ON_DEVICE), *on_host], ACCUM_STEPS)
     assert moved.losses == resident.losses
     assert_all_bitwise(moved.weights, resident.weights, "weight ")
     assert_all_bitwise(moved.state, resident.state, "state ")
@@ -58,7 +67,7 @@ def test_a_resumed_run_goes_on_bit_equal_whatever_the_random_state_outside(
         transfer = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path / name)
         return fresh_trainer(GPT2, stack_of(storage, place), transfer)
 
-    steps = random_steps(GPT2, 5, ACCUM_STEPS)
+    steps = random_steps(GPT2, 4, ACCUM_STEPS)
     whole, resumed = new("whole"), new("resumed")
     for step in steps[:2]:
         whole.step(step)

@@ -1,5 +1,6 @@
 """Placement changes no bit: weights, state, gradients and boundaries below the device against plain autograd."""
 
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -7,14 +8,18 @@ import pytest
 
 from hybridtrain.optimizations import ActivationOffload, ChunkedLoss, GradAccumulation, OptimizerOffload
 from hybridtrain.plan.compose import Optimization
-from streaming_stacks import MODELS, STREAMING_STACKS, build, recompute, streamed
+from stacks import MODELS, STREAMING_STACKS, build, recompute, streamed
 from tiny_models import GPT2_TIED_DROPOUT
-from training_history import CONFIG, assert_same_training, plain_history, trained_history
+from training_history import CONFIG, NUM_STEPS, assert_same_training, plain_history, trained_history
 
 
-@pytest.mark.parametrize("stack", STREAMING_STACKS)
-@pytest.mark.parametrize("accum_steps", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
+def chosen_cases() -> list[tuple[str, int, str]]:
+    """Return model, micro-batches, stack: every pair of two of them, which is half of the triples."""
+    pairs = enumerate(STREAMING_STACKS), enumerate(MODELS)
+    return [(model, (1, 3)[(i + j) % 2], stack) for (i, stack), (j, model) in product(*pairs)]
+
+
+@pytest.mark.parametrize(("model", "accum_steps", "stack"), chosen_cases())
 def test_streamed_training_equals_plain_autograd(model: str, accum_steps: int, stack: str, tmp_path: Path) -> None:
     actual = trained_history(MODELS[model], build(stack, accum_steps), accum_steps, disk_folder=tmp_path)
     assert_same_training(actual, plain_history(MODELS[model], accum_steps))
@@ -25,7 +30,7 @@ def test_every_step_that_the_others_compare_with_is_clipped() -> None:
     for config in MODELS.values():
         for accum_steps in (1, 3):
             norms = [norm for norm in plain_history(config, accum_steps).norms if norm is not None]
-            assert len(norms) == 5
+            assert len(norms) == NUM_STEPS
             assert all(norm > CONFIG.optimizer.max_grad_norm for norm in norms)
 
 

@@ -20,7 +20,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
-from stack_optimizer import settings_of
+from stacks import settings_of
 from tiny_models import random_steps
 from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
 

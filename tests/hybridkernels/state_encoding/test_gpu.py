@@ -7,9 +7,8 @@ from hybridkernels.provider import use_provider
 from hybridkernels.state_encoding import encode_state, encode_training_state, moment_statistics
 from hybridkernels.state_encoding.moments import Coded, Moments, Stored
 from hybridkernels.state_encoding.reference import encode_state_reference, moments_of_sums
-from moment_lists import KINDS, assert_sums, exact_sums, random_moments
 from numerics import assert_bitwise
-from training_states import random_states
+from state_encodings import KINDS, assert_sums, exact_sums, random_moments, random_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 

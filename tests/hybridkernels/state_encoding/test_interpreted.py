@@ -17,9 +17,8 @@ from hybridkernels.state_encoding.triton_kernel import (
     encode_training_state_triton,
     moment_statistics_triton,
 )
-from moment_lists import KINDS, assert_sums, exact_sums, random_moments
 from numerics import assert_bitwise, assert_error_bound
-from training_states import random_states
+from state_encodings import KINDS, assert_sums, exact_sums, random_moments, random_states
 
 LENGTHS = (1, 255, 513, CHUNK, CHUNK + 1, 9 * CHUNK + 700)
 

@@ -16,9 +16,9 @@ from hybridkernels.state_encoding import (
     moments_of_sums,
 )
 from hybridkernels.state_encoding.op import _flat
-from moment_lists import KINDS, assert_sums, exact_sums, random_moments
 from numerics import assert_bitwise
-from training_states import random_states as states
+from state_encodings import KINDS, assert_sums, exact_sums, random_moments
+from state_encodings import random_states as states
 
 OPS = torch.ops.hybridkernels
 

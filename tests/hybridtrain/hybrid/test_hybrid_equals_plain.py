@@ -1,6 +1,6 @@
 """Without jumps the hybrid trainer is the plain one, to the bit; watching touches no random stream."""
 
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from streaming_stacks import STREAMING_STACKS, build
+from stacks import STREAMING_STACKS, build
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import assert_all_bitwise, fresh_trainer
 
@@ -36,8 +36,9 @@ OFF: dict[str, HybridConfig | None] = {
 }
 
 
-def plain(stack: Sequence[Optimization]) -> tuple[list[object], dict[str, Tensor], dict[str, Tensor], Tensor]:
-    trainer = fresh_trainer(GPT2_TIED_DROPOUT, stack, settings=SETTINGS)
+@cache
+def plain(stack: str) -> tuple[list[object], dict[str, Tensor], dict[str, Tensor], Tensor]:
+    trainer = fresh_trainer(GPT2_TIED_DROPOUT, STACKS[stack], settings=SETTINGS)
     torch.manual_seed(7)
     results = [trainer.step(step) for step in random_steps(GPT2_TIED_DROPOUT, NUM_STEPS)]
     return [(r.step, r.loss, r.lr, r.grad_norm) for r in results], *everything(trainer), torch.random.get_rng_state()
@@ -58,7 +59,7 @@ def test_without_jumps_it_is_the_plain_trainer(stack: str, config: str) -> None:
         results.append(hybrid.advance(lambda number: steps[number]))
     stream = torch.random.get_rng_state()
     assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
-    expected = plain(STACKS[stack])
+    expected = plain(stack)
     assert [(r.step, r.loss, r.lr, r.grad_norm) for r in results if r.phase is not Phase.PREDICT] == expected[0]
     assert not any(r.is_predicted for r in results)
     weights, state = everything(hybrid.trainer)

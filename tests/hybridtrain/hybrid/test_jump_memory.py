@@ -35,8 +35,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from rounded_storage import GPT2
-from stack_optimizer import ADAFACTOR
+from stacks import ADAFACTOR, GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
 
 VERTICAL = GradAccumulation(grad_accum_steps=2, schedule="vertical")

@@ -16,7 +16,7 @@ from hybridtrain.optimizations import FusedUpdate, Int8Weights, MixedPrecision, 
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from rounded_storage import GPT2, STORAGE
+from stacks import GPT2, STORAGE
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from training_history import CONFIG, assert_all_bitwise, fresh_trainer, plain_loss, stored_weights
 

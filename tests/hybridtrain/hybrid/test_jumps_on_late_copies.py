@@ -25,9 +25,8 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from lazy_transfer import LazyTransfer
-from memory_span import ComputeWatch
-from streaming_stacks import build
+from lazy_transfer import ComputeWatch, LazyTransfer
+from stacks import build
 from tiny_models import GPT2_TIED_DROPOUT
 from training_history import assert_all_bitwise
 

@@ -20,9 +20,8 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane, NullObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from lazy_transfer import LazyTransfer, RaceError
+from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
 from memory_parts import direct, new_copies
-from memory_span import ComputeWatch
 from numerics import assert_bitwise
 
 PAGE = 4096

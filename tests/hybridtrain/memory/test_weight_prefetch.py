@@ -130,15 +130,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_fetching_ahead_copies_nothing_twice(case: Case) -> None:
-    assert len(copies_in(case.stack, case.accum_steps)) == len(case.fetched())
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.ahead], ids=str)
-def test_every_copy_that_can_begin_early_does(case: Case) -> None:
-    assert late_blocks(copies_in(case.stack, case.accum_steps), case) == [
-        block for block, is_late in case.fetched() if is_late
-    ]
+def test_fetching_ahead_copies_nothing_twice_and_every_copy_that_can_begin_early_does(case: Case) -> None:
+    ops = copies_in(case.stack, case.accum_steps)
+    assert len(ops) == len(case.fetched())
+    if case.ahead:
+        assert late_blocks(ops, case) == [block for block, is_late in case.fetched() if is_late]
 
 
 def late_blocks(ops: Sequence[OpRecord], case: Case) -> list[int]:

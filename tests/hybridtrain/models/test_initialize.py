@@ -36,7 +36,7 @@ def exact_values(built: Trainer) -> dict[str, Tensor]:
     states = [state for _, unit_states in built.states.items() for state in unit_states]
     names = [name for name, _ in built.model.named_unit_parameters()]
     return {
-        name: built.states.codecs.values.load((state.parameter.data,), on_device(state.companion))
+        name: built.states.formats.values.load((state.parameter.data,), on_device(state.companion))
         for name, state in zip(names, states, strict=True)
     }
 

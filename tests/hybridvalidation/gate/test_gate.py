@@ -106,6 +106,16 @@ def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[GateExit, st
 
 
 Gate = Callable[..., tuple[GateExit, str]]
+_ACCEPTED: list[bytes] = []
+
+
+def accept(gate: Gate) -> None:
+    """Accept what the files say that every test begins with; the dry runs are made once."""
+    if not _ACCEPTED:
+        gate("--accept")
+        _ACCEPTED.append(BASELINE.read_bytes())
+    BASELINE.parent.mkdir(parents=True, exist_ok=True)
+    BASELINE.write_bytes(_ACCEPTED[0])
 
 
 def lines_of(out: str, code: GateExit) -> list[str]:
@@ -117,20 +127,20 @@ def block_class(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module]) -> None
 
 
 def test_equal_runs_pass(gate: Gate) -> None:
-    gate("--accept")
+    accept(gate)
     assert gate() == (GateExit.OK, "gate: ok, 2 dry runs of 1 scenarios compared\n")
     assert not REPLACEMENT.exists()
 
 
 def test_equal_runs_pass_by_name(gate: Gate) -> None:
-    gate("--accept")
+    accept(gate)
     assert gate("mine")[0] is GateExit.OK
 
 
 def test_one_more_retained_activation_is_a_regression_that_names_class_and_blocks(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate("--accept")
+    accept(gate)
     block_class(monkeypatch, ForgetfulBlock)
     code, out = gate()
     assert code is GateExit.REGRESSED
@@ -143,7 +153,7 @@ def test_one_more_retained_activation_is_a_regression_that_names_class_and_block
 
 
 def test_a_regression_is_measured_to_the_byte(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate("--accept")
+    accept(gate)
     block_class(monkeypatch, ForgetfulBlock)
     gate()
     old, new = (json.loads(path.read_text())["stacks"]["plain"] for path in (BASELINE, REPLACEMENT))
@@ -157,7 +167,7 @@ def test_a_regression_is_measured_to_the_byte(gate: Gate, monkeypatch: pytest.Mo
 def test_a_regression_writes_the_replacement_and_keeps_the_baseline(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate("--accept")
+    accept(gate)
     before = BASELINE.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
     _, out = gate()
@@ -168,7 +178,7 @@ def test_a_regression_writes_the_replacement_and_keeps_the_baseline(
 
 
 def test_an_accepted_change_is_clean_the_next_time(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate("--accept")
+    accept(gate)
     before = BASELINE.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
     gate()
@@ -182,7 +192,7 @@ def test_an_accepted_change_is_clean_the_next_time(gate: Gate, monkeypatch: pyte
 
 
 def test_a_replacement_of_an_undone_regression_does_not_stay(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate("--accept")
+    accept(gate)
     with monkeypatch.context() as patch:
         block_class(patch, ForgetfulBlock)
         gate()
@@ -202,7 +212,7 @@ def test_an_unrecorded_improvement_fails_too(gate: Gate, monkeypatch: pytest.Mon
 
 
 def test_a_stack_that_fits_no_longer_is_over_budget(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate("--accept")
+    accept(gate)
     text = SCENARIO_FILE.read_text()
     SCENARIO_FILE.write_text(text.replace("memory_mib = 64", "memory_mib = 20"))
     block_class(monkeypatch, ForgetfulBlock)  # over budget outweighs a regression
@@ -229,7 +239,7 @@ def test_without_a_baseline_nothing_was_compared(gate: Gate) -> None:
 
 
 def test_a_new_stack_needs_a_baseline(gate: Gate) -> None:
-    gate("--accept")
+    accept(gate)
     Path("scenarios/stacks/new.toml").write_text('name = "new"\nsays = "new"\n')
     SCENARIO_FILE.write_text(SCENARIO.replace('"recompute"]', '"recompute", "new"]'))
     code, out = gate()
@@ -251,7 +261,7 @@ def test_a_stack_that_is_no_longer_run_is_told(gate: Gate) -> None:
 def test_a_run_that_fails_is_not_measured_and_not_accepted(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, options: Sequence[str]
 ) -> None:
-    gate("--accept")
+    accept(gate)
     before = BASELINE.read_bytes()
     block_class(monkeypatch, FailingBlock)
     code, out = gate(*options)
@@ -261,7 +271,7 @@ def test_a_run_that_fails_is_not_measured_and_not_accepted(
 
 
 def test_a_failing_run_outweighs_a_regression(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate("--accept")
+    accept(gate)
     text = BASELINE.read_text()
     content = json.loads(text)
     del content["stacks"]["recompute"]
@@ -286,7 +296,7 @@ def test_a_failing_run_outweighs_a_regression(gate: Gate, monkeypatch: pytest.Mo
 def test_a_damaged_baseline_is_named_and_kept(
     gate: Gate, capsys: pytest.CaptureFixture[str], damage: Callable[[str], str]
 ) -> None:
-    gate("--accept")
+    accept(gate)
     BASELINE.write_text(damage(BASELINE.read_text()))
     before = BASELINE.read_bytes()
     assert main(["gate"]) not in {GateExit.OK, GateExit.REGRESSED, GateExit.IMPROVED, GateExit.OVER_BUDGET}
@@ -300,7 +310,7 @@ def test_a_damaged_baseline_is_named_and_kept(
 def test_a_baseline_with_impossible_figures_is_no_traceback(
     gate: Gate, capsys: pytest.CaptureFixture[str], figures: list[int]
 ) -> None:
-    gate("--accept")
+    accept(gate)
     content = json.loads(BASELINE.read_text())
     content["stacks"]["plain"]["allocated_bytes"] = figures
     BASELINE.write_text(json.dumps(content))
@@ -365,7 +375,7 @@ def test_the_largest_changes_are_named_first_and_the_rest_counted() -> None:
 
 
 def test_a_baseline_is_readable_text_in_a_stable_order(gate: Gate) -> None:
-    gate("--accept")
+    accept(gate)
     first = BASELINE.read_bytes()
     gate("--accept")
     assert BASELINE.read_bytes() == first

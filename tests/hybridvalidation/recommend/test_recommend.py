@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ def question(card_mib: int, host_gib: float = 8.0) -> Question:
     return Question(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), seq_len=128, num_sequences=8)
 
 
+@cache
 def ask(asked: Question) -> Recommendation:
     return recommend(asked, lambda _text: None)
 

@@ -1,9 +1,10 @@
-"""Moments of several tensors in every kind of storage, and the sums over them by their definition, in float64."""
+"""What the state encoding takes: states of a training run, and moments in every kind of storage with their sums."""
 
 import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE, dequantize, quantize
+from hybridkernels.state_encoding import GRAD_NORM_STEPS, LOSS_STEPS, NUM_MOMENT_STATISTICS, NUM_PHASES, NUM_SCALARS
 from hybridkernels.state_encoding.moments import Coded, Moments, Stored
 
 KINDS = ("fp32", "bf16", "codes")
@@ -66,3 +67,14 @@ def assert_sums(found: Tensor, moments: list[Moments]) -> None:
     size[1] = (exact[0] * exact[2]).sqrt()
     size[6] = (exact[2] * exact[5]).sqrt()
     assert ((found.cpu() - exact).abs() <= 3e-7 * size).all(), (found.cpu() - exact, size)
+
+
+def random_states(num_states: int) -> list[torch.Tensor]:
+    """Return losses, gradient norms, moment statistics, scalars and phases of N states."""
+    return [
+        1.5 + torch.rand(num_states, LOSS_STEPS),
+        0.5 + torch.rand(num_states, GRAD_NORM_STEPS),
+        torch.rand(num_states, NUM_MOMENT_STATISTICS),
+        torch.rand(num_states, NUM_SCALARS),
+        torch.eye(NUM_PHASES)[torch.arange(num_states) % NUM_PHASES],
+    ]

@@ -98,7 +98,7 @@ def recorded(config: ModelConfig, stack: Sequence[Optimization]) -> tuple[Ledger
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("model", MODELS)
-def test_slots_have_the_size_and_number_that_arithmetic_gives(model: str, stack: str) -> None:
+def test_slots_have_the_size_and_number_that_arithmetic_gives_in_every_moment(model: str, stack: str) -> None:
     config = MODELS[model]
     trace, plan = recorded(config, STACKS[stack])
     _, by_unit = holders(trace, len(trace.events) - 1)
@@ -112,13 +112,14 @@ def test_slots_have_the_size_and_number_that_arithmetic_gives(model: str, stack:
     assert {unit: size for unit, size in packed.items() if unit not in resident} == expected
     is_unpacked = plan.weight.codec is not Codec.INT8_BLOCKS
     assert resident == {f"block.{block}" for block in RESIDENT[plan.resident_layers] if is_unpacked}
+    assert_weights_are_slots_embedding_and_head_in_every_moment(config, plan, trace)
+    assert_no_step_allocates_weights(trace)
+    assert_every_step_after_the_first_allocates_the_same(trace)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("model", MODELS)
-def test_weights_on_the_device_are_slots_embedding_and_head_in_every_moment(model: str, stack: str) -> None:
-    config = MODELS[model]
-    trace, plan = recorded(config, STACKS[stack])
+def assert_weights_are_slots_embedding_and_head_in_every_moment(
+    config: ModelConfig, plan: PhasePlan, trace: LedgerTrace
+) -> None:
     unpacked = build_model(config, torch.float32, torch.device("meta"))
     item = 2 if plan.compute_dtype is Codec.BFLOAT16 else 4
     resident = RESIDENT[plan.resident_layers] if plan.weight.codec is not Codec.INT8_BLOCKS else []
@@ -133,19 +134,14 @@ def test_weights_on_the_device_are_slots_embedding_and_head_in_every_moment(mode
             assert holders(trace, event)[0][TensorClass.WEIGHT] == expected
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("model", MODELS)
-def test_no_step_allocates_weights(model: str, stack: str) -> None:
-    trace, _ = recorded(MODELS[model], STACKS[stack])
+def assert_no_step_allocates_weights(trace: LedgerTrace) -> None:
     for step in range(NUM_STEPS):
         events = trace.events[trace.step_range(step).start : trace.step_range(step).stop]
         assert not [event for event in events if event >= 0 and trace.classes[event] is TensorClass.WEIGHT]
         assert not [event for event in events if event < 0 and trace.classes[~event] is TensorClass.WEIGHT]
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_step_after_the_first_allocates_the_same(stack: str) -> None:
-    trace, _ = recorded(MODELS["llama"], STACKS[stack])
+def assert_every_step_after_the_first_allocates_the_same(trace: LedgerTrace) -> None:
     allocated = [
         [
             (trace.sizes[event], trace.classes[event], trace.units[event])

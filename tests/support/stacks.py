@@ -1,18 +1,107 @@
-"""Stacks that move every class below the device in many ways; each must train like plain autograd, to the bit."""
+"""Stacks of the tests: an optimizer beside them, storage below fp32, places below the device, and ways to use them.
 
-from collections.abc import Callable
-from typing import Literal
+Where something lives may not change a bit: a stack of places trains like plain autograd, rounded storage like itself
+with everything on the device.
+"""
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from hybridtrain.optim import Adafactor, Optimizer
 from hybridtrain.optimizations import (
     ActivationOffload,
+    Bf16Optimizer,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
+    Int8Optimizer,
+    Int8Weights,
+    MixedPrecision,
     OptimizerOffload,
     WeightStreaming,
 )
+from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.trainer_config import TrainerConfig
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
+
+
+@dataclass(frozen=True)
+class WithOptimizer:
+    """Claims nothing."""
+
+    kind: ClassVar[str] = "with_optimizer"
+
+    optimizer: Optimizer
+
+    def claims(self) -> Iterable[Claim]:
+        """Return nothing: how state is stored is another's business."""
+        return ()
+
+
+def settings_of(stack: Sequence[Optimization], settings: TrainerConfig) -> TrainerConfig:
+    """Return settings with the stack's optimizer at their learning rate, decay and clipping."""
+    for part in stack:
+        if isinstance(part, WithOptimizer):
+            common = {
+                name: getattr(settings.optimizer, name) for name in ("lr", "weight_decay", "max_grad_norm", "clip")
+            }
+            return replace(settings, optimizer=replace(part.optimizer, **common))
+    return settings
+
+
+ADAFACTOR = WithOptimizer(Adafactor())
+
+
+GPT2 = replace(GPT2_TIED_DROPOUT, width=64, ffn_width=128, num_blocks=3)
+"""Its matrices have 4096 elements and more, so their moments are 8-bit codes."""
+LLAMA = replace(LLAMA_GROUPED, width=64, ffn_width=96, num_blocks=4)
+"""6144 elements of a feed-forward matrix: whole groups of 256; 2048 of a key's: fp32 moments."""
+ACCUM_STEPS = 2
+BASE = (GradAccumulation(grad_accum_steps=ACCUM_STEPS, schedule="vertical"), GradientCheckpointing(recompute_every=2))
+
+STORAGE: dict[str, list[Optimization]] = {
+    "bf16-master": [MixedPrecision()],
+    "bf16-split16": [MixedPrecision(master="split16")],
+    "bf16-absent": [MixedPrecision(master="absent")],
+    "int8-optimizer": [Int8Optimizer()],
+    "int8-optimizer-split16": [Int8Optimizer(), MixedPrecision(master="split16")],
+    "bf16-optimizer": [Bf16Optimizer()],
+    "bf16-optimizer-absent": [Bf16Optimizer(), MixedPrecision(master="absent")],
+    "factored": [ADAFACTOR],
+    "factored-bf16-master": [ADAFACTOR, MixedPrecision()],
+    "int8-weights-master": [Int8Weights()],
+    "int8-weights-absent": [Int8Weights(master="absent")],
+    "int8-weights-static": [Int8Weights(master="absent", static_scales=True), MixedPrecision(master="absent")],
+    "int8-weights-bf16": [Int8Weights(), MixedPrecision()],
+    "int8-all": [Int8Weights(), MixedPrecision(master="absent"), Int8Optimizer()],
+    "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), ADAFACTOR],
+}
+PLACES: dict[str, list[Optimization]] = {
+    "weights": [WeightStreaming()],
+    "weights-one-slot": [WeightStreaming(max_active_layers=1)],
+    "weights-disk": [WeightStreaming(max_active_layers=3, prefetch_distance=2, resident_layers=1, tier="disk")],
+    "state": [OptimizerOffload()],
+    "state-alone-disk": [OptimizerOffload(tier="disk", offload_grads=False)],
+    "state-updated-on-host": [OptimizerOffload(update_on="host")],
+    "updated-on-host-weights": [OptimizerOffload(update_on="host"), WeightStreaming(resident_layers=1)],
+    "boundaries": [ActivationOffload()],
+    "fused": [FusedUpdate()],
+    "fused-all": [
+        FusedUpdate(),
+        WeightStreaming(),
+        OptimizerOffload(offload_grads=False),
+        ActivationOffload(tier="disk"),
+    ],
+    "all": [WeightStreaming(max_active_layers=3, prefetch_distance=1), OptimizerOffload(), ActivationOffload()],
+}
+
+
+ROUNDS_BY_CHANCE = {
+    "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all"
+}  # fmt: skip
+
 
 MODELS = {"gpt2-tied-dropout": GPT2_TIED_DROPOUT, "gpt2-untied": GPT2_UNTIED, "llama-grouped": LLAMA_GROUPED}
 Tier = Literal["host", "disk"]
