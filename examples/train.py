@@ -20,7 +20,7 @@ config = TrainerConfig(optimizer=OPTIMIZERS["lion"](lr=1e-3), schedule=LrSchedul
 trainer = Trainer(model, plan, config, DirectTransfer(torch.device("cpu")))
 
 # %% Each step takes one batch per micro-batch.
-sampler = BatchSampler(embedded_corpus(1 << 20).train, batch_size=4, seq_len=64, seed=0)
+sampler = BatchSampler(embedded_corpus(1 << 20).train, micro_batch_size=4, seq_len=64, seed=0)
 for step in range(3):
     done = trainer.step([sampler.batch(step, part) for part in range(2)])
     print(f"step {done.step}: loss {done.loss:.3f}, gradient norm {done.grad_norm:.2f}")

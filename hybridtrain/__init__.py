@@ -23,33 +23,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridtrain.dry_run import DryRun as DryRun
-    from hybridtrain.dry_run import dry_run as dry_run
+    from hybridtrain.dry_runs import DryRun as DryRun
+    from hybridtrain.dry_runs import dry_run as dry_run
     from hybridtrain.memory.transfer import DirectTransfer as DirectTransfer
     from hybridtrain.models.model_config import ModelConfig as ModelConfig
     from hybridtrain.models.model_config import Workload as Workload
     from hybridtrain.models.model_config import model_preset as model_preset
     from hybridtrain.plan.compose import compose as compose
     from hybridtrain.plan.memory_plan import MemoryPlan as MemoryPlan
-    from hybridtrain.recommend import Question as Question
-    from hybridtrain.recommend import recommend as recommend
+    from hybridtrain.recommendation import Question as Question
+    from hybridtrain.recommendation import recommend as recommend
     from hybridtrain.trainer import Trainer as Trainer
     from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
-    from hybridtrain.training_file import TrainingFile as TrainingFile
+    from hybridtrain.training_file import TrainFile as TrainFile
     from hybridtrain.training_file import load_config as load_config
     from hybridtrain.virtual_gpu import find_card as find_card
     from hybridtrain.virtual_gpu import watch as watch
 
 _NAMES = {
-    "dry_run": ("DryRun", "dry_run"),
+    "dry_runs": ("DryRun", "dry_run"),
     "memory.transfer": ("DirectTransfer",),
     "models.model_config": ("ModelConfig", "Workload", "model_preset"),
     "plan.compose": ("compose",),
     "plan.memory_plan": ("MemoryPlan",),
-    "recommend": ("Question", "recommend"),
+    "recommendation": ("Question", "recommend"),
     "trainer": ("Trainer",),
     "trainer_config": ("TrainerConfig",),
-    "training_file": ("TrainingFile", "load_config"),
+    "training_file": ("TrainFile", "load_config"),
     "virtual_gpu": ("find_card", "watch"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -22,7 +22,7 @@ from hybridvalidation.records.stack_run import (
 )
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.measured import measured_table
 from hybridvalidation.show.sections.memory import class_table, outcome_lines

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
+from hybridtrain.recommendation import Question, recommend
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
-from hybridvalidation.recommend.search import Question, recommend
 from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
 

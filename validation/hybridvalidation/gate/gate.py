@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hybridtrain.dry_run import dry_run, phases_of_cycle
+from hybridtrain.dry_runs import dry_run, phases_of_cycle
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.units import format_bytes
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline

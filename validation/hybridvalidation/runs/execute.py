@@ -12,11 +12,10 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.dry_run import cycle_config
+from hybridtrain.dry_runs import cycle_config
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
-from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
@@ -194,8 +193,6 @@ def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
             [f"stack '{spec.stack}' keeps {format_bytes(num_bytes)} (planned) on disk; name a folder: --disk FOLDER"],
         )
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if there.is_dir():
-        remove_left_folders(there)
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise DiskSpaceError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline

@@ -9,13 +9,14 @@ import torch
 
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import DivergenceError
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Stack
 
 EVIDENCE_OF_KIND: dict[RunKind, Evidence] = {
     "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,

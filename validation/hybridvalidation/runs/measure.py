@@ -14,7 +14,7 @@ from hybridtrain.data.corpus import Corpus, embedded_corpus
 from hybridtrain.engine.step import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError, identify_device, open_device_reader
@@ -24,7 +24,6 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card
 from hybridvalidation.records.stack_run import MeasuredFigures, StackRun
 from hybridvalidation.runs.job import Job, run_and_record
-from hybridvalidation.scenario import BatchWorkload
 
 _WARMUP_STEPS = 2
 """The first allocates the optimizer state, the second finds the allocator's cache filled; neither is timed."""
