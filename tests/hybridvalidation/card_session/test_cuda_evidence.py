@@ -18,6 +18,7 @@ from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import OPTIMIZATIONS, OptimizerOffload, WeightStreaming
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.card_session import session as cuda_session
@@ -506,7 +507,7 @@ class TestTrain:
         fake_card["free"] = 14 * GIB
         card = replace(find_card("h200"), memory_mib=16 * 1024, context_mib=1024)
         workload = measure.BatchWorkload(batch_size=3, seq_len=16)
-        figures = measure.measure_on_cuda(TINY, VANILLA.plan(), card, workload, embedded_corpus())
+        figures = measure.measure_on_cuda(TINY, VANILLA.plan(), card, workload, embedded_corpus(), TrainerConfig())
         assert len(figures.step_times_s) == 5
         assert figures.peak_allocated_bytes == 1007
         assert figures.device_used_bytes == 0 + 2000

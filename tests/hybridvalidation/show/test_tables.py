@@ -7,7 +7,7 @@ from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.environment import read_environment
@@ -177,8 +177,9 @@ def test_a_run_that_failed_tells_why(outcome: Outcome) -> None:
 
 def test_a_host_that_is_too_small_is_told_with_what_is_missing() -> None:
     memory = replace(PLANNED, fits=False, fits_host=False, host_peak_bytes=100 * GIB)
-    (line,) = outcome_lines(run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory)))
-    assert line.startswith("lean: dry_run ended as out_of_memory: 100.00 GiB of host memory needed, ")
+    run = run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory))
+    (line,) = outcome_lines(replace(run, scenario=replace(SCENARIO, host=Host(memory_gib=68, reserved_gib=4))))
+    assert line == ("lean: dry_run ended as out_of_memory: 100.00 GiB of host memory needed, 64.00 GiB are there")
 
 
 def test_a_reason_is_never_blank() -> None:
