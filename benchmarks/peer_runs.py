@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.dry_run import dry_run
+from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optimizations import (
     ActivationOffload,

@@ -1,1 +1,65 @@
-"""hybridtrain: train 1B to 50B models on one consumer card, and know before the run whether it fits."""
+"""hybridtrain: train 1B to 50B models on one consumer card, and know before the run whether it fits.
+
+    compose        a stack of optimizations becomes a checked memory plan
+    dry_run        a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
+    recommend      the fastest stack that fits a card and a machine
+    watch          any PyTorch code on such a card
+    Trainer        the reference trainer: real steps under the same plan
+    load_config    a training file: model, stack, optimizer, schedule
+
+>>> from hybridtrain import Workload, compose, dry_run, find_card, model_preset
+>>> from hybridtrain.optimizations import GradientCheckpointing, Int8Optimizer
+>>> plan = compose([GradientCheckpointing(recompute_every=1), Int8Optimizer()])
+>>> run = dry_run(
+...     model_preset("gpt2-small"), plan, find_card("rtx-4090"), Workload(micro_batch_size=1, seq_len=128), num_steps=1
+... )
+>>> run.fits
+True
+
+Nothing is imported before it is asked for. examples/ has a script for each name.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridtrain.dry_runs import DryRun as DryRun
+    from hybridtrain.dry_runs import dry_run as dry_run
+    from hybridtrain.memory.transfer import DirectTransfer as DirectTransfer
+    from hybridtrain.models.model_config import ModelConfig as ModelConfig
+    from hybridtrain.models.model_config import Workload as Workload
+    from hybridtrain.models.model_config import model_preset as model_preset
+    from hybridtrain.plan.compose import compose as compose
+    from hybridtrain.plan.memory_plan import MemoryPlan as MemoryPlan
+    from hybridtrain.recommendation import Question as Question
+    from hybridtrain.recommendation import recommend as recommend
+    from hybridtrain.trainer import Trainer as Trainer
+    from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
+    from hybridtrain.training_file import TrainFile as TrainFile
+    from hybridtrain.training_file import load_config as load_config
+    from hybridtrain.virtual_gpu import find_card as find_card
+    from hybridtrain.virtual_gpu import watch as watch
+
+_NAMES = {
+    "dry_runs": ("DryRun", "dry_run"),
+    "memory.transfer": ("DirectTransfer",),
+    "models.model_config": ("ModelConfig", "Workload", "model_preset"),
+    "plan.compose": ("compose",),
+    "plan.memory_plan": ("MemoryPlan",),
+    "recommendation": ("Question", "recommend"),
+    "trainer": ("Trainer",),
+    "trainer_config": ("TrainerConfig",),
+    "training_file": ("TrainFile", "load_config"),
+    "virtual_gpu": ("find_card", "watch"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

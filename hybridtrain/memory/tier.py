@@ -46,7 +46,7 @@ class TierAccount:
             raise HostMemoryError(
                 f"host memory: {format_bytes(num_bytes)} more for {tensor_class} exceed the limit of "
                 f"{format_bytes(self.host_limit_bytes)} (held: {held or 'nothing'}); raise the limit, move a class to "
-                f"disk (tier = 'disk'), or store it in fewer bytes (int8_weights, int8_optimizer, factored_optimizer)."
+                f"disk (tier = 'disk'), or store it in fewer bytes (int8_weights, int8_optimizer, adafactor)."
             )
         self._live[placement] = wanted
         self._peak[placement] = max(self._peak[placement], wanted)

@@ -1,10 +1,12 @@
 """Model shapes: the presets by name, and any custom one; and the tokens a model is given. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +130,49 @@ def check_workload(model: ModelConfig, workload: Workload) -> None:
             "workload",
             [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A preset by name, or a shape of one's own."""
+
+    preset: str | None = None
+    shape: ModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.preset is None) == (self.shape is None):
+            raise ValueError('give either preset = "name" or a table [model.shape], not both and not neither')
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset: {unknown_name('model', self.preset, PRESETS)}")
+
+    def resolve(self) -> ModelConfig:
+        """Return the shape."""
+        if self.shape is not None:
+            return self.shape
+        assert self.preset is not None, "checked at construction"
+        return model_preset(self.preset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWorkload:
+    """The batch of one optimizer step, the same for every stack; accumulation splits it into micro-batches."""
+
+    batch_size: int
+    """Sequences per optimizer step."""
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        faults = below_least(self, ("batch_size", "seq_len"))
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def micro_batch(self, plan: MemoryPlan) -> Workload:
+        """Return what one micro-batch has when the plan splits the batch."""
+        return Workload(
+            micro_batch_size=self.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps, seq_len=self.seq_len
+        )
+
+
+def block_params(model: ModelConfig) -> int:
+    """Return the parameters of one block."""
+    return replace(model, num_blocks=model.num_blocks + 1).num_params - model.num_params

@@ -43,6 +43,11 @@ class UpdateStep:
 class Optimizer(Protocol):
     """A frozen dataclass of hyper-parameters with the arithmetic that they belong to."""
 
+    def __init__(
+        self, *, lr: float = ..., weight_decay: float = ..., max_grad_norm: float = ...,
+        clip: Literal["exact", "previous"] = ...,
+    ) -> None: ...  # fmt: skip
+
     kind: ClassVar[str]
     offers_groups: ClassVar[bool]
     """Whether ``update_group`` is there."""

@@ -93,7 +93,7 @@ class PhasePlan:
     )  # fmt: skip
     optim_state: Cell = setting(
         Cell(), "Moments of the optimizer.",
-        placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS, Codec.FACTORED),
+        placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
     )  # fmt: skip
     boundary: Cell = setting(
         Cell(), "Block inputs kept for the backward pass; their codec is the compute dtype unless claimed.",
@@ -287,8 +287,6 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
                 f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
                 "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
             )
-    if plan.update_on is UpdateDevice.HOST and plan.optim_state.codec is Codec.FACTORED:
-        yield "update_on: factored_optimizer updates on the device; use update_on = 'device' with it."
     if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
         yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:

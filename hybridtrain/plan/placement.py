@@ -24,8 +24,6 @@ class Codec(StrEnum):
     INT8_BLOCKS = "int8_blocks"
     """8-bit codes with one fp32 scale per 256 elements: of a dynamic map for moments (Dettmers et al., 2110.02861),
     symmetric and evenly spaced for weights."""
-    FACTORED = "factored"
-    """Moments only: the second one as row and column means of a matrix, no first one (Adafactor, 1804.04235)."""
     SPLIT16 = "split16"
     """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
     ABSENT = "absent"

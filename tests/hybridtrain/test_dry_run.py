@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import PRESETS, ModelConfig, Workload
 from hybridtrain.optimizations import (

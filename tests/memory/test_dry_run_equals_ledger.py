@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.optimizations import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.memory.copy_engine import CopyEngine

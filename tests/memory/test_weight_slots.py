@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.dry_run import dry_run
+from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Lion, Muon, Optimizer
 from hybridtrain.optimizations import (

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing

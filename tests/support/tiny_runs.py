@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import (
@@ -15,7 +16,7 @@ from hybridvalidation.records.stack_run import (
     StepPeaks,
     Timeline,
 )
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Stack
 from tiny_models import GPT2_UNTIED
 
 PROXY = replace(GPT2_UNTIED, vocab_size=256, max_seq_len=16, num_blocks=1, width=32, num_heads=2, num_kv_heads=2)

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Literal
 
 from hybridtrain.config.rules import below_least
 from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import PRESETS, ModelConfig, Workload, model_preset
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig, ModelSpec
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
-from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
+
+if TYPE_CHECKING:
+    from hybridtrain.trainer_config import TrainerConfig
 
 ANY_STACK = "any"
 """As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
 """What savings, speed and quality are told against, unless a target names another stack."""
-
-if TYPE_CHECKING:
-    pass
 
 
 def name_faults(name: str) -> list[str]:
@@ -28,27 +27,6 @@ def name_faults(name: str) -> list[str]:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         return []
     return [f"name: '{name}' must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A preset by name, or a shape of one's own."""
-
-    preset: str | None = None
-    shape: ModelConfig | None = None
-
-    def __post_init__(self) -> None:
-        if (self.preset is None) == (self.shape is None):
-            raise ValueError('give either preset = "name" or a table [model.shape], not both and not neither')
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset: {unknown_name('model', self.preset, PRESETS)}")
-
-    def resolve(self) -> ModelConfig:
-        """Return the shape."""
-        if self.shape is not None:
-            return self.shape
-        assert self.preset is not None, "checked at construction"
-        return model_preset(self.preset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +48,6 @@ class CardSpec:
             return self.custom
         assert self.name is not None, "checked at construction"
         return find_card(self.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchWorkload:
-    """The batch of one optimizer step, the same for every stack; accumulation splits it into micro-batches."""
-
-    batch_size: int
-    """Sequences per optimizer step."""
-    seq_len: int
-
-    def __post_init__(self) -> None:
-        faults = below_least(self, ("batch_size", "seq_len"))
-        if faults:
-            raise ValueError("\n".join(faults))
-
-    def micro_batch(self, plan: MemoryPlan) -> Workload:
-        """Return what one micro-batch has when the plan splits the batch."""
-        return Workload(
-            micro_batch_size=self.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps, seq_len=self.seq_len
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +189,14 @@ class Stack:
             PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
         """
         return compose(with_accumulation(self.optimizations, grad_accum_steps))
+
+    def training(self, lr: float | None = None) -> "TrainerConfig":
+        """Return the optimizer with its default settings, or at another learning rate."""
+        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  as above
+        from hybridtrain.trainer_config import TrainerConfig  # noqa: PLC0415  as above
+
+        optimizer = OPTIMIZERS[self.optimizer]
+        return TrainerConfig(optimizer=optimizer() if lr is None else optimizer(lr=lr))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

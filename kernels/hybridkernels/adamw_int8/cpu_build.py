@@ -19,11 +19,12 @@ _FLAGS = (
     "-O2", "-ftree-vectorize", "-fno-thread-jumps", "-march=native", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared",
 )  # fmt: skip
+_SEAL_BYTES = hashlib.sha256().digest_size
 _COMPILERS = ("gcc", "cc", "clang")
 
 
 class KernelBuildError(RuntimeError):
-    """A compiler is there but cannot build the kernel."""
+    """A compiler is there but cannot build the kernel, or the cache folder cannot take it."""
 
 
 def find_compiler() -> str | None:
@@ -36,15 +37,31 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
     """Return the built library, or None where there is no C compiler.
 
     Raises:
-        KernelBuildError: the compiler refused the source; the message holds its first lines.
+        KernelBuildError: the compiler refused the source, its first lines are in the message; or the cache folder
+            cannot be written.
     """
     compiler = find_compiler()
     if compiler is None:
         return None
     library = _library_path(compiler)
-    if not library.exists():
-        _build(compiler, library)
+    if not _is_whole(library):
+        try:
+            _build(compiler, library)
+        except OSError as error:
+            raise KernelBuildError(
+                f"{error.filename or library.parent}: {error.strerror or error}; the compiled kernel is kept there. "
+                "Let XDG_CACHE_HOME name a folder that can be written."
+            ) from error
     return ctypes.CDLL(str(library))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there with all its bytes: to load one that was cut short is SIGBUS."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_SEAL_BYTES]).digest() == content[-_SEAL_BYTES:]
 
 
 def _library_path(compiler: str) -> Path:
@@ -71,4 +88,6 @@ def _build(compiler: str, library: Path) -> None:
         if done.returncode:
             message = "\n".join(done.stderr.splitlines()[:5])
             raise KernelBuildError(f"{compiler} cannot build {_SOURCE.name}; install gcc, or mend this:\n{message}")
+        with built.open("ab") as file:
+            file.write(hashlib.sha256(built.read_bytes()).digest())  # behind the last section: no loader looks there
         built.replace(library)

@@ -101,3 +101,24 @@ def test_an_empty_cache_variable_means_the_default_folder(tmp_path: Path, monkey
         load_cpu_kernel()
     assert (tmp_path / ".cache" / "hybridtrain").is_dir()
     assert not (tmp_path / "hybridtrain").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_bytes", [0, 1000, 9000])
+def test_a_library_that_was_cut_short_is_built_again(cache: Path, num_bytes: int) -> None:
+    load_cpu_kernel()
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # this process has mapped the whole one
+    library.write_bytes(whole[:num_bytes])
+    load_cpu_kernel.cache_clear()
+    assert load_cpu_kernel() is not None
+    assert library.stat().st_size == len(whole)
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(KernelBuildError, match=r"Not a directory; .*XDG_CACHE_HOME"):
+        load_cpu_kernel()
+    assert not cache.exists()

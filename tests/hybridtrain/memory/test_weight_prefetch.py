@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.optimizations import (
     FusedUpdate,

@@ -10,7 +10,6 @@ from hybridtrain.errors import PlanConflictError
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
-    FactoredOptimizer,
     FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
@@ -95,7 +94,6 @@ MAKES: dict[str, tuple[list[Optimization], Changes]] = {
     ),
     "bf16-moments": ([Bf16Optimizer()], {"optim_state.codec": Codec.BFLOAT16}),
     "int8-moments": ([Int8Optimizer()], {"optim_state.codec": Codec.INT8_BLOCKS}),
-    "factored-moments": ([FactoredOptimizer()], {"optim_state.codec": Codec.FACTORED}),
     "fused": ([FusedUpdate()], {"grad.placement": Placement.DROPPED}),
     "fused-vertical": (
         [FusedUpdate(), GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=4)],
@@ -200,14 +198,12 @@ BOUNDARY_FAULT = (
     "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the activations "
     "inside the blocks stay on the device and nothing would be saved."
 )
-FACTORED_FAULT = "update_on: factored_optimizer updates on the device; use update_on = 'device' with it."
 SPLIT_FAULT = "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
 REFUSED: list[tuple[str, list[Optimization]]] = [
     (BOUNDARY_FAULT, [ActivationOffload()]),
     (BOUNDARY_FAULT, [ActivationOffload(tier="disk"), WeightStreaming()]),
     (FUSED_FAULT, [FusedUpdate(), GradAccumulation()]),
     (FUSED_FAULT, [FusedUpdate(), GradAccumulation(schedule="vertical", visit_micro_batches=3)]),
-    (FACTORED_FAULT, [FactoredOptimizer(), OptimizerOffload(update_on="host")]),
     (SPLIT_FAULT, [Int8Weights(), MixedPrecision(master="split16")]),
     (f"{BOUNDARY_FAULT}\n{FUSED_FAULT}", [ActivationOffload(), FusedUpdate(), GradAccumulation()]),
 ]
@@ -223,7 +219,6 @@ def test_a_plan_that_contradicts_itself_is_refused_in_these_words(message: str, 
 ALLOWED: list[list[Optimization]] = [
     [FusedUpdate(), GradAccumulation(grad_accum_steps=1)],
     [FusedUpdate(), GradAccumulation(schedule="vertical")],
-    [FactoredOptimizer(), OptimizerOffload()],
     [Int8Weights(), MixedPrecision(master="absent")],
     [OptimizerOffload(update_on="host"), WeightStreaming()],
     [OptimizerOffload(), WeightStreaming(tier="disk")],
@@ -241,9 +236,9 @@ def test_an_update_on_the_host_refuses_weights_on_disk() -> None:
 
 
 CONFLICTS: dict[str, list[Optimization]] = {
-    "optim_state.codec: 'bf16_optimizer' asks for bfloat16, 'factored_optimizer' asks for factored": [
+    "optim_state.codec: 'bf16_optimizer' asks for bfloat16, 'int8_optimizer' asks for int8_blocks": [
         Bf16Optimizer(),
-        FactoredOptimizer(),
+        Int8Optimizer(),
     ],
     "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
         FusedUpdate(),

@@ -13,7 +13,6 @@ from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
     ChunkedLoss,
-    FactoredOptimizer,
     FlashAttention,
     FusedUpdate,
     GradAccumulation,
@@ -59,7 +58,7 @@ STACK: tuple[Optimization, ...] = (
     PredictMemory(),
     PredictorState(),
 )
-OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(), FactoredOptimizer())
+OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(),)
 """Each in place of the 8-bit optimizer."""
 
 
@@ -277,8 +276,8 @@ WRONG: dict[str, dict[str, object]] = {
     "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too.": {
         "prefetch_distance": 2
     },
-    "weight.codec: factored is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
-        "weight": on_device(Codec.FACTORED)
+    "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
+        "weight": on_device(Codec.SPLIT16)
     },
     "grad.placement: fused_update with 4 accumulated micro-batches needs grad_accumulation with schedule = 'vertical' "
     "and all micro-batches in one visit.": {
@@ -313,7 +312,6 @@ IMPOSSIBLE: dict[str, list[Optimization]] = {
         FusedUpdate(),
         GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
     ],
-    "update_on: factored_optimizer updates on the device": [FactoredOptimizer(), OptimizerOffload(update_on="host")],
     "master.codec: split16 completes bfloat16 weights only": [Int8Weights(), MixedPrecision(master="split16")],
     "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
         FusedUpdate(),

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload, model_preset
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload, model_preset
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card
@@ -16,7 +16,7 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun, Timeline
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, StatedParts, Target
+from hybridvalidation.scenario import CardSpec, Scenario, StatedParts, Target
 from tiny_models import GPT2_UNTIED
 
 PLANNED = memory_figures(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -17,7 +17,7 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun, Timeline
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Target
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Target
 from tiny_models import GPT2_UNTIED
 
 ROUNDING = 1e-12  # relative, of a few float64 operations

@@ -1,17 +1,20 @@
 """The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import PRESETS, ModelConfig
+from hybridtrain.recommendation import ARRANGEMENTS, LEVELS, Question, Recommendation, recommend
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.cli.main import main
+from hybridvalidation.recommend import command, search
 from hybridvalidation.recommend.command import parse_size
-from hybridvalidation.recommend.search import Question, Recommendation, recommend
-from hybridvalidation.recommend.space import ARRANGEMENTS, LEVELS
 from hybridvalidation.scenario_files import ScenarioFiles
 
 MODEL = ModelConfig(
@@ -99,3 +102,40 @@ def test_what_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> 
     err = capsys.readouterr().err
     assert "--model: missing" in err
     assert "--card: missing" in err
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Question:
+    """Return the question that the command asks; nothing is searched."""
+    seen: list[Question] = []
+
+    def note(question: Question, _say: object) -> Recommendation:
+        seen.append(question)
+        raise OutOfMemoryError("nothing was searched")
+
+    monkeypatch.setattr(command, "recommend", note)
+    assert main(["recommend", *arguments]) == 1
+    return seen[0]
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_has_a_default_question(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = asked_for(monkeypatch, "--model", model, "--card", "rtx-4090")
+    assert question.seq_len == min(2048, PRESETS[model].max_seq_len)
+    assert question.seq_len * question.num_sequences == 131072
+    assert question.host.memory_gib == 64
+
+
+def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(to_toml(replace(MODEL, max_seq_len=777)))
+    question = asked_for(monkeypatch, "--model", str(path), "--card", "rtx-4090")
+    assert (question.seq_len, question.num_sequences) == (777, 131072 // 777)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_block_of_a_tied_model_is_as_large_as_that_of_another(family: Literal["llama", "gpt2"], tied: bool) -> None:
+    model = replace(MODEL, family=family, tied=tied, vocab_size=32768)  # an embedding larger than all blocks
+    block = 4 * 512 * 512 + (3 * 512 * 1376 + 2 * 512 if family == "llama" else 2 * 512 * 1376 + 9 * 512 + 1376)
+    assert search._blocks_within(5.5 * 2 * block, model, LEVELS[0]) == 5
+    assert search._blocks_within(100.0 * 2 * block, model, LEVELS[0]) == model.num_blocks

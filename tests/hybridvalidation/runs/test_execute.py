@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.tier import TierAccount
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.optimizations import GradientCheckpointing
@@ -362,14 +362,6 @@ def test_a_full_disk_is_told_before_anything_is_built(command: Command, monkeypa
     assert found["message"].startswith(f"new/disk: stack '{DISK_STACK}' keeps ")
     assert "0 B are free" in found["message"]
     assert not Path("new").exists()
-
-
-def test_files_of_a_killed_run_do_not_count_as_full(command: Command) -> None:
-    left = Path("disk/hybridtrain-999999999-0123abcd")
-    left.mkdir(parents=True)
-    (left / "0000-state").write_bytes(b"x" * 1000)
-    assert command(*arguments("gpt2.toml", DISK_STACK, 8, 1, "--disk", "disk")) == 0
-    assert list(Path("disk").iterdir()) == []
 
 
 def test_a_disk_folder_that_is_a_file_is_told(command: Command) -> None:

@@ -3,7 +3,7 @@ from functools import cache
 
 import pytest
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import compose

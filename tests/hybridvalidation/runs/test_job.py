@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from hybridtrain.config.encode import to_json
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.runs.job import make_job
 from hybridvalidation.runs.runner import run_in_process
-from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, ScenarioTarget, Stack
+from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack
 from tiny_models import LLAMA_GROUPED
 from tiny_runs import PROXY, SCENARIO, VANILLA
 

@@ -13,7 +13,7 @@ import torch
 from hybridtrain.errors import DivergenceError
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
-from hybridvalidation.runs import run_monitor
+from hybridvalidation.runs import train_log
 
 TRAIN = """\
 num_steps = 4
@@ -104,7 +104,7 @@ def test_the_profile_is_written_and_the_report_is_said(
 def test_without_the_options_nothing_is_profiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_monitor, "MemoryProfiler", None)
+    monkeypatch.setattr(train_log, "MemoryProfiler", None)
     assert train() == 0
     assert "memory profile" not in capsys.readouterr().out
 
@@ -159,7 +159,7 @@ def test_a_resumed_run_profiles_its_own_steps_and_a_finished_one_keeps_the_profi
     Path("train.toml").write_text(TRAIN.replace("num_steps = 4", "num_steps = 6"))
     assert train("--profile-memory", "memory.csv", "--resume") == 0
     assert steps() == [5, 6]
-    assert train("--profile-memory", "memory.csv", "--resume") == 2  # nothing left to do
+    assert train("--profile-memory", "memory.csv", "--resume") == 0  # nothing left to do
     assert steps() == [5, 6]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.compose import compose

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -14,7 +14,7 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario
+from hybridvalidation.scenario import CardSpec, Scenario
 from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.plots.peak import plot_peak
 from tiny_models import GPT2_UNTIED

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_run import dry_run
-from hybridtrain.models.model_config import Workload
+from hybridtrain.dry_runs import dry_run
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -22,7 +22,7 @@ from hybridvalidation.records.stack_run import (
 )
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.measured import measured_table
 from hybridvalidation.show.sections.memory import class_table, outcome_lines
@@ -126,6 +126,16 @@ def test_a_stack_that_host_memory_refuses_says_so() -> None:
     assert rows(summary_table(run, MARKDOWN))[2][:2] == ["lean", "NO, host"]
 
 
+def test_a_stack_that_host_memory_refuses_has_a_reason() -> None:
+    refused = record(
+        "dry_run", "lean", memory=replace(PLANNED, fits=False, fits_host=False), outcome=Outcome.OUT_OF_MEMORY
+    )
+    (line,) = outcome_lines(run_of(refused))
+    host, disk = PLANNED.host_peak_bytes / GIB, PLANNED.disk_peak_bytes / GIB
+    words = f"the machine is too small for {host:.1f} GiB of host memory and {disk:.1f} GiB of disk"
+    assert line == f"lean: dry_run ended as out_of_memory: {words}"
+
+
 def test_the_class_table_shows_the_holders_of_the_larger_step() -> None:
     head, vanilla, lean = rows(class_table(run_of(record("dry_run", "vanilla", memory=PLANNED)), MARKDOWN))
     assert head[1:-1] == [name.replace("_", " ") for name in TensorClass]
@@ -173,6 +183,17 @@ def test_a_refusal_while_the_model_is_built_says_so() -> None:
 def test_a_run_that_failed_tells_why(outcome: Outcome) -> None:
     run = run_of(record("accuracy", "lean", outcome, "loss is nan"), executed("vanilla", 0.5))
     assert outcome_lines(run) == [f"lean: accuracy ended as {outcome}: loss is nan"]
+
+
+def test_a_host_that_is_too_small_is_told_with_what_is_missing() -> None:
+    memory = replace(PLANNED, fits=False, fits_host=False, host_peak_bytes=100 * GIB)
+    (line,) = outcome_lines(run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory)))
+    assert line.startswith("lean: dry_run ended as out_of_memory: 100.00 GiB of host memory needed, ")
+
+
+def test_a_reason_is_never_blank() -> None:
+    run = run_of(record("accuracy", "lean", Outcome.DIVERGED), executed("vanilla", 0.5))
+    assert outcome_lines(run) == ["lean: accuracy ended as diverged: no reason was recorded"]
 
 
 def test_a_run_that_went_well_needs_no_sentence() -> None:

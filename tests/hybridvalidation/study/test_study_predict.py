@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.cli.main import main
@@ -16,7 +17,7 @@ from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.figures import run_dry
 from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import BatchWorkload, CardSpec, ModelSpec, Scenario, Stack, Target
+from hybridvalidation.scenario import CardSpec, Scenario, Stack, Target
 from tiny_models import GPT2_UNTIED
 
 GIB = 2**30

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.optimizations.activation_offload import ActivationOffload
 from hybridtrain.optimizations.chunked_loss import ChunkedLoss
-from hybridtrain.optimizations.factored_optimizer import FactoredOptimizer
 from hybridtrain.optimizations.fused_update import FusedUpdate
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
@@ -150,10 +149,10 @@ def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_st
     stack = Stack(
         name="int8-factored-fused",
         says="8-bit weights on the host, factored state, each block updated within its backward visit",
+        optimizer="adafactor",
         optimizations=(
             MixedPrecision(master="absent"),
             Int8Weights(),
-            FactoredOptimizer(),
             GradientCheckpointing(recompute_every=1),
             ChunkedLoss(loss_chunk_tokens=2048),
             GradAccumulation(grad_accum_steps=num_micro_batches, schedule="vertical", accumulator="bfloat16"),

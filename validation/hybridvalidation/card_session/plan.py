@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
+from hybridtrain.recommendation import Question, recommend
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
-from hybridvalidation.recommend.search import Question, recommend
 from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
 
@@ -75,7 +75,9 @@ def plan_part(job: PlanJob) -> PlannedPart:
         found = recommend(question, lambda _: None)
         candidate, run = found.chosen, found.run
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
-        stack = Stack(name="recommended", says=says, optimizations=candidate.optimizations())
+        stack = Stack(
+            name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()
+        )
     else:
         run = _run_stack(job, model, stack)
     plan = stack.plan()
@@ -100,7 +102,7 @@ def _run_stack(job: PlanJob, model: ModelConfig, stack: Stack) -> DryRun:
             job.part.name, [f"{job.part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"]
         )
     workload = Workload(micro_batch_size=job.part.num_sequences // accum_steps, seq_len=job.part.seq_len)
-    return dry_run(model, stack.plan(), job.card, workload, host=job.host)
+    return dry_run(model, stack.plan(), job.card, workload, host=job.host, config=stack.training())
 
 
 def _predicted(run: DryRun) -> Predicted:

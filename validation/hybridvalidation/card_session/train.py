@@ -17,7 +17,6 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.plan import PlannedPart
 from hybridvalidation.card_session.record import CopyOverlap, Measured, StepEvidence
@@ -197,7 +196,7 @@ def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: flo
 
 def _train(job: TrainJob, corpus: Corpus, trained: TrainedPart, transfer: Transfer, deadline_s: float) -> Trainer:
     begin = time.perf_counter()
-    trainer = Trainer(model_preset(job.part.model), job.planned.stack.plan(), TrainerConfig(), transfer)
+    trainer = Trainer(model_preset(job.part.model), job.planned.stack.plan(), job.planned.stack.training(), transfer)
     torch.cuda.synchronize(transfer.device)
     trained.build_s = time.perf_counter() - begin
     for step in range(job.part.num_steps):

@@ -4,6 +4,7 @@
 A verb imports what it needs when it runs: ``--help``, ``--version`` and ``list`` need no torch.
 """
 
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -43,11 +44,13 @@ APP.register_install_completion_command(help="Teach the shell to complete verbs,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; faults of the user's end in one clear message and a non-zero code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
     try:
         answer: Answer | None = APP(list(arguments) or [""])
         return 0 if answer is None else answer.show(as_json="--json" in arguments)  # None: help has been printed
     except KeyboardInterrupt:
-        sys.stderr.write("hybridtrain: stopped; finished runs are kept\n")
+        sys.stderr.write("hybridtrain: stopped; what was written whole is kept\n")
         return 130
     except BrokenPipeError:
         return 141
@@ -66,7 +69,7 @@ def _tell(error: Exception) -> tuple[str, str, Sequence[str], int] | None:
         return "WrongArgument", message, [message], 2
     if isinstance(error, ConfigError | DataError):
         return name, str(error), error.faults if isinstance(error, ConfigError) else [str(error)], 2
-    if isinstance(error, HybridTrainError):
+    if isinstance(error, HybridTrainError) or name == "KernelBuildError":  # whose module needs torch: not for --help
         return name, str(error), (), 1
     if isinstance(error, OSError):
         message = f"{error.filename or 'a file'}: {error.strerror or error}; choose another path or make room"

@@ -4,6 +4,9 @@ from pathlib import Path
 
 from hybridvalidation.cli.verb import COMMON, Answer, CardName, Common, Count, Flag, ModelName, ScenarioName, StackName
 
+_HOST_MEMORY = "64GiB"
+"""What both verbs assume unless they are told."""
+
 
 def dry_run(
     *,
@@ -13,10 +16,11 @@ def dry_run(
     micro_batch: Count,
     seq: Count,
     accum: Count | None = None,
-    host_memory: str | None = None,
+    host_memory: str = _HOST_MEMORY,
     expandable_segments: Flag = False,
     snapshot: Path | None = None,
     trace: Path | None = None,
+    suggest: Flag = False,
     common: Common = COMMON,
 ) -> Answer:
     """Plan one model, stack and card without a GPU.
@@ -32,10 +36,11 @@ def dry_run(
         micro_batch: Sequences per micro-batch.
         seq: Tokens per sequence.
         accum: Micro-batches per step; default: the stack's.
-        host_memory: As 64GiB or 128GB; default: as much as it takes.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
         expandable_segments: Plan with torch's expandable_segments:True.
         snapshot: Write a memory_viz snapshot (.pickle).
         trace: Write a Chrome trace (.json).
+        suggest: Where it does not fit, run all other stacks dry too.
     """
     from hybridvalidation.recommend.command import parse_host
     from hybridvalidation.runs.dry_run_report import plan_run
@@ -43,8 +48,9 @@ def dry_run(
 
     report = plan_run(
         scenario_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
-        seq_len=seq, accum_steps=accum, host=None if host_memory is None else parse_host(host_memory),
-        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace,
+        seq_len=seq, accum_steps=accum, host=parse_host(host_memory),
+        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest,
+        progress=not common.json,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 
@@ -53,9 +59,9 @@ def recommend(
     *,
     model: ModelName | None = None,
     card: CardName | None = None,
-    host_memory: str = "64GiB",
-    seq: Count = 2048,
-    tokens_per_step: Count = 131072,
+    host_memory: str = _HOST_MEMORY,
+    seq: Count | None = None,
+    tokens_per_step: Count | None = None,
     scenario: ScenarioName | None = None,
     write: Path | None = None,
     common: Common = COMMON,
@@ -67,9 +73,9 @@ def recommend(
     Args:
         model: Name of a model, or a .toml file with its shape.
         card: Name of a card, or a .toml file with its figures.
-        host_memory: As 64GiB or 128GB.
-        seq: Tokens per sequence.
-        tokens_per_step: Tokens per optimizer step.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
+        seq: Tokens per sequence; default: 2048, or all positions of the model.
+        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
         scenario: Take model, card, host and workload of a scenario instead.
         write: Write the stack to a .toml file.
     """

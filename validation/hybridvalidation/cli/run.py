@@ -123,7 +123,8 @@ def execute(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=chosen.name, plan=chosen.plan(accum),
         workload=Workload(micro_batch_size=micro_batch, seq_len=seq), num_steps=steps,
-        lr=lr, disk_folder=disk, host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        lr=lr, optimizer=chosen.optimizer, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
         runs_cycle=cycle,
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
@@ -172,7 +173,7 @@ def study(
 ) -> Answer:  # fmt: skip
     """Compare ways to train, time to loss, by a registered protocol; what is missing is run.
 
-    Example: hybridtrain study hybrid --jobs 2 --max-runs 4
+    Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
     Args:
         study: Name of a study, or a .toml file.
@@ -248,17 +249,13 @@ def train(
         disk: Folder where tensors placed on disk get their files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
     """
-    from hybridtrain.config.decode import load_toml
-    from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
-    from hybridtrain.optimizations import OPTIMIZATIONS
-    from hybridtrain.plan.compose import Optimization
+    from hybridtrain.training_file import load_config
     from hybridtrain.units import GB, GIB
-    from hybridvalidation.runs.run_monitor import Monitoring
     from hybridvalidation.runs.train import train as train_model
-    from hybridvalidation.runs.train_file import TrainFile
+    from hybridvalidation.runs.train_log import Monitoring
 
-    file = load_toml(TrainFile, config, unions={Optimization: OPTIMIZATIONS})
+    file = load_config(config)
     corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []
     monitoring = Monitoring(
@@ -270,9 +267,5 @@ def train(
         progress=not common.json, monitoring=monitoring, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
     )  # fmt: skip
-    content: dict[str, object] = {
-        "last_step": encode(result.last), "corpus": corpus.name, "said": said, "out": out.as_posix(),
-    }  # fmt: skip
-    if result.statistics is not None:
-        content["hybrid"] = result.statistics.state_dict()
-    return Answer(text=f"{result.last.step} steps, loss {result.loss:.3f}; log and state in {out}", content=content)
+    content = result.as_mapping() | {"corpus": corpus.name, "said": said, "out": out.as_posix()}
+    return Answer(text=result.as_text(out), content=content, code=result.exit_code)

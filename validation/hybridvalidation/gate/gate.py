@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hybridtrain.dry_run import dry_run, phases_of_cycle
+from hybridtrain.dry_runs import dry_run, phases_of_cycle
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.units import format_bytes
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
@@ -133,7 +133,9 @@ def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     """Return today's figures of a stack."""
     plan = stack.plan()
     workload = scenario.workload_of(stack.name).micro_batch(plan)
-    run = dry_run(scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host)
+    run = dry_run(
+        scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host, config=stack.training()
+    )
     return _baseline(memory_figures(run, with_timeline=False))
 
 

@@ -1,10 +1,8 @@
 """Stated figures derived anew from a model's shape, each beside what a dry run plans."""
 
-from dataclasses import replace
-
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import block_params
 from hybridtrain.units import GB, format_count
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric
@@ -118,11 +116,6 @@ def phase_aware_weight_reduction(case: Case) -> Metric:
         f"{GROUP_SIZE} weights"
     )
     return Metric(100 * (1 - average / full), Evidence.ARITHMETIC, "%", remark=remark, decider=decider)
-
-
-def block_params(model: ModelConfig) -> int:
-    """Return the parameters of one block."""
-    return replace(model, num_blocks=model.num_blocks + 1).num_params - model.num_params
 
 
 def _activation_saving(case: Case, backward_share: float, stated_is: str) -> Metric | None:

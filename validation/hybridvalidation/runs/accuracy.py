@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.corpus import Corpus, embedded_corpus
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Cell, MemoryPlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
@@ -27,25 +27,31 @@ def run_accuracy(job: Job) -> StackRun:
     """Train the proxies that a job asks for."""
     spec = job.accuracy
     assert spec is not None, "an accuracy job carries its specification"
-    return run_and_record(job, lambda: train_proxies(spec, job.stack.plan(), embedded_corpus()))
+    return run_and_record(
+        job,
+        lambda: train_proxies(spec, job.stack.plan(), embedded_corpus(), job.stack.training(spec.lr).optimizer),
+    )
 
 
-def train_proxies(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> AccuracyFigures:
+def train_proxies(
+    spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, optimizer: Optimizer | None = None
+) -> AccuracyFigures:
     """Train the proxy once per seed under ``plan`` on the CPU and validate each; raises ``DivergenceError``."""
+    optimizer = AdamWConfig(lr=spec.lr) if optimizer is None else optimizer
     return AccuracyFigures(
         num_params=spec.proxy.num_params,
         num_tokens=spec.num_steps * spec.batch_size * spec.seq_len,
         num_validation_tokens=spec.validation_batches * spec.batch_size * spec.seq_len,
         corpus=corpus.name,
         corpus_digest=corpus.digest,
-        seeds=tuple(_train_one(spec, plan, corpus, seed) for seed in spec.seeds),
+        seeds=tuple(_train_one(spec, plan, corpus, seed, optimizer) for seed in spec.seeds),
         accumulation_difference=accumulation_difference(spec, plan, corpus),
     )
 
 
-def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int) -> SeedResult:
+def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int, optimizer: Optimizer) -> SeedResult:
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    trainer = _trainer(spec, plan, seed)
+    trainer = _trainer(spec, plan, seed, optimizer)
     sampler = BatchSampler(
         corpus.train, micro_batch_size=spec.batch_size // accum_steps, seq_len=spec.seq_len, seed=seed
     )
@@ -60,9 +66,9 @@ def _train_one(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus, seed: int) 
     )  # fmt: skip
 
 
-def _trainer(spec: AccuracySpec, plan: MemoryPlan, seed: int) -> Trainer:
+def _trainer(spec: AccuracySpec, plan: MemoryPlan, seed: int, optimizer: Optimizer) -> Trainer:
     config = TrainerConfig(
-        optimizer=AdamWConfig(lr=spec.lr),
+        optimizer=optimizer,
         schedule=LrSchedule(warmup_steps=spec.num_steps // 10, total_steps=spec.num_steps),
         seed=seed,
     )
@@ -108,7 +114,9 @@ def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus
     if accum_steps == 1 or table.weight != Cell(placement=Placement.DEVICE, codec=Codec.FLOAT32):
         return None
     seed, exact = spec.seeds[0], replace(spec, proxy=replace(spec.proxy, dropout=0.0))
-    accumulated, large = _trainer(exact, plan, seed), _trainer(exact, _without_accumulation(plan), seed)
+    optimizer = AdamWConfig(lr=spec.lr)
+    accumulated = _trainer(exact, plan, seed, optimizer)
+    large = _trainer(exact, _without_accumulation(plan), seed, optimizer)
     sampler = BatchSampler(
         corpus.train, micro_batch_size=spec.batch_size // accum_steps, seq_len=spec.seq_len, seed=seed
     )

@@ -1,25 +1,31 @@
 """``hybridtrain dry-run``: one configuration, its figures, and what to try when it does not fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
-from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.runs.fit_arithmetic import bytes_of
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _HOLDERS_SHOWN = 5
+_LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +36,10 @@ class DryRunReport:
     figures: MemoryFigures
     stack: str
     model: str
-    fitting_stacks: tuple[str, ...]
+    fitting_stacks: tuple[str, ...] = ()
     """Stacks that would fit; only looked for when this one does not."""
+    are_run_dry: bool = False
+    """Whether those were run dry; else they fit by arithmetic."""
 
     @property
     def fits(self) -> bool:
@@ -51,6 +59,9 @@ class DryRunReport:
             "host_peak_bytes": figures.host_peak_bytes,
             "host_by_class": dict(figures.host_by_class),
             "disk_peak_bytes": figures.disk_peak_bytes,
+            "host_needed_bytes": self.host_needed_bytes,
+            "host_memory_bytes": self._host_memory_bytes,
+            "fits_card": self.run.fits_card,
             "fits_host": figures.fits_host,
             "by_class": dict(figures.by_class),
             "fits": figures.fits,
@@ -70,8 +81,10 @@ class DryRunReport:
                 "step": oom.step, "stage": oom.stage, "unit": oom.unit, "requested_bytes": oom.requested_bytes,
                 "allocated_bytes": oom.allocated_bytes, "reserved_bytes": oom.reserved_bytes,
                 "capacity_bytes": oom.capacity_bytes, "by_class": dict(oom.by_class), "by_unit": dict(oom.by_unit),
-                "fitting_stacks": list(self.fitting_stacks),
             },
+            "fitting_stacks": None
+            if figures.fits
+            else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
@@ -98,25 +111,49 @@ class DryRunReport:
             f"{figures.bound}-bound (estimated)"
         )
         table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
-        below = (
-            f"host {format_bytes(figures.host_peak_bytes)}, disk {format_bytes(figures.disk_peak_bytes)} beside the "
-            "process itself (planned)"
-        )
-        lines = [title, table, memory, below, steps, speed, self._answer()]
-        return "\n".join(lines)
+        return "\n".join([title, table, memory, self._host_line(), steps, speed, *self._answer()])
 
-    def _answer(self) -> str:
-        if self.figures.oom is not None:
-            return self._oom_text()
-        if self.run.fits_host:
-            return "fits"
-        host = self.run.host
+    @property
+    def host_needed_bytes(self) -> int:
+        """Host memory of the whole machine: tensors, and what system and process take beside them."""
+        return self.figures.host_peak_bytes + round(self.run.host.reserved_gib * GIB)
+
+    @property
+    def _host_memory_bytes(self) -> int | None:
+        """What the machine is assumed to have; None: as much as it takes."""
+        memory = self.run.host.memory_gib
+        return None if memory is None else round(memory * GIB)
+
+    def _host_line(self) -> str:
+        figures, host = self.figures, self.run.host
+        there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
         return (
-            f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of {format_bytes(host.tensor_bytes)}, "
-            f"disk {format_bytes(self.figures.disk_peak_bytes)} of {format_bytes(host.disk_bytes)}; move a tensor "
-            "class to disk (tier = 'disk'), store it in fewer bytes (int8_weights, int8_optimizer, "
-            "factored_optimizer), or ask hybridtrain recommend"
+            f"needs {format_bytes(self.host_needed_bytes)} of host memory ({format_bytes(figures.host_peak_bytes)} for "
+            f"tensors, {host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"{format_bytes(figures.disk_peak_bytes)} of disk (planned)"
         )
+
+    def _answer(self) -> Iterator[str]:
+        if self.run.fits:
+            yield "fits"
+            return
+        if self.figures.oom is not None:
+            yield self._oom_text()
+        host = self.run.host
+        if not self.run.fits_host:
+            yield (
+                f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of "
+                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.figures.disk_peak_bytes)} of "
+                f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
+                "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
+            )
+        names = ", ".join(self.fitting_stacks)
+        if self.are_run_dry:
+            yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
+        elif names:
+            yield f"stacks that fit by arithmetic, none was run dry (--suggest does that): {names}"
+        else:
+            yield f"by arithmetic no stack at hand fits (--suggest runs them dry); {_LOWER}"
 
     def _oom_text(self) -> str:
         oom = self.figures.oom
@@ -126,15 +163,12 @@ class DryRunReport:
             f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]
         )
         classes = ", ".join(f"{name} {format_bytes(size)}" for name, size in oom.by_class.items() if size)
-        advice = f"stacks that would fit: {', '.join(self.fitting_stacks)}" if self.fitting_stacks else (
-            "no stack at hand fits; lower --micro-batch or --seq, or choose a smaller model or a larger card"
-        )  # fmt: skip
         segment = segment_size(round_size(oom.requested_bytes))
         return (
             f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested "
             f"(a segment of {format_bytes(segment)}), "
             f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
-            f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}\n{advice}"
+            f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}"
         )
 
 
@@ -151,8 +185,13 @@ def plan_run(
     expandable_segments: bool = False,
     snapshot: Path | None = None,
     trace: Path | None = None,
+    suggest: bool = False,
+    progress: bool = False,
 ) -> DryRunReport:
-    """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files."""
+    """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
+
+    Where it does not fit, the other stacks are tried: by arithmetic, which takes no time, or run dry with ``suggest``.
+    """
     shape = read_model(model)
     chosen = files.stack(stack)
     workload = Workload(micro_batch_size=micro_batch_size, seq_len=seq_len)
@@ -160,19 +199,40 @@ def plan_run(
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
     run = dry_run(
-        shape, plan, found_card, workload, host=host, allocator=allocator, record_history=snapshot is not None
+        shape,
+        plan,
+        found_card,
+        workload,
+        host=host,
+        config=chosen.training(),
+        allocator=allocator,
+        record_history=snapshot is not None,
     )
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
         write_run_trace(run, trace)
-    fitting = () if run.fits else _fitting_stacks(files, chosen.name, shape, run, workload, accum_steps)
+    others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
+    if suggest:
+        fitting = [
+            name
+            for name in progress_bar(list(others), shown=progress, unit="stack", desc="stacks run dry")
+            for plan, config in (others[name],)
+            if dry_run(shape, plan, found_card, workload, host=run.host, config=config).fits
+        ]
+    else:
+        fitting = [
+            name
+            for name, (plan, config) in others.items()
+            if bytes_of(shape, plan, workload, config.optimizer).fits(found_card, run.host)
+        ]
     return DryRunReport(
         run=run,
         figures=memory_figures(run, with_timeline=False),
         stack=chosen.name,
         model=model,
         fitting_stacks=tuple(fitting),
+        are_run_dry=suggest,
     )
 
 
@@ -185,22 +245,14 @@ def _phase(step: StepPeaks, run: DryRun) -> str:
     return f" ({step.phase})" if run.phases else ""
 
 
-def _fitting_stacks(
-    files: ScenarioFiles,
-    refused: str,
-    shape: ModelConfig,
-    run: DryRun,
-    workload: Workload,
-    accum_steps: int | None,
-) -> Sequence[str]:
-    fitting = []
+def _other_plans(
+    files: ScenarioFiles, refused: str, accum_steps: int | None
+) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
+    """Return plans and optimizers of all other stacks; a faulty file among them is not what was asked about."""
+    plans = {}
     for name in files.stack_names():
-        if name == refused:
-            continue
-        try:
-            plan = files.stack(name).plan(accum_steps)
-        except HybridTrainError:  # a faulty file beside the chosen one is not what was asked about
-            continue
-        if dry_run(shape, plan, run.card, workload, host=run.host).fits:
-            fitting.append(name)
-    return fitting
+        if name != refused:
+            with suppress(HybridTrainError):
+                stack = files.stack(name)
+                plans[name] = (stack.plan(accum_steps), stack.training())
+    return plans

@@ -12,15 +12,14 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.dry_run import cycle_config
+from hybridtrain.dry_runs import cycle_config
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
-from hybridtrain.memory.run_folder import remove_left_folders
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
@@ -51,6 +50,8 @@ class ExecuteSpec:
     num_steps: int
     """Optimizer steps; of a cycle phase steps, PREDICT included."""
     lr: float
+    optimizer: str = "adamw"
+    """``kind``."""
     seed: int = 0
     disk_folder: Path | None = None
     host_limit_bytes: int | None = None
@@ -67,7 +68,7 @@ class ExecuteSpec:
     def config(self) -> TrainerConfig:
         """Everything else the trainer wants."""
         return TrainerConfig(
-            optimizer=AdamWConfig(lr=self.lr),
+            optimizer=OPTIMIZERS[self.optimizer](lr=self.lr),
             schedule=LrSchedule(kind="constant", warmup_steps=0, total_steps=max(self.num_steps, 1)),
             seed=self.seed,
         )
@@ -192,8 +193,6 @@ def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
             [f"stack '{spec.stack}' keeps {format_bytes(num_bytes)} (planned) on disk; name a folder: --disk FOLDER"],
         )
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if there.is_dir():
-        remove_left_folders(there)
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise DiskSpaceError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline
@@ -18,7 +18,9 @@ def run_dry(job: Job) -> StackRun:
     workload = job.workload.micro_batch(plan)
     return run_and_record(
         job,
-        lambda: memory_figures(dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host)),
+        lambda: memory_figures(
+            dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host, config=job.stack.training())
+        ),
     )
 
 

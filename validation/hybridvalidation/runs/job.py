@@ -9,13 +9,14 @@ import torch
 
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import DivergenceError
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
-from hybridvalidation.scenario import AccuracySpec, BatchWorkload, CardSpec, ModelSpec, Scenario, Stack
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Stack
 
 EVIDENCE_OF_KIND: dict[RunKind, Evidence] = {
     "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,
@@ -70,10 +71,10 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
     except DivergenceError as error:
         outcome, message = Outcome.DIVERGED, str(error)
     except torch.OutOfMemoryError as error:
-        outcome, message = Outcome.OUT_OF_MEMORY, str(error)
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error) or "the card refused a request and did not say which"
     memory = found if isinstance(found, MemoryFigures) else None
     if memory is not None and not memory.fits:
-        outcome = Outcome.OUT_OF_MEMORY
+        outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host)
     return StackRun(
         key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),

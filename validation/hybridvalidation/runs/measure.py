@@ -14,7 +14,7 @@ from hybridtrain.data.corpus import Corpus, embedded_corpus
 from hybridtrain.engine.step import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError, identify_device, open_device_reader
@@ -24,7 +24,6 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card
 from hybridvalidation.records.stack_run import MeasuredFigures, StackRun
 from hybridvalidation.runs.job import Job, run_and_record
-from hybridvalidation.scenario import BatchWorkload
 
 _WARMUP_STEPS = 2
 """The first allocates the optimizer state, the second finds the allocator's cache filled; neither is timed."""
@@ -82,13 +81,23 @@ def run_measured(job: Job) -> StackRun:
     return run_and_record(
         job,
         lambda: measure_on_cuda(
-            job.model.resolve(), job.stack.plan(), job.card.resolve(), job.workload, embedded_corpus()
+            job.model.resolve(),
+            job.stack.plan(),
+            job.card.resolve(),
+            job.workload,
+            embedded_corpus(),
+            job.stack.training(),
         ),
     )
 
 
 def measure_on_cuda(
-    model: ModelConfig, plan: MemoryPlan, card: Card, workload: BatchWorkload, corpus: Corpus
+    model: ModelConfig,
+    plan: MemoryPlan,
+    card: Card,
+    workload: BatchWorkload,
+    corpus: Corpus,
+    config: TrainerConfig,
 ) -> MeasuredFigures:
     """Train a few steps and read the allocator.
 
@@ -104,7 +113,7 @@ def measure_on_cuda(
     sampler = BatchSampler(corpus.train, micro_batch_size=micro_batch_size, seq_len=workload.seq_len, seed=0)
     transfer = open_transfer(device, disk_folder=Path(tempfile.gettempdir()))
     try:
-        trainer = Trainer(model, plan, TrainerConfig(), transfer)
+        trainer = Trainer(model, plan, config, transfer)
         steps = [
             run_step(trainer, [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)], device)
             for step in range(_WARMUP_STEPS + _COUNTED_STEPS)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybridtrain.dry_run import DryRun
+from hybridtrain.dry_runs import DryRun
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.observer import Lane

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
-from hybridtrain.dry_run import dry_run
+from hybridtrain.dry_runs import dry_run
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.errors import DivergenceError

@@ -45,7 +45,9 @@ def outcome_lines(run: ScenarioRun) -> list[str]:
                 f"{to_gib(oom.allocated_bytes):.2f} of {to_gib(oom.capacity_bytes):.2f} GiB allocated ({largest})."
             )
         elif record.outcome is not Outcome.OK:
-            lines.append(f"{stack}: {kind} ended as {record.outcome}: {record.message}")
+            shortage = "" if memory is None else memory.shortage(run.scenario.host)
+            reason = record.message or shortage or "no reason was recorded"
+            lines.append(f"{stack}: {kind} ended as {record.outcome}: {reason}")
     return lines
 
 

@@ -1,17 +1,43 @@
-"""The configuration file of ``hybridtrain train``."""
+"""The configuration file of a training run: model, stack, optimizer, schedule, and the cycle if there is one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
+from hybridtrain.config.decode import Unions, load_toml
 from hybridtrain.config.rules import below_least
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
 from hybridtrain.hybrid.watch import LossWatch
-from hybridtrain.optim import AdamWConfig, Optimizer
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
+from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer_config import LrSchedule
-from hybridvalidation.scenario import BatchWorkload, ModelSpec
+
+_UNIONS: Final[Unions] = {
+    Optimization: OPTIMIZATIONS,
+    Optimizer: {**OPTIMIZERS, "": AdamWConfig},
+}
+"""What a file names by ``kind``."""
+
+
+def load_config(path: Path | str) -> "TrainFile":
+    """Read a training file.
+
+    >>> from hybridtrain import load_config
+    >>> load_config("examples/train-small.toml").optimizer.lr  # doctest: +SKIP
+    0.002
+
+    Args:
+        path: A TOML file; a table without ``kind`` under [optimizer] is AdamW's.
+
+    Raises:
+        ConfigError: everything that is wrong with it, each fault with its path, what is allowed and the nearest name.
+    """
+    return load_toml(TrainFile, Path(path), unions=_UNIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,34 @@
 """The fastest stack that fits a card and a machine, found by dry runs; gentler numbers first.
 
-A candidate's bytes and seconds come from dry runs of a few blocks and micro-batches, extended in straight lines: every
-block and every micro-batch does the same. The winner is then run dry as it is, and takes less when it does not fit.
+What is searched: how exact numbers are, times where things live. A candidate's bytes and seconds come from dry runs of
+a few blocks and micro-batches, extended in straight lines: every block and every micro-batch does the same. The winner
+is then run dry as it is, and takes less when it does not fit.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import floor
+from typing import Literal
 
-from hybridtrain.dry_run import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.models.model_config import ModelConfig, Workload
+from hybridtrain.models.model_config import ModelConfig, Workload, block_params
+from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optimizations.activation_offload import ActivationOffload
+from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
+from hybridtrain.optimizations.chunked_loss import ChunkedLoss
+from hybridtrain.optimizations.fused_update import FusedUpdate
+from hybridtrain.optimizations.grad_accumulation import GradAccumulation
+from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
+from hybridtrain.optimizations.int8_optimizer import Int8Optimizer
+from hybridtrain.optimizations.int8_weights import Int8Weights
+from hybridtrain.optimizations.mixed_precision import MixedPrecision
+from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
+from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridvalidation.recommend.space import ARRANGEMENTS, LEVELS, Arrangement, Numerics
 
 _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
@@ -26,6 +40,96 @@ _MARGIN = 0.97
 """Share of the card that an extended figure may fill; reserved bytes are no straight line."""
 _WORTH_HARSHER = 1.05
 """A harsher level must be this much faster to be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How exact weights and optimizer state are: one level of the search."""
+
+    name: str
+    says: str
+    optimizations: tuple[Optimization, ...]
+    weight_bytes: float
+    """Per parameter, as streamed."""
+    state_bytes: float
+    """Master and moments, per parameter."""
+    accumulator: Literal["float32", "bfloat16"] = "bfloat16"
+    """Element type in which gradients wait."""
+    optimizer: str = "adamw"
+    """``kind``."""
+
+    @property
+    def grad_bytes(self) -> int:
+        """Per parameter."""
+        return 4 if self.accumulator == "float32" else 2
+
+
+LEVELS = (
+    Numerics(
+        "exact", "exact fp32 master weights, fp32 moments", (MixedPrecision(master="split16"),), 2, 10, "float32"
+    ),
+    Numerics(
+        "int8-state", "exact fp32 master weights, 8-bit moments",
+        (MixedPrecision(master="split16"), Int8Optimizer()), 2, 4.05, "float32",
+    ),
+    Numerics(
+        "bf16", "bf16 weights with stochastic rounding, bf16 moments",
+        (MixedPrecision(master="absent"), Bf16Optimizer()), 2, 4,
+    ),
+    Numerics(
+        "bf16-int8-state", "bf16 weights with stochastic rounding, 8-bit moments",
+        (MixedPrecision(master="absent"), Int8Optimizer()), 2, 2.05,
+    ),
+    Numerics(
+        "bf16-factored", "bf16 weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"),), 2, 0.02, optimizer="adafactor",
+    ),
+    Numerics(
+        "int8-factored", "8-bit weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"), Int8Weights()), 1.02, 0.02, optimizer="adafactor",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where things live, and in which order micro-batches pass: one shape of the search."""
+
+    name: str
+    streams: bool = False
+    offloads_state: bool = False
+    fuses: bool = False
+    """Vertical, gradients never stored, boundaries on the host."""
+
+    def optimizations(
+        self, level: Numerics, num_micro_batches: int, keep_last: int, resident_layers: int = 0
+    ) -> tuple[Optimization, ...]:
+        """Return the whole stack for a number of micro-batches."""
+        stack: list[Optimization] = [
+            *level.optimizations,
+            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last),
+            ChunkedLoss(loss_chunk_tokens=2048),
+            GradAccumulation(
+                grad_accum_steps=num_micro_batches,
+                schedule="vertical" if self.fuses else "horizontal",
+                accumulator=level.accumulator,
+            ),
+        ]
+        if self.streams:
+            stack.append(WeightStreaming(resident_layers=resident_layers))
+        if self.offloads_state:
+            stack.append(OptimizerOffload(offload_grads=not self.fuses))
+        if self.fuses:
+            stack += [FusedUpdate(), ActivationOffload()]
+        return tuple(stack)
+
+
+ARRANGEMENTS = (
+    Arrangement("all on the card"),
+    Arrangement("optimizer state on the host", offloads_state=True),
+    Arrangement("weights and state on the host", streams=True, offloads_state=True),
+    Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +177,9 @@ class Question:
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run."""
         workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
-        return dry_run(self.model, compose(candidate.optimizations()), self.card, workload, host=self.host)
+        config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
+        plan = compose(candidate.optimizations())
+        return dry_run(self.model, plan, self.card, workload, host=self.host, config=config)
 
 
 def recommend(question: Question, on_try: Callable[[str], None]) -> Recommendation:
@@ -114,12 +220,8 @@ def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] 
     if found is None or not chosen.arrangement.streams:
         return found
     candidate, run = found
-    model = question.model
-    block_bytes = (
-        candidate.level.weight_bytes * (model.num_params - 2 * model.vocab_size * model.width) / model.num_blocks
-    )
     room = _MARGIN * question.card.allocator_capacity_bytes - run.peak_reserved_bytes
-    resident = min(model.num_blocks, floor(room / block_bytes))
+    resident = _blocks_within(room, question.model, candidate.level)
     while resident > 0:
         trial = replace(candidate, resident_layers=resident)
         trial_run = question.run(trial)
@@ -128,6 +230,11 @@ def _confirm(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] 
             return (replace(trial, tokens_per_s=trial_run.tokens_per_s), trial_run) if faster else found
         resident -= 1 + resident // 4
     return found
+
+
+def _blocks_within(room: float, model: ModelConfig, level: Numerics) -> int:
+    """Return how many blocks' weights go into some bytes."""
+    return min(model.num_blocks, floor(room / (level.weight_bytes * block_params(model))))
 
 
 def _most_kept(question: Question, chosen: Candidate) -> tuple[Candidate, DryRun] | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridkernels.adamw_int8 import adamw_int8_
 from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
-from hybridtrain.dry_run import record_steps
+from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.step_visit import differentiate_block, run_block
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
