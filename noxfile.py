@@ -1,4 +1,4 @@
-"""Sessions: tests, lint, types, gate, report, validate, and one named session per scenario."""
+"""Sessions: tests, lint, types, gate, records, report, validate, and one named session per scenario."""
 
 import shutil
 from pathlib import Path
@@ -65,6 +65,13 @@ def gate(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def records(session: nox.Session) -> None:
+    """Check that every record that a table shows was made by the program as it is."""
+    install(session)
+    session.run("hybridtrain", "records", *session.posargs)
+
+
+@nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Rebuild tables and plots from committed records."""
     install(session)
@@ -92,7 +99,7 @@ def bench_kernels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def validate(session: nox.Session) -> None:
-    """Run any scenario: nox -s validate -- NAME [--fresh]."""
+    """Run any scenario: nox -s validate -- NAME [--fresh] [--record]."""
     install(session)
     session.run("hybridtrain", "validate", *session.posargs)
 

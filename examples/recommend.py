@@ -7,9 +7,9 @@ from hybridtrain.virtual_gpu import Host
 question = Question(
     model=model_preset("gpt2-small"),
     card=find_card("rtx-4090"),
-    host=Host(memory_bytes=32 << 30),
+    host=Host(memory_gib=32),
     seq_len=128,
-    tokens_per_step=256,
+    num_sequences=2,
 )
 answer = recommend(question, on_try=lambda name: print("tried", name))
 

@@ -15,7 +15,7 @@ model = ModelConfig(
 )
 
 # %% Weights wait on the host and come to the device block by block; Lion updates them.
-plan = compose([WeightStreaming(), GradAccumulation(steps=2, schedule="vertical")])
+plan = compose([WeightStreaming(), GradAccumulation(grad_accum_steps=2, schedule="vertical")])
 config = TrainerConfig(optimizer=OPTIMIZERS["lion"](lr=1e-3), schedule=LrSchedule(warmup_steps=2, total_steps=10))
 trainer = Trainer(model, plan, config, DirectTransfer(torch.device("cpu")))
 

@@ -114,4 +114,5 @@ def record(*results: ProviderResult, **changes: Any) -> KernelRecord:
         driver="580.1", triton="3.6.0", evidence=Evidence.MEASURED, started_at="2026-11-20T20:00:00+00:00",
         duration_s=1.0, environment=ENVIRONMENT,
     )  # fmt: skip
-    return replace(plain, **changes)
+    changed = replace(plain, **changes)
+    return replace(changed, key=f"{changed.name}, {changed.card}")

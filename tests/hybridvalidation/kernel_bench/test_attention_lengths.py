@@ -112,5 +112,5 @@ def test_a_record_of_another_version_is_refused(record: AttentionRecord, tmp_pat
     path = append_attention(tmp_path, record)
     line = json.loads(path.read_text())
     path.write_text(json.dumps(line | {"schema": 7}) + "\n")
-    with pytest.raises(Exception, match="schema: 7 must be 1"):
+    with pytest.raises(Exception, match="schema: 7 must be 2"):
         read_attention(tmp_path)

@@ -24,7 +24,7 @@ def test_it_plans_records_and_judges(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_damaged_record_is_told_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records" / "attention.jsonl"
     path.parent.mkdir()
-    path.write_text('{"half":')
+    path.write_text('{"half":\n')
     assert main(["bench", "attention", "--results", str(tmp_path)]) == 1
     assert "attention.jsonl" in capsys.readouterr().err
-    assert path.read_text() == '{"half":'
+    assert path.read_text() == '{"half":\n'

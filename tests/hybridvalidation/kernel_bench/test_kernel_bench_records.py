@@ -47,8 +47,8 @@ def test_records_come_back_equal(tmp_path: Path) -> None:
 
 
 def test_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schema: 2 must be 1"):
-        decode(KernelRecord, encode(record(result("triton", FAST))) | {"schema": 2}, source="a file")
+    with pytest.raises(ConfigError, match="schema: 3 must be 2"):
+        decode(KernelRecord, encode(record(result("triton", FAST))) | {"schema": 3}, source="a file")
 
 
 def test_the_newest_record_of_a_case_and_card_counts() -> None:

@@ -7,7 +7,7 @@ from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
-from hybridvalidation.runs import equivalence
+from hybridvalidation.runs import accuracy
 from hybridvalidation.runs.accuracy import accumulation_difference
 from hybridvalidation.scenario import AccuracySpec
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
@@ -42,8 +42,8 @@ def test_dropout_does_not_hide_it() -> None:
 
 
 def test_a_batch_of_other_sequences_ends_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = equivalence._joined
-    monkeypatch.setattr(equivalence, "_joined", lambda batches: joined(batches[:-1]))
+    joined = accuracy._joined
+    monkeypatch.setattr(accuracy, "_joined", lambda batches: joined(batches[:-1]))
     found = difference(GradAccumulation(grad_accum_steps=4))
     assert found is not None
     assert found > 1000 * ORDER_OF_SUMS

@@ -121,7 +121,7 @@ kind = "mixed_precision"
 
 [[optimizations]]
 kind = "grad_accumulation"
-steps = 2
+grad_accum_steps = 2
 """,
 }
 
@@ -341,7 +341,7 @@ def test_what_changed_is_run_again_and_nothing_else(
 
 
 def test_a_changed_stack_is_run_again_alone(copied: Place, no_worker: list[Job]) -> None:
-    copied.change("stacks/lean.toml", "steps = 2", 'steps = 2\naccumulator = "bfloat16"')
+    copied.change("stacks/lean.toml", "grad_accum_steps = 2", 'grad_accum_steps = 2\naccumulator = "bfloat16"')
     copied.run("validate", "mine", "--record")
     assert {job.stack.name for job in no_worker} == {"lean"}
 
@@ -489,7 +489,7 @@ def test_proxies_of_another_text_are_made_again_with_the_one_that_is_missing(
     path.write_text(path.read_text().replace(digests.pop(), "another"))
     copied.run("validate", "mine", "--record")
     assert no_worker == []
-    copied.change("stacks/lean.toml", "steps = 2", 'steps = 2\naccumulator = "bfloat16"')
+    copied.change("stacks/lean.toml", "grad_accum_steps = 2", 'grad_accum_steps = 2\naccumulator = "bfloat16"')
     copied.run("validate", "mine", "--record")
     assert sorted((job.kind, job.stack.name) for job in no_worker) == [
         ("accuracy", "lean"),

@@ -185,6 +185,17 @@ def test_a_run_that_failed_tells_why(outcome: Outcome) -> None:
     assert outcome_lines(run) == [f"lean: accuracy ended as {outcome}: loss is nan"]
 
 
+def test_a_host_that_is_too_small_is_told_with_what_is_missing() -> None:
+    memory = replace(PLANNED, fits=False, fits_host=False, host_peak_bytes=100 * GIB)
+    (line,) = outcome_lines(run_of(record("dry_run", "lean", Outcome.OUT_OF_MEMORY, memory=memory)))
+    assert line.startswith("lean: dry_run ended as out_of_memory: 100.00 GiB of host memory needed, ")
+
+
+def test_a_reason_is_never_blank() -> None:
+    run = run_of(record("accuracy", "lean", Outcome.DIVERGED), executed("vanilla", 0.5))
+    assert outcome_lines(run) == ["lean: accuracy ended as diverged: no reason was recorded"]
+
+
 def test_a_run_that_went_well_needs_no_sentence() -> None:
     assert outcome_lines(run_of(record("dry_run", "lean", memory=PLANNED), executed("lean", 0.5))) == []
 

@@ -11,7 +11,7 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.gate.gate import GateExit, StackBaseline, compare
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
-from hybridvalidation.judge.predict_metrics import delta_reduction, predict_gib, predict_reduction
+from hybridvalidation.judge.planned import delta_reduction, predict_gib, predict_reduction
 from hybridvalidation.judge.verdict import Status, judge
 from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.figures import run_dry

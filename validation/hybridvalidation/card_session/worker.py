@@ -58,7 +58,7 @@ def train(job: TrainJob) -> Answer:
         train_part(job, embedded_corpus(), trained, _BEGIN_S)
         message = trained.remark
     except (torch.OutOfMemoryError, HostMemoryError) as error:
-        outcome, message = Outcome.OUT_OF_MEMORY, str(error)
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error) or type(error).__name__
     except DivergenceError as error:
         outcome, message = Outcome.DIVERGED, str(error)
     except Exception as error:  # noqa: BLE001  whatever a card may do to a run is evidence too

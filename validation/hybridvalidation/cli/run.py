@@ -173,7 +173,7 @@ def study(
 ) -> Answer:  # fmt: skip
     """Compare ways to train, time to loss, by a registered protocol; what is missing is run.
 
-    Example: hybridtrain study hybrid --jobs 2 --max-runs 4
+    Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
     Args:
         study: Name of a study, or a .toml file.

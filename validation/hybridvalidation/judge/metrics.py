@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import exp
 
 from hybridtrain.units import GB, GIB
-from hybridvalidation.judge import arithmetic, planned, predict_metrics
+from hybridvalidation.judge import arithmetic, planned
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -143,9 +143,9 @@ METRICS: dict[str, Callable[[Case], Metric | None]] = {
     "time_averaged_weight_reduction_pct": arithmetic.phase_aware_weight_reduction,
     "bytes_per_layer_mb": arithmetic.bytes_per_layer_mb,
     "sum_of_parts_gb": arithmetic.sum_of_parts_gb,
-    "predict_phase_vram_reduction_pct": predict_metrics.predict_reduction,
-    "predict_phase_model_vram_gib": predict_metrics.predict_gib,
-    "delta_bytes_reduction_pct": predict_metrics.delta_reduction,
+    "predict_phase_vram_reduction_pct": planned.predict_reduction,
+    "predict_phase_model_vram_gib": planned.predict_gib,
+    "delta_bytes_reduction_pct": planned.delta_reduction,
     "peak_vram_gb_per_gpu": arithmetic.heavier_card_gb,
 }
 """By the name in ``targets.toml``."""

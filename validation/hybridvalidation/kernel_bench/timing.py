@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hybridtrain.units import MIB
@@ -152,12 +153,5 @@ def time_in_turn(
 
 def quantiles(samples: list[float]) -> Times:
     """Return the quantiles 0.2, 0.5 and 0.8, linear between samples."""
-    ordered = sorted(samples)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Times(q20_s=at(0.2), q50_s=at(0.5), q80_s=at(0.8), num_samples=len(ordered))
+    q20_s, q50_s, q80_s = np.quantile(samples, (0.2, 0.5, 0.8)).tolist()
+    return Times(q20_s=q20_s, q50_s=q50_s, q80_s=q80_s, num_samples=len(samples))

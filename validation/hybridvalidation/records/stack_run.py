@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.record import Record
 
 RunKind = Literal["dry_run", "accuracy", "measured"]
@@ -77,6 +79,26 @@ class MemoryFigures:
     """Seconds of work of each lane, hidden or not."""
     flops: int = 0
     """Of one step: matmuls and attention, recomputation included."""
+
+    def shortage(self, host: Host) -> str:
+        """Return what does not hold the run, and by how much; empty where all do."""
+        if self.oom is not None:
+            oom = self.oom
+            return (
+                f"{format_bytes(oom.requested_bytes)} requested of the card, with {format_bytes(oom.allocated_bytes)} "
+                f"of {format_bytes(oom.capacity_bytes)} allocated"
+            )
+        if self.fits_host:
+            return ""
+        tiers = (
+            ("host memory", self.host_peak_bytes, host.tensor_bytes), ("disk", self.disk_peak_bytes, host.disk_bytes)
+        )  # fmt: skip
+        short = [
+            f"{format_bytes(size)} of {name} needed, {format_bytes(there)} are there"
+            for name, size, there in tiers
+            if size > there
+        ]
+        return "; ".join(short) or "host memory or disk is too small"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

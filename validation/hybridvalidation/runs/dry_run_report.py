@@ -12,6 +12,7 @@ from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
@@ -213,10 +214,18 @@ def plan_run(
         write_run_trace(run, trace)
     others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
     if suggest:
-        tried = progress_bar(list(others), shown=progress, unit="stack", desc="stacks run dry")
-        fitting = [name for name in tried if dry_run(shape, others[name], found_card, workload, host=run.host).fits]
+        fitting = [
+            name
+            for name in progress_bar(list(others), shown=progress, unit="stack", desc="stacks run dry")
+            for plan, config in (others[name],)
+            if dry_run(shape, plan, found_card, workload, host=run.host, config=config).fits
+        ]
     else:
-        fitting = [name for name, plan in others.items() if bytes_of(shape, plan, workload).fits(found_card, run.host)]
+        fitting = [
+            name
+            for name, (plan, config) in others.items()
+            if bytes_of(shape, plan, workload, config.optimizer).fits(found_card, run.host)
+        ]
     return DryRunReport(
         run=run,
         figures=memory_figures(run, with_timeline=False),
@@ -236,11 +245,14 @@ def _phase(step: StepPeaks, run: DryRun) -> str:
     return f" ({step.phase})" if run.phases else ""
 
 
-def _other_plans(files: ScenarioFiles, refused: str, accum_steps: int | None) -> dict[str, MemoryPlan]:
-    """Return the plans of all other stacks; a faulty file among them is not what was asked about."""
+def _other_plans(
+    files: ScenarioFiles, refused: str, accum_steps: int | None
+) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
+    """Return plans and optimizers of all other stacks; a faulty file among them is not what was asked about."""
     plans = {}
     for name in files.stack_names():
         if name != refused:
             with suppress(HybridTrainError):
-                plans[name] = files.stack(name).plan(accum_steps)
+                stack = files.stack(name)
+                plans[name] = (stack.plan(accum_steps), stack.training())
     return plans

@@ -2,9 +2,10 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -31,7 +32,9 @@ from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.records.program import current_program
 from hybridvalidation.runs.job import plan_figures
-from hybridvalidation.runs.trace_difference import first_difference
+
+_Event = tuple[int, int, str, str, int]
+"""Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +234,37 @@ def _told(peaks: TierPeaks) -> str:
         f"device {format_bytes(peaks.device_bytes)}, host {format_bytes(peaks.host_bytes)}, "
         f"disk {format_bytes(peaks.disk_bytes)}"
     )
+
+
+def first_difference(planned: LedgerTrace, executed: LedgerTrace) -> str:
+    """Return a sentence on the first event in which a dry run and a run differ; empty when none does.
+
+    Compared are every allocation and release in order, each with bytes, class, unit and step.
+    """
+    for number, (plan, run) in enumerate(zip_longest(_events(planned), _events(executed))):
+        if plan != run:
+            return f"event {number + 1}: the dry run {_event_told(plan)}, the execution {_event_told(run)}"
+    starts = [[mark.event for mark in trace.steps] for trace in (planned, executed)]
+    if starts[0] != starts[1]:
+        return f"steps begin after events {starts[0]} in the dry run, after {starts[1]} in the execution"
+    return ""
+
+
+def _events(trace: LedgerTrace) -> Iterator[_Event]:
+    starts = iter([*(mark.event for mark in trace.steps), len(trace.events)])
+    step, following = 0, next(starts)
+    for number, event in enumerate(trace.events):
+        while number >= following:
+            step, following = step + 1, next(starts)
+        storage = event if event >= 0 else ~event
+        yield event, trace.sizes[storage], trace.classes[storage], trace.units[storage], step
+
+
+def _event_told(event: _Event | None) -> str:
+    if event is None:
+        return "has ended"
+    storage, size, tensor_class, unit, step = event
+    action = "allocates" if storage >= 0 else "releases"
+    owner = f" of {unit}" if unit else ""
+    when = f"in step {step}" if step else "while the model is built"
+    return f"{action} {format_bytes(size)} ({size} bytes) of {tensor_class}{owner} {when}"

@@ -71,10 +71,10 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
     except DivergenceError as error:
         outcome, message = Outcome.DIVERGED, str(error)
     except torch.OutOfMemoryError as error:
-        outcome, message = Outcome.OUT_OF_MEMORY, str(error)
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error) or "the card refused a request and did not say which"
     memory = found if isinstance(found, MemoryFigures) else None
     if memory is not None and not memory.fits:
-        outcome = Outcome.OUT_OF_MEMORY
+        outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host)
     return StackRun(
         key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from math import exp, inf
 from statistics import fmean, stdev
 
+from scipy.optimize import isotonic_regression
+
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.statistics import Interval, mean_interval
@@ -211,14 +213,9 @@ def _per_step(seconds: float, record: StudyRecord, base_seconds: float, base: St
 
 
 def _levelled(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the curve with non-increasing losses (pool adjacent violators)."""
-    pools: list[tuple[list[float], float]] = []
-    for steps, loss in curve:
-        pools.append(([steps], loss))
-        while len(pools) > 1 and pools[-1][1] > pools[-2][1]:
-            (last, high), (before, low) = pools.pop(), pools.pop()
-            pools.append((before + last, (len(before) * low + len(last) * high) / (len(before) + len(last))))
-    return [(steps, loss) for group, loss in pools for steps in group]
+    """Return the curve with non-increasing losses."""
+    steps, losses = zip(*curve, strict=True)
+    return list(zip(steps, isotonic_regression(losses, increasing=False).x.tolist(), strict=True))
 
 
 def interval_of(samples: Sequence[float]) -> Interval:

@@ -7,7 +7,6 @@ from tabulate import tabulate
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section, View
 from hybridvalidation.show.tables import MARKDOWN
@@ -46,18 +45,10 @@ def outcome_lines(run: ScenarioRun) -> list[str]:
                 f"{to_gib(oom.allocated_bytes):.2f} of {to_gib(oom.capacity_bytes):.2f} GiB allocated ({largest})."
             )
         elif record.outcome is not Outcome.OK:
-            lines.append(f"{stack}: {kind} ended as {record.outcome}: {record.message or _host_reason(memory)}")
+            shortage = "" if memory is None else memory.shortage(run.scenario.host)
+            reason = record.message or shortage or "no reason was recorded"
+            lines.append(f"{stack}: {kind} ended as {record.outcome}: {reason}")
     return lines
-
-
-def _host_reason(memory: MemoryFigures | None) -> str:
-    """Return why a dry run that the card holds does not fit."""
-    if memory is None or memory.fits_host:
-        return "no reason was recorded"
-    return (
-        f"the machine is too small for {to_gib(memory.host_peak_bytes):.1f} GiB of host memory and "
-        f"{to_gib(memory.disk_peak_bytes):.1f} GiB of disk"
-    )
 
 
 def _largest(by_class: Mapping[str, int]) -> list[tuple[str, int]]:
