@@ -126,16 +126,6 @@ def test_a_stack_that_host_memory_refuses_says_so() -> None:
     assert rows(summary_table(run, MARKDOWN))[2][:2] == ["lean", "NO, host"]
 
 
-def test_a_stack_that_host_memory_refuses_has_a_reason() -> None:
-    refused = record(
-        "dry_run", "lean", memory=replace(PLANNED, fits=False, fits_host=False), outcome=Outcome.OUT_OF_MEMORY
-    )
-    (line,) = outcome_lines(run_of(refused))
-    host, disk = PLANNED.host_peak_bytes / GIB, PLANNED.disk_peak_bytes / GIB
-    words = f"the machine is too small for {host:.1f} GiB of host memory and {disk:.1f} GiB of disk"
-    assert line == f"lean: dry_run ended as out_of_memory: {words}"
-
-
 def test_the_class_table_shows_the_holders_of_the_larger_step() -> None:
     head, vanilla, lean = rows(class_table(run_of(record("dry_run", "vanilla", memory=PLANNED)), MARKDOWN))
     assert head[1:-1] == [name.replace("_", " ") for name in TensorClass]

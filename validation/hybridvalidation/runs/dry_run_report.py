@@ -213,19 +213,15 @@ def plan_run(
     if trace is not None:
         write_run_trace(run, trace)
     others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
-    if suggest:
-        fitting = [
-            name
-            for name in progress_bar(list(others), shown=progress, unit="stack", desc="stacks run dry")
-            for plan, config in (others[name],)
-            if dry_run(shape, plan, found_card, workload, host=run.host, config=config).fits
-        ]
-    else:
-        fitting = [
-            name
-            for name, (plan, config) in others.items()
-            if bytes_of(shape, plan, workload, config.optimizer).fits(found_card, run.host)
-        ]
+
+    def fits(name: str) -> bool:
+        other, config = others[name]
+        if suggest:
+            return dry_run(shape, other, found_card, workload, host=run.host, config=config).fits
+        return bytes_of(shape, other, workload, config.optimizer).fits(found_card, run.host)
+
+    tried = progress_bar(list(others), shown=suggest and progress, unit="stack", desc="stacks run dry")
+    fitting = [name for name in tried if fits(name)]
     return DryRunReport(
         run=run,
         figures=memory_figures(run, with_timeline=False),
@@ -248,11 +244,11 @@ def _phase(step: StepPeaks, run: DryRun) -> str:
 def _other_plans(
     files: ScenarioFiles, refused: str, accum_steps: int | None
 ) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
-    """Return plans and optimizers of all other stacks; a faulty file among them is not what was asked about."""
+    """Return plan and optimizer of all other stacks; a faulty file among them is not what was asked about."""
     plans = {}
     for name in files.stack_names():
         if name != refused:
             with suppress(HybridTrainError):
                 stack = files.stack(name)
-                plans[name] = (stack.plan(accum_steps), stack.training())
+                plans[name] = stack.plan(accum_steps), stack.training()
     return plans
