@@ -80,6 +80,8 @@ def test_a_resumed_run_goes_on_bit_equal_whatever_the_random_state_outside(
     assert results[0] == results[1]
     for actual, expected in zip(everything(resumed), everything(whole), strict=True):
         assert_all_bitwise(actual, expected, "tensor ")
+    for trainer in (whole, resumed):
+        trainer.transfer.close()
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8-bf16"])

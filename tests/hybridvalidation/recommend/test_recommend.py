@@ -8,13 +8,14 @@ from typing import Literal
 
 import pytest
 
+from hybridtrain import recommendation
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.recommendation import ARRANGEMENTS, LEVELS, Question, Recommendation, recommend
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.cli.main import main
-from hybridvalidation.recommend import command, search
+from hybridvalidation.recommend import command
 from hybridvalidation.recommend.command import parse_size
 from hybridvalidation.scenario_files import ScenarioFiles
 
@@ -139,5 +140,5 @@ def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeyp
 def test_a_block_of_a_tied_model_is_as_large_as_that_of_another(family: Literal["llama", "gpt2"], tied: bool) -> None:
     model = replace(MODEL, family=family, tied=tied, vocab_size=32768)  # an embedding larger than all blocks
     block = 4 * 512 * 512 + (3 * 512 * 1376 + 2 * 512 if family == "llama" else 2 * 512 * 1376 + 9 * 512 + 1376)
-    assert search._blocks_within(5.5 * 2 * block, model, LEVELS[0]) == 5
-    assert search._blocks_within(100.0 * 2 * block, model, LEVELS[0]) == model.num_blocks
+    assert recommendation._blocks_within(5.5 * 2 * block, model, LEVELS[0]) == 5
+    assert recommendation._blocks_within(100.0 * 2 * block, model, LEVELS[0]) == model.num_blocks
