@@ -10,8 +10,7 @@ from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, UpdateDevice
-from hybridtrain.plan.phase_change import weight_storage
+from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, UpdateDevice, weight_storage
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 
 
