@@ -56,6 +56,12 @@ def test_a_card_of_ones_own_is_told_apart_by_every_figure() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
+def test_the_optimizer_changes_the_key(kind: RunKind) -> None:
+    keys = {key(kind, stack=replace(VANILLA, optimizer=name)) for name in ("adamw", "lion", "muon")}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
 def test_the_stack_changes_the_key(kind: RunKind) -> None:
     stacks = [(), (Int8Optimizer(),), (MixedPrecision(),), (MixedPrecision(master="absent"),)]
     keys = {key(kind, stack=replace(VANILLA, optimizations=stack)) for stack in stacks}

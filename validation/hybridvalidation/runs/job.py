@@ -12,6 +12,7 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelSpec
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -55,6 +56,9 @@ def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
     inputs: tuple[object, ...] = (scenario.model, scenario.card, workload, scenario.host)
     if kind == "accuracy":
         inputs = () if scenario.accuracy is None else (scenario.accuracy,)
+    optimizer = stack.training().optimizer
+    if optimizer != TrainerConfig().optimizer:  # which every stack had before there was a choice
+        inputs += (optimizer,)
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card, workload=workload,
         host=scenario.host, accuracy=scenario.accuracy if kind == "accuracy" else None,
