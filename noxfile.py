@@ -66,7 +66,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def records(session: nox.Session) -> None:
-    """Check that every record that a table shows was made by the program as it is."""
+    """Check that records that tables show were made by the program as it is: nox -s records -- [NAME] [--planned]."""
     install(session)
     session.run("hybridtrain", "records", *session.posargs)
 

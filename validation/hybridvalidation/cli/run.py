@@ -29,6 +29,7 @@ def validate(
     *,
     fresh: Flag = False,
     record: Flag = False,
+    planned: Flag = False,
     out: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
@@ -43,6 +44,7 @@ def validate(
         scenario: Name of a scenario, or a .toml file.
         fresh: Repeat runs that have a record already.
         record: Write new records, tables and plots into --results.
+        planned: Make dry runs alone, in seconds; proxies keep the records they have, of whatever program.
         out: Or into this folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
@@ -54,7 +56,14 @@ def validate(
 
     files = scenario_folder(common.scenarios)
     done = validate_scenario(
-        files, scenario, common.results, fresh=fresh, record=record, out=out, progress=not common.json
+        files,
+        scenario,
+        common.results,
+        fresh=fresh,
+        record=record,
+        out=out,
+        planned=planned,
+        progress=not common.json,
     )
     run, paths, targets = done.run, names_of(done.written), files.targets()
     written = f" Written: {', '.join(paths)}" if paths else ""

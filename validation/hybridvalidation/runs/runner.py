@@ -53,7 +53,13 @@ class ScenarioRun:
 
 
 def run_scenario(
-    scenario: Scenario, stacks: Iterable[Stack], known: Sequence[RecordStore], store: RecordStore, *, progress: bool
+    scenario: Scenario,
+    stacks: Iterable[Stack],
+    known: Sequence[RecordStore],
+    store: RecordStore,
+    *,
+    progress: bool,
+    planned_only: bool = False,
 ) -> ScenarioRun:
     """Run what has no valid record yet and return everything.
 
@@ -63,10 +69,11 @@ def run_scenario(
         known: Where records are looked for, the first first; none: every run is made.
         store: Where new records are written.
         progress: Whether a bar is shown.
+        planned_only: Make dry runs alone; of all else the newest record stands, whatever program made it.
     """
     stacks = list(stacks)
-    kinds: list[RunKind] = ["dry_run", "accuracy"]
-    if torch.cuda.is_available():
+    kinds: list[RunKind] = ["dry_run"] if planned_only else ["dry_run", "accuracy"]
+    if torch.cuda.is_available() and not planned_only:
         kinds.append("measured")
     jobs = jobs_of(scenario, stacks, kinds)
     found = _same_corpus(jobs, _valid(scenario, jobs, known))
@@ -80,9 +87,12 @@ def run_scenario(
             records[job.kind, job.stack.name] = record
             bar.set_postfix_str(f"{job.kind} {job.stack.name}")
             bar.update()
+    if planned_only:
+        older = [run_from_records(scenario, stacks, place).records for place in (*known, store)]
+        records = {key: record for found in older for key, record in found.items()} | records
     return ScenarioRun(
         scenario=scenario, stacks={stack.name: stack for stack in stacks}, records=records,
-        num_cached=len(jobs) - len(missing),
+        num_cached=len(records) - len(missing),
     )  # fmt: skip
 
 

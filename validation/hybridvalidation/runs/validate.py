@@ -27,7 +27,15 @@ class Validation:
 
 
 def validate(
-    files: ScenarioFiles, name: str, results: Path, *, fresh: bool, record: bool, out: Path | None, progress: bool
+    files: ScenarioFiles,
+    name: str,
+    results: Path,
+    *,
+    fresh: bool,
+    record: bool,
+    out: Path | None,
+    progress: bool,
+    planned: bool = False,
 ) -> Validation:
     """Make the runs of a scenario that have no valid record, and write tables and plots beside the new records.
 
@@ -39,6 +47,7 @@ def validate(
         record: Write into ``results``.
         out: Write there instead; None: ``runs/validate-NAME`` of the working folder.
         progress: Whether a bar is shown.
+        planned: Make dry runs alone, which take seconds.
 
     Raises:
         ConfigError: ``record`` from a checkout with changes that are not committed.
@@ -50,16 +59,24 @@ def validate(
         _check_committed()
     own = RecordStore(folder / "records")
     known = [] if fresh else [committed] if record else [committed, own]
-    run = run_scenario(scenario, [files.stack(stack) for stack in scenario.stacks], known, own, progress=progress)
+    run = run_scenario(
+        scenario,
+        [files.stack(stack) for stack in scenario.stacks],
+        known,
+        own,
+        progress=progress,
+        planned_only=planned,
+    )
     stored = committed.read(scenario.name)
     is_committed = not record and all(found in stored for found in run.records.values())
     return Validation(run=run, written=() if is_committed else tuple(write_report(run, files.targets(), folder)))
 
 
-def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[str]:
+def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path, *, planned: bool = False) -> list[str]:
     """Return a sentence for every record that a table shows and that does not hold for the program as it is.
 
-    A dry run or a proxy that has no record at all is one too; only a card has measured ones.
+    A dry run or a proxy that has no record at all is one too; only a card has measured ones. ``planned``: of dry runs
+    alone.
     """
     store, faults = RecordStore(results / "records"), []
     for name in names:
@@ -68,11 +85,15 @@ def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> 
         shown = run_from_records(scenario, stacks, store).records
         faults += [
             f"{scenario.name} {job.stack.name}: {job.kind}: there is no record"
-            for job in jobs_of(scenario, stacks, ("dry_run", "accuracy"))
+            for job in jobs_of(scenario, stacks, ("dry_run",) if planned else ("dry_run", "accuracy"))
             if (job.kind, job.stack.name) not in shown
         ]
         told = zip(shown, store.faults(list(shown.values())), strict=True)
-        faults += [f"{scenario.name} {stack}: {kind}: {fault}" for (kind, stack), fault in told if fault]
+        faults += [
+            f"{scenario.name} {stack}: {kind}: {fault}"
+            for (kind, stack), fault in told
+            if fault and (kind == "dry_run" or not planned)
+        ]
     return faults
 
 
