@@ -128,7 +128,8 @@ def look_into(hybrid: HybridTrainer, found: Found) -> Found:
     found.weights, found.state = stored_weights(trainer), stored_state(trainer)
     for unit in trainer.model.units():
         for (name, _), state in zip(unit.parameters, trainer.states.of(unit.name), strict=True):
-            found.state |= {f"{name}.history": read_stored(tensor).flatten() for tensor in state.history}
+            extra = (tensor for slot in state.extra for tensor in slot.tensors)
+            found.state |= {f"{name}.history": read_stored(tensor).flatten() for tensor in extra}
     found.host = trainer.transfer.tiers.by_class(Placement.HOST)
     return found
 

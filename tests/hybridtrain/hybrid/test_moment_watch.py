@@ -29,8 +29,8 @@ def test_statistics_are_those_of_all_moments_together() -> None:
     found = read_moments(trainer, trainer.step(random_steps(GPT2_UNTIED, 1)[0]))
     assert found is not None
     states = [state for _, states in trainer.states.items() for state in states]
-    m, v = (torch.cat([state.moments[index].flatten() for state in states]).double() for index in (0, 1))
-    slow = torch.cat([state.history[0].flatten() for state in states]).double()
+    m, v = (torch.cat([state.slots[index].tensors[0].flatten() for state in states]).double() for index in (0, 1))
+    slow = torch.cat([state.extra[0].tensors[0].flatten() for state in states]).double()
     assert found.m_rms == pytest.approx(sqrt(float(m.square().mean())), rel=1e-5)
     assert found.v_mean == pytest.approx(float(v.mean()), rel=1e-5)
     assert found.slow_rms == pytest.approx(sqrt(float(slow.square().mean())), rel=1e-5)

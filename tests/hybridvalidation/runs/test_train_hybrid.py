@@ -58,7 +58,7 @@ LINE = {
 }  # fmt: skip
 STACK = '[[optimizations]]\nkind = "predictor_state"\npredictor = "{}"\n'
 MOVES = '[[optimizations]]\nkind = "predict_memory"\n'
-ACCUMULATES = '[[optimizations]]\nkind = "grad_accumulation"\nsteps = 2\n'
+ACCUMULATES = '[[optimizations]]\nkind = "grad_accumulation"\ngrad_accum_steps = 2\n'
 KINDS = {
     "fused": ("", "slow_gradient", ""),
     "own": ("fuse = false\n", "slow_gradient", ""),
@@ -297,6 +297,7 @@ def test_a_state_of_another_cycle_is_refused(capsys: pytest.CaptureFixture[str])
 # --- what is refused --------------------------------------------------------------------------------------------
 
 STATE = STACK.format("slow_gradient")
+EMA = 'kind = "ademamix"\n'
 NO_STATE = "kind = 'predictor_state' and predictor = "
 
 
@@ -306,14 +307,14 @@ NO_STATE = "kind = 'predictor_state' and predictor = "
         ("[hybrid]\n", [f"hybrid.predictor: 'slow_gradient' needs the state of predictor 'slow_gradient', the stack keeps none; set [[optimizations]] with {NO_STATE}'slow_gradient'"]),  # noqa: E501
         ('[hybrid]\npredictor = "rssm"\n' + STACK.format("linear"), ["'rssm' needs the state of predictor 'slow_gradient', the stack keeps that of 'linear'"]),  # noqa: E501
         ('[hybrid]\npredictor = "linear"\n' + STATE, ["needs the state of predictor 'linear'"]),
-        ("slow = {}\n", ["optimizer.slow: AdEMAMix needs the state of predictor 'slow_gradient'"]),
-        ("slow = {}\n" + STACK.format("linear"), ["the stack keeps that of 'linear'"]),
-        ("slow = {}\n[hybrid]\n" + STATE, ["optimizer.slow: AdEMAMix and jumps along the same slow average"]),
+        (EMA + "slow = {}\n", ["optimizer.kind: AdEMAMix needs the state of predictor 'slow_gradient'"]),
+        (EMA + "slow = {}\n" + STACK.format("linear"), ["the stack keeps that of 'linear'"]),
+        (EMA + "slow = {}\n[hybrid]\n" + STATE, ["optimizer.kind: AdEMAMix and jumps along the same slow average"]),
         ('[hybrid]\npredictor = "rssm"\npredictor_budget_mib = 1\n' + STATE, ["hybrid.predictor_budget_mib: 1.0 is too little for forecaster 'rssm'"]),  # noqa: E501
         ("[hybrid]\nfull_steps = 0\nmonitor = 3\n" + STATE, ["$.hybrid.monitor: 3 is not one of off"]),
         ("[hybrid]\nfull_step = 5\n" + STATE, ["$.hybrid.full_step: is an unknown key", "did you mean 'full_steps'?"]),
         ("[hybrid]\nfull_steps = 0\nstrength = -1\n" + STATE, ["full_steps: 0 must", "$.hybrid: strength: -1"]),
-        ("slow = { beta = 1.5 }\n", ["$.optimizer.slow: beta: 1.5 must be in (0, 1)"]),
+        (EMA + "slow = { beta = 1.5 }\n", ["$.optimizer.slow: beta: 1.5 must be in (0, 1)"]),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_is_refused_at_once(
@@ -327,13 +328,13 @@ def test_a_file_that_cannot_be_is_refused_at_once(
 
 
 def test_all_faults_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
-    text = HEAD + BODY + "slow = {}\n[hybrid]\npredictor = 'linear'\n" + STATE
+    text = HEAD + BODY + EMA + "slow = {}\n[hybrid]\npredictor = 'linear'\n" + STATE
     text = text.replace("save_every = 1", "save_every = 0").replace("seq_len = 8", "seq_len = 800")
     assert train(text) == 2
     head, *faults = capsys.readouterr().err.splitlines()
     assert head == "hybridtrain: train.toml: 4 faults"
     paths = {fault.strip().split(": ")[1] for fault in faults}
-    assert paths == {"save_every", "workload.seq_len", "hybrid.predictor", "optimizer.slow"}
+    assert paths == {"save_every", "workload.seq_len", "hybrid.predictor", "optimizer.kind"}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------
@@ -409,7 +410,7 @@ def test_the_example_of_the_guide_is_sound() -> None:
 
 
 def test_ademamix_is_a_plain_run_that_goes_on_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = HEAD + BODY + "slow = { beta = 0.9, alpha = 2.0 }\n" + STATE
+    text = HEAD + BODY + EMA + "slow = { beta = 0.9, alpha = 2.0 }\n" + STATE
     assert train(text, "whole") == train(HEAD + BODY, "plain") == 0
     whole, plain = log_of("whole"), log_of("plain")
     assert set(whole[0]) == set(plain[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes"}
