@@ -51,8 +51,9 @@ def test_a_section_is_one_file(new_file: Path, style: str, title: str) -> None:
 
 def test_a_picture_is_one_file(new_file: Path, tmp_path: Path) -> None:
     (new_file / "plots" / "mine.py").write_text(NEW_PLOT)
-    paths = write_plots(RUN, tmp_path / "out")
-    assert [path.name for path in paths] == ["mine-mine.png", "mine-peak.png", "mine-timeline.png", "mine-accuracy.png"]
+    names = [path.name for path in write_plots(RUN, tmp_path / "out")]
+    assert names[0] == "mine-mine.png"
+    assert {"mine-peak.png", "mine-timeline.png", "mine-accuracy.png"} < set(names)
 
 
 def test_every_file_of_a_kind_is_found_in_order() -> None:

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, MissingArgumentError, UnknownCommandError, UnknownOptionError
 from cyclopts.help import format_usage
 
-from hybridtrain.errors import ConfigError, DataError, HybridTrainError, OutOfMemoryError, near_name
+from hybridtrain.errors import ConfigError, DataError, HybridTrainError, OutOfMemoryError, PlanConflictError, near_name
 from hybridvalidation.cli import check, plan, run
 from hybridvalidation.cli.verb import Answer
 
@@ -69,6 +69,8 @@ def _tell(error: Exception) -> tuple[str, str, Sequence[str], int] | None:
         return "WrongArgument", message, [message], 2
     if isinstance(error, ConfigError | DataError):
         return name, str(error), error.faults if isinstance(error, ConfigError) else [str(error)], 2
+    if isinstance(error, PlanConflictError):
+        return name, str(error), str(error).splitlines(), 2
     if isinstance(error, HybridTrainError) or name == "KernelBuildError":  # whose module needs torch: not for --help
         return name, str(error), (), 1
     if isinstance(error, OSError):
