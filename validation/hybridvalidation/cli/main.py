@@ -67,10 +67,8 @@ def _tell(error: Exception) -> tuple[str, str, Sequence[str], int] | None:
     if isinstance(error, CycloptsError):
         message = _explain(error)
         return "WrongArgument", message, [message], 2
-    if isinstance(error, ConfigError | DataError):
-        return name, str(error), error.faults if isinstance(error, ConfigError) else [str(error)], 2
-    if isinstance(error, PlanConflictError):
-        return name, str(error), str(error).splitlines(), 2
+    if isinstance(error, ConfigError | DataError | PlanConflictError):
+        return name, str(error), error.faults if isinstance(error, ConfigError) else str(error).splitlines(), 2
     if isinstance(error, HybridTrainError) or name == "KernelBuildError":  # whose module needs torch: not for --help
         return name, str(error), (), 1
     if isinstance(error, OSError):
