@@ -5,7 +5,7 @@ that does the work once and returns what it made, so that the first call can be 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
@@ -261,11 +261,6 @@ def model_batches(device: torch.device, *, family: str = "", quick: bool = False
     of_device = _CARD if device.type == "cuda" else _CPU
     found = tuple(workload for workload in of_device if family in {"", workload.config.family})
     return found[:1] if quick else found
-
-
-def block_params(config: ModelConfig) -> int:
-    """Return the parameters of one block."""
-    return replace(config, num_blocks=2).num_params - replace(config, num_blocks=1).num_params
 
 
 class Maker:

@@ -13,6 +13,7 @@ from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_, adamw_int8_r
 from hybridkernels.adamw_int8.reference import adamw_int8_reference
 from hybridkernels.int8_quantize import int8_dequantize, int8_quantize, num_groups
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
+from hybridtrain.models.model_config import block_params
 from hybridvalidation.kernel_bench.case import (
     Inputs,
     KernelCase,
@@ -22,7 +23,6 @@ from hybridvalidation.kernel_bench.case import (
     Provider,
     Run,
     Tensors,
-    block_params,
     forced,
     model_batches,
     needs_package,

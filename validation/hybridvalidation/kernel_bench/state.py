@@ -27,6 +27,7 @@ from hybridkernels.state_encoding import (
 from hybridtrain.hybrid.forecast import rssm_cell
 from hybridtrain.hybrid.forecast.rssm import NUM_MEMBERS
 from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
+from hybridtrain.models.model_config import block_params
 from hybridvalidation.kernel_bench.case import (
     Clock,
     Inputs,
@@ -37,7 +38,6 @@ from hybridvalidation.kernel_bench.case import (
     Run,
     Setup,
     Tensors,
-    block_params,
     model_batches,
     own_providers,
     widened,
