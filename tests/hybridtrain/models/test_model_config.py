@@ -7,7 +7,7 @@ import torch
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.build import MODEL_FAMILIES, build_model
-from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+from hybridtrain.models.model_config import PRESETS, ModelConfig, block_params, model_preset
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD
 
 TINY = {"gpt2-odd": GPT2_ODD, "gpt2-untied": GPT2_UNTIED, "llama-grouped": LLAMA_GROUPED, "llama-odd": LLAMA_ODD}
@@ -31,6 +31,11 @@ def test_a_built_model_has_exactly_the_parameters_of_the_formula(name: str) -> N
 
 def test_gpt2_small_has_the_published_number_of_parameters() -> None:
     assert PRESETS["gpt2-small"].num_params == 124_439_808
+
+
+def test_a_blocks_parameters_are_counted_by_hand() -> None:
+    # LLaMA 7B: four projections of 4096 x 4096, three of 4096 x 11008, two norms.
+    assert block_params(PRESETS["llama-7b"]) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
 
 
 @pytest.mark.parametrize(
