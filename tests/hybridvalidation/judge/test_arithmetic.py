@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.dry_runs import dry_run
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload, model_preset
+from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload, block_params, model_preset
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card
