@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.tensor_class import TensorClass as TensorClass
     from hybridtrain.virtual_gpu.trace import build_trace as build_trace
     from hybridtrain.virtual_gpu.trace import write_trace as write_trace
+    from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu as VirtualGpu
 
 _NAMES = {
     "allocator": ("AllocatorOutOfMemory", "CachingAllocator"),
@@ -53,6 +54,7 @@ _NAMES = {
     "snapshot": ("build_snapshot", "write_snapshot"),
     "tensor_class": ("TensorClass",),
     "trace": ("build_trace", "write_trace"),
+    "virtual_gpu": ("VirtualGpu",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

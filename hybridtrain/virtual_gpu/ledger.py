@@ -62,6 +62,8 @@ class LedgerTrace:
     ops: tuple[OpRecord, ...]
     steps: tuple[StepMark, ...]
     """Where each optimizer step begins."""
+    cache_releases: tuple[int, ...] = ()
+    """Events before which the caching allocator was emptied."""
 
     def step_range(self, step: int) -> range:
         """Return the events of one step, counted from 0."""
@@ -166,6 +168,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[int] = []
         self._ops: list[OpRecord] = []
         self._steps: list[StepMark] = []
+        self._cache_releases: list[int] = []
         self._stage = Stage.BUILD
         self._unit = ""
         self._last_compute = -1
@@ -243,7 +246,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what was recorded so far."""
         return LedgerTrace(
             tuple(self._sizes), tuple(self._classes), tuple(self._units),
-            tuple(self._events), tuple(self._ops), tuple(self._steps),
+            tuple(self._events), tuple(self._ops), tuple(self._steps), tuple(self._cache_releases),
         )  # fmt: skip
 
     def enter(self, tensor: Tensor) -> None:

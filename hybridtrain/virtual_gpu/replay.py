@@ -104,13 +104,16 @@ def replay_trace(
 
 
 def replay_on_card(
-    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False
-) -> tuple[Replay, Replay]:
+    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False,
+    workspace_bytes: int | None = None,
+) -> tuple[Replay, Replay]:  # fmt: skip
     """Return what the allocator does without a cap and under the card's; the same replay twice where it fits.
 
-    A snapshot's history, if wanted, is that of the replay without a cap.
+    A snapshot's history, if wanted, is that of the replay without a cap. ``workspace_bytes`` is 0 for a trace in which
+    the libraries' workspaces are storages like others; None: the card's.
     """
-    workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
+    workspace = card.cublas_workspace_bytes if workspace_bytes is None else workspace_bytes
+    capacity = card.allocator_capacity_bytes
     uncapped = replay_trace(trace, workspace_bytes=workspace, config=config, record_history=record_history)
     if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
         return uncapped, uncapped
@@ -136,6 +139,8 @@ class _Run:
         """Run until the end or the first refusal."""
         starts = [mark.event for mark in self._trace.steps]
         matmuls = self._first_matmuls()
+        releases = iter((*self._trace.cache_releases, None))
+        release = next(releases)
         peak = (-1, 0)
         try:
             for position, event in enumerate(self._trace.events):
@@ -143,6 +148,9 @@ class _Run:
                     self._close_step(peak)
                     starts.pop(0)
                     peak = (position - 1, self._allocator.allocated_bytes)
+                while release == position:
+                    self._allocator.empty_cache()
+                    release = next(releases)
                 for _ in range(matmuls.count(position)):
                     self._take_workspace(position)
                 self._apply(event)

@@ -1,0 +1,456 @@
+"""What a script sees of a card: ``torch.cuda``, and the methods of tensors that name a device.
+
+``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
+on a machine that has one neither.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.virtual_gpu.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
+
+_META = torch.device("meta")
+_CARD = torch.device("cuda", 0)
+_PLACES = {Place.HOST: torch.device("cpu"), Place.DEVICE: _CARD}
+_FACTORIES = (
+    "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like",
+    "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "zeros", "zeros_like",
+)  # fmt: skip
+_COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+
+
+@contextmanager
+def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
+    """Let code in this process believe that the ledger's card is there."""
+    with ExitStack() as stack:
+        for owner, names in (
+            (torch.Tensor, _TensorMethods(ledger).names()),
+            (torch.cuda, _CudaModule(ledger).names()),
+            (torch, _TorchFunctions(ledger, autocast).names()),
+        ):
+            for name, value in names.items():
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        for owner, name, value in _elsewhere(ledger):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what must be replaced outside ``torch``, ``torch.cuda`` and ``Tensor``."""
+    cuda = _CudaModule(ledger).names()
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
+                 "mem_get_info", "memory_stats", "reset_peak_memory_stats"):  # fmt: skip
+        yield torch.cuda.memory, name, cuda[name]
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "get_rng_state_all",
+                 "set_rng_state_all"):  # fmt: skip
+        yield torch.cuda.random, name, cuda[name]
+    yield torch.version, "cuda", torch.version.cuda or "13.0"
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.accelerator, "is_available", lambda: True
+    yield torch.accelerator, "current_accelerator", lambda *_args, **_kwargs: torch.device("cuda")
+    yield torch.accelerator, "device_count", lambda: 1
+    yield torch.accelerator, "synchronize", lambda *_args: None
+    yield torch.accelerator, "current_device_index", lambda: 0
+    yield torch.accelerator, "set_device_index", lambda *_args: None
+    yield torch.accelerator, "empty_cache", ledger.release_cache
+    yield torch.accelerator, "current_stream", _Stream
+    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:  # noqa: FBT001, FBT002  torch's signature
+        """Group tensors as torch does, by the places that they would have."""
+        named: dict[Any, Any] = {}
+        for (_, dtype), (lists, indices) in grouped(tensorlistlist, with_indices).items():
+            for position, first in enumerate(lists[0]):
+                found, places = named.setdefault((first.device, dtype), ([[] for _ in lists], []))
+                for members, member in zip(found, lists, strict=True):
+                    members += member[position : position + 1]
+                places += indices[position : position + 1]
+        return named
+
+    for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
+        yield module, "_group_tensors_by_device_and_dtype", group
+    yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _as_device(value: Any) -> torch.device | None:
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, int):
+        return torch.device("cuda", value)
+    return torch.device(value)
+
+
+class _TensorMethods:
+    """Methods and properties of ``torch.Tensor``."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+
+    def names(self) -> dict[str, Any]:
+        """Return what to replace."""
+        base = torch._C.TensorBase
+        ledger = self._ledger
+        device, is_meta = base.device, base.is_meta
+        true_to, true_type, true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
+        true_numpy, true_tolist, true_array = torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
+        true_new_tensor = torch.Tensor.new_tensor
+
+        def place(tensor: Tensor) -> Place | None:
+            if ledger.is_inside or not is_meta.__get__(tensor):
+                return None
+            return ledger._places.get(tensor.untyped_storage()._cdata)
+
+        def get_device(tensor: Tensor) -> torch.device:
+            here = place(tensor)
+            found: torch.device = device.__get__(tensor) if here is None else _PLACES[here]
+            return found
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if type(tensor).__torch_function__ is not torch._C._disabled_torch_function_impl and (
+                torch.overrides.has_torch_function_unary(tensor)
+            ):
+                return torch.overrides.handle_torch_function(to, (tensor,), tensor, *args, **kwargs)
+            return self._to(true_to, tensor, args, kwargs)
+
+        def real(tensor: Tensor) -> Tensor:
+            """Return values on the CPU; ones stand for unknown ones."""
+            if place(tensor) is None:
+                return tensor
+            with _disable_current_modes():
+                known = ledger.known(tensor)
+                if known is None:
+                    ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
+                    known = torch.ones(tensor.shape, dtype=tensor.dtype)
+                return known.clone()
+
+        def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if place(tensor) is Place.DEVICE:
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. "
+                    "Use Tensor.cpu() to copy the tensor to host memory first."
+                )
+            return true_numpy(real(tensor), *args, **kwargs)
+
+        def show(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+            here = place(tensor)
+            if here is None:
+                return true_repr(tensor, *args, **kwargs)
+            return f"tensor(..., device='{_PLACES[here]}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+        def kind(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(dtype, str) and ".cuda." in dtype:
+                return tensor.cuda().type(dtype.replace(".cuda", ""))
+            named = true_type(tensor, dtype, *args, **kwargs) if dtype is not None else true_type(tensor)
+            if dtype is None and place(tensor) is Place.DEVICE:
+                return str(named).replace("torch.", "torch.cuda.", 1)
+            if dtype is None and place(tensor) is Place.HOST:
+                return str(named).replace("torch.meta.", "torch.")
+            return named
+
+        def new_tensor(tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+            if place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:
+                return true_new_tensor(tensor, data, **kwargs)
+            target = kwargs.pop("device", None) or tensor.device
+            return torch.tensor(data, dtype=kwargs.pop("dtype", tensor.dtype), device=target, **kwargs)
+
+        return {
+            "device": property(get_device),
+            "is_cuda": property(lambda tensor: get_device(tensor).type == "cuda"),
+            "is_cpu": property(lambda tensor: get_device(tensor).type == "cpu"),
+            "is_meta": property(lambda tensor: is_meta.__get__(tensor) and place(tensor) is None),
+            "get_device": lambda tensor: get_device(tensor).index if get_device(tensor).type == "cuda" else -1,
+            "to": to,
+            "cuda": lambda tensor, device=None, non_blocking=False, **_kwargs: tensor.to(
+                _as_device(device) or _CARD, non_blocking=non_blocking
+            ),
+            "cpu": lambda tensor, **_kwargs: tensor.to("cpu"),
+            "type": kind,
+            "numpy": numpy,
+            "tolist": lambda tensor: true_tolist(real(tensor)),
+            "__array__": lambda tensor, *args, **kwargs: true_array(real(tensor), *args, **kwargs),
+            "__repr__": show,
+            "pin_memory": lambda tensor, *_args: tensor,
+            "is_pinned": lambda _tensor, *_args: False,
+            "record_stream": lambda _tensor, _stream: None,
+            "new_tensor": new_tensor,
+        }
+
+    def _to(self, true_to: Callable[..., Tensor], tensor: Tensor, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        if self._ledger.is_inside:
+            return true_to(tensor, *args, **kwargs)
+        first = args[0] if args else kwargs.get("other")
+        if isinstance(first, Tensor):
+            device, dtype = first.device, first.dtype
+            rest = args[1:]
+        elif isinstance(first, torch.dtype):
+            device, dtype, rest = None, first, args[1:]
+        else:
+            device = _as_device(first if args else kwargs.get("device"))
+            dtype, rest = (args[1], args[2:]) if len(args) > 1 else (kwargs.get("dtype"), ())
+        copies = kwargs.get("copy", rest[1] if len(rest) > 1 else False)
+        here = self._ledger.place_of(tensor)
+        if device is None or (here is None and device.type == "cpu" and not tensor.is_meta):
+            if here is None:
+                return true_to(tensor, *args, **kwargs)
+            device = _PLACES[here]
+        if device.type == "meta":
+            return torch.empty_like(tensor, device=_META, dtype=dtype or tensor.dtype)
+        if here is None and tensor.is_meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data! Use torch.nn.Module.to_empty().")
+        target = Place.DEVICE if device.type == "cuda" else Place.HOST
+        memory_format = kwargs.get("memory_format")
+        if here is target and not copies and dtype in {None, tensor.dtype}:
+            if memory_format is None or tensor.is_contiguous(memory_format=memory_format):
+                return tensor
+        with self._ledger.moving_to(target):
+            return torch.ops.aten._to_copy(
+                tensor, dtype=dtype or tensor.dtype, device=_META, memory_format=memory_format
+            )  # type: ignore[no-any-return]
+
+
+class _Stream:
+    """A stream, or an event on it, of a card that has done everything at once."""
+
+    cuda_stream = 0
+    cuda_event = 0
+    stream_id = 0
+    device = _CARD
+    device_index = 0
+    priority = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_args: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """Say that all work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Say that no graph is being captured."""
+        return False
+
+    def elapsed_time(self, _other: object) -> float:
+        """Return milliseconds: a stand-in; the report has the estimated time of a step."""
+        return 1.0
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        """Return an event that has happened."""
+        return event or _Stream()
+
+    def synchronize(self, *_args: object) -> None:
+        """Wait for nothing."""
+
+    wait_event = wait_stream = record = wait = synchronize
+
+
+class _Properties:
+    """``torch.cuda.get_device_properties``."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        card = ledger.card
+        self.name = card.name
+        self.total_memory = card.memory_bytes
+        self.major, self.minor = (int(part) for part in card.compute_capability.split("."))
+        self.multi_processor_count = card.sms
+        self.is_integrated = self.is_multi_gpu_board = 0
+        self.warp_size = 32
+        self.max_threads_per_multi_processor = 1536
+        self.regs_per_multiprocessor = 65536
+        self.shared_memory_per_block_optin = 101376
+        self.shared_memory_per_multiprocessor = 102400
+        self.L2_cache_size = 0
+        self.gcnArchName = ""
+
+
+class _CudaModule:
+    """``torch.cuda``."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+
+    def names(self) -> dict[str, Any]:
+        """Return what to replace."""
+        ledger, allocator, card = self._ledger, self._ledger.allocator, self._ledger.card
+        properties = _Properties(ledger)
+        capability = (properties.major, properties.minor)
+
+        def nothing(*_args: Any, **_kwargs: Any) -> None:
+            return None
+
+        def context(*_args: Any, **_kwargs: Any) -> Any:
+            return contextlib.nullcontext()
+
+        def stats(*_args: Any, **_kwargs: Any) -> dict[str, int]:
+            found = {}
+            for name in _COUNTERS:
+                found[f"{name}.all.current"] = getattr(allocator, name)
+                found[f"{name}.all.peak"] = getattr(allocator, f"peak_{name}")
+            return found | {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
+
+        def memory_info(*_args: Any) -> tuple[int, int]:
+            return card.allocator_capacity_bytes - allocator.reserved_bytes, card.memory_bytes
+
+        def state(*_args: Any) -> Tensor:
+            return torch.tensor([0] * 16, dtype=torch.uint8, device="cpu")
+
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "_lazy_init": nothing,
+            "init": nothing,
+            "_is_in_bad_fork": lambda: False,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": nothing,
+            "device": context,
+            "device_of": context,
+            "_DeviceGuard": context,
+            "get_device_name": lambda *_args: card.name,
+            "get_device_capability": lambda *_args: capability,
+            "get_device_properties": lambda *_args: properties,
+            "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
+            "is_bf16_supported": lambda *_args, **_kwargs: capability[0] >= 8,
+            "is_tf32_supported": lambda: capability[0] >= 8,
+            "memory_allocated": lambda *_args: allocator.allocated_bytes,
+            "max_memory_allocated": lambda *_args: allocator.peak_allocated_bytes,
+            "memory_reserved": lambda *_args: allocator.reserved_bytes,
+            "max_memory_reserved": lambda *_args: allocator.peak_reserved_bytes,
+            "memory_cached": lambda *_args: allocator.reserved_bytes,
+            "max_memory_cached": lambda *_args: allocator.peak_reserved_bytes,
+            "memory_stats": stats,
+            "memory_summary": lambda *_args, **_kwargs: "\n".join(f"{k}: {v}" for k, v in stats().items()),
+            "mem_get_info": memory_info,
+            "reset_peak_memory_stats": lambda *_args: allocator.reset_peaks(),
+            "reset_max_memory_allocated": lambda *_args: allocator.reset_peaks(),
+            "reset_max_memory_reserved": lambda *_args: allocator.reset_peaks(),
+            "reset_max_memory_cached": lambda *_args: allocator.reset_peaks(),
+            "reset_accumulated_memory_stats": nothing,
+            "set_per_process_memory_fraction": self._set_fraction,
+            "empty_cache": ledger.release_cache,
+            "ipc_collect": nothing,
+            "synchronize": nothing,
+            "current_stream": _Stream,
+            "default_stream": _Stream,
+            "Stream": _Stream,
+            "Event": _Stream,
+            "stream": context,
+            "set_stream": nothing,
+            "manual_seed": nothing,
+            "manual_seed_all": nothing,
+            "seed": nothing,
+            "seed_all": nothing,
+            "initial_seed": lambda: 0,
+            "get_rng_state": state,
+            "get_rng_state_all": lambda: [state()],
+            "set_rng_state": nothing,
+            "set_rng_state_all": nothing,
+            "utilization": lambda *_args: 100,
+            "is_current_stream_capturing": lambda: False,
+        }
+
+    def _set_fraction(self, fraction: float, *_args: Any) -> None:
+        self._ledger.allocator.capacity_bytes = int(fraction * self._ledger.card.memory_bytes)
+
+
+class _TorchFunctions:
+    """Functions of ``torch`` that take a device, or ask for one."""
+
+    def __init__(self, ledger: VirtualLedger, autocast: Autocast) -> None:
+        self._ledger = ledger
+        self._autocast = autocast
+
+    def names(self) -> dict[str, Any]:
+        """Return what to replace."""
+        found: dict[str, Any] = {name: _without_pins(getattr(torch, name)) for name in _FACTORIES}
+        for name in ("tensor", "as_tensor", "asarray"):
+            found[name] = _from_data(getattr(torch, name))
+        true_set, true_clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+
+        def set_enabled(*args: Any) -> None:
+            true_set(*args)
+            if args[0] == "cuda" or len(args) == 1:
+                self._autocast.enable(is_enabled=bool(args[-1]))
+
+        def clear() -> None:
+            true_clear()
+            self._autocast.clear_cache()
+
+        true_generator = torch.Generator
+
+        class Generator(true_generator):  # type: ignore[misc, valid-type]
+            """A generator whose numbers nobody draws."""
+
+            def __new__(cls, device: Any = "cpu") -> Any:  # noqa: ARG004  torch's signature
+                return super().__new__(cls, device="cpu")
+
+            def __init__(self, device: Any = "cpu") -> None:
+                self._named = torch.device(device)
+
+            @property
+            def device(self) -> torch.device:
+                return self._named
+
+        found |= {
+            "set_autocast_enabled": set_enabled,
+            "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
+            "clear_autocast_cache": clear,
+            "Generator": Generator,
+            "compile": _not_compiled,
+            "get_device_module": lambda *_args: torch.cuda,
+        }
+        return found
+
+
+def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
+    """Return what was to be compiled as it is: a virtual card runs eager code."""
+    return (lambda found: found) if model is None else model
+
+
+def _without_pins(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        kwargs.pop("pin_memory", None)
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        kwargs.pop("pin_memory", None)
+        target = _as_device(device)
+        if target is None:
+            target = data.device if isinstance(data, Tensor) else torch.get_default_device()
+        if target.type == "meta":
+            return function(data, *args, device=target, **kwargs).requires_grad_(requires_grad)
+        if isinstance(data, Tensor):
+            made = data.to(target) if not args else data.to(target, args[0])
+            made = made.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else made
+        else:
+            if isinstance(data, list | tuple):
+                data = _numbers(data)
+            made = function(data, *args, device="cpu", **kwargs).to(target)
+        return made.requires_grad_() if requires_grad else made
+
+    return make
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, list | tuple):
+        return [_numbers(item) for item in data]
+    return data.item() if isinstance(data, Tensor) and data.numel() == 1 else data

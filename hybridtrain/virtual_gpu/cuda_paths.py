@@ -1,0 +1,292 @@
+"""Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
+
+Composite ops choose by device: attention, dropout, autocast. While ``cuda_paths`` is open, tensors of a virtual card
+take the card's choice. Each rule names its source in torch 2.13; where torch 2.11 or 2.12 differ it says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.op_rules import register_scratch
+from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
+
+_ATEN = torch.ops.aten
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+"""A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
+
+LOWER_PRECISION = (
+    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "lstm_cell", "gru_cell",
+    "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+"""Ops that autocast runs in the lower precision: aten/src/ATen/autocast_mode.h."""
+FULL_PRECISION = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
+    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
+    "renorm", "logsumexp",
+)  # fmt: skip
+"""Ops that autocast runs in fp32."""
+FULL_PRECISION_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+"""Ops that autocast tells to return fp32; nothing is converted before."""
+WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add", "cat", "stack",
+)  # fmt: skip
+"""Ops that autocast runs in the widest type among their operands."""
+
+
+@contextmanager
+def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
+    """Let composite ops on a virtual card's tensors choose as on CUDA, and autocast work for them."""
+    fallback = torch.library.Library("_", "IMPL")
+    paths = torch.library.Library("aten", "IMPL")
+    autocast = Autocast(ledger)
+    try:
+        fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        chooser = _AttentionChoice(ledger)
+        paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
+        paths.impl("dropout", _Dropout(ledger).drop, "AutogradMeta")
+        for rule, names in (
+            (autocast.lower, LOWER_PRECISION), (autocast.full, FULL_PRECISION),
+            (autocast.full_result, FULL_PRECISION_RESULT), (autocast.widest, WIDEST),
+        ):  # fmt: skip
+            for name in names:
+                op = _overload(name)
+                if op is not None:
+                    paths.impl(name, rule(op), "AutocastPrivateUse1")
+        yield autocast
+    finally:
+        autocast.enable(is_enabled=False)
+        paths._destroy()
+        fallback._destroy()
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    packet, _, overload = name.partition(".")
+    found: torch._ops.OpOverload | None = getattr(getattr(_ATEN, packet, None), overload or "default", None)
+    return found
+
+
+class Autocast:
+    """Converts operands as autocast for CUDA does (aten/src/ATen/autocast_mode.cpp), weights once a region."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+        self._keys = torch._C.DispatchKeySet(_AUTOCAST_KEY)
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def enable(self, *, is_enabled: bool) -> None:
+        """Let ops pass here first, or no more."""
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST_KEY, not is_enabled)
+        torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST_KEY, is_enabled)
+
+    def clear_cache(self) -> None:
+        """Forget converted weights, as the outermost region does at its end."""
+        self._cache.clear()
+
+    def lower(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in the region's type."""
+        return self._kernel(op, lambda _args: torch.get_autocast_dtype("cuda"))
+
+    def full(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in fp32."""
+        return self._kernel(op, lambda _args: torch.float32)
+
+    def full_result(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """Return a kernel that asks ``op`` for an fp32 result, unless the caller asks for another type."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._keys):
+                first = args[0]
+                takes = first.dtype in _HALVES and self._is_ours(first)
+                if takes and kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
+                    kwargs["dtype"] = torch.float32
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def widest(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in the widest type of its operands."""
+
+        def pick(args: tuple[Any, ...]) -> torch.dtype:
+            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
+            wide = any(tensor.dtype is torch.float32 for tensor in tensors)
+            return torch.float32 if wide else torch.get_autocast_dtype("cuda")
+
+        return self._kernel(op, pick)
+
+    def _kernel(
+        self, op: torch._ops.OpOverload, pick: Callable[[tuple[Any, ...]], torch.dtype]
+    ) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._keys):
+                dtype = pick(args)
+                return op(
+                    *(self._convert(value, dtype) for value in args),
+                    **{name: self._convert(value, dtype) for name, value in kwargs.items()},
+                )
+
+        return kernel
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and self._ledger.place_of(tensor) is Place.DEVICE
+
+    def _convert(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype is dtype or value.dtype is torch.float64 or not self._is_ours(value):
+                return value
+            is_weight = value.is_leaf and value.requires_grad and not value._is_view()
+            if dtype is torch.float32 or value.dtype is not torch.float32 or not is_weight:
+                return value.to(dtype)
+            if not torch.is_autocast_cache_enabled():
+                return value.to(dtype)
+            if id(value) not in self._cache:
+                self._cache[id(value)] = (value, value.to(dtype))
+            return self._cache[id(value)][1]
+        if isinstance(value, list | tuple):
+            return type(value)(self._convert(item, dtype) for item in value)
+        return value
+
+
+class _Dropout:
+    """CUDA drops elements with one kernel that keeps a mask of booleans (native/Dropout.cpp, ``native_dropout``)."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+
+    def drop(self, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002, FBT001  torch's names
+        if train and 0 < p < 1 and self._ledger.place_of(input) is Place.DEVICE and input.numel():
+            dropped: Tensor = _ATEN.native_dropout(input, p, train)[0]
+            return dropped
+        result: Tensor = _ATEN.dropout.default.decompose(input, p, train)
+        return result
+
+
+class _AttentionChoice:
+    """Flash, memory-efficient or plain attention, as native/transformers/cuda/sdp_utils.cpp chooses.
+
+    cuDNN's attention is never chosen: torch prefers it on no consumer card, and on Hopper only by environment.
+    """
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+        major, minor = ledger.card.compute_capability.split(".")
+        self._capability = 10 * int(major) + int(minor)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001
+    ) -> Tensor:  # fmt: skip
+        if self._ledger.place_of(query) is not Place.DEVICE:
+            return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        grouped = enable_gqa and key.shape[-3] != query.shape[-3]
+        if self._can_flash(query, key, value, attn_mask, is_causal, dropout_p):
+            return self._flash(query, key, value, dropout_p, is_causal, scale)
+        if not grouped and self._can_be_efficient(query, key, value, attn_mask):
+            return self._efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def _can_flash(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float  # noqa: FBT001
+    ) -> bool:  # fmt: skip
+        width = query.shape[-1]
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        consumer = 86 <= self._capability <= 89
+        too_wide = width > 256 or (consumer and needs_grad and width > 192 and (width > 224 or dropout_p > 0))
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self._capability >= 80
+            and mask is None
+            and query.dim() == 4
+            and query.dtype in _HALVES
+            and query.dtype == key.dtype == value.dtype
+            and width == key.shape[-1] == value.shape[-1]
+            and not too_wide
+            and not (is_causal and query.shape[-2] != key.shape[-2])
+            and 0 not in query.shape
+            and 0 not in key.shape
+        )
+
+    def _can_be_efficient(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        aligned = 16 // query.element_size() if self._capability >= 80 or query.dtype in _HALVES else 1
+        needs_mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and query.dim() == 4
+            and query.dtype in {*_HALVES, torch.float32}
+            and query.dtype == key.dtype == value.dtype
+            and query.shape[-1] % aligned == 0
+            and value.shape[-1] % aligned == 0
+            and query.shape[-3] == key.shape[-3] == value.shape[-3]
+            and not needs_mask_grad
+        )
+
+    def _flash(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None  # noqa: FBT001
+    ) -> Tensor:  # fmt: skip
+        width = query.shape[-1]
+        scale = width**-0.5 if scale is None else scale
+        if width % 8:
+            query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+        out: Tensor = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :width] if width % 8 else out
+
+    def _efficient(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,  # noqa: FBT001
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if mask is not None:
+            if mask.dtype is torch.bool:
+                mask = torch.full_like(mask, 0.0, dtype=query.dtype)
+            columns = mask.shape[-1]
+            if columns % 8:  # rows must be aligned: pad_bias of native/transformers/attention.cpp
+                mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+
+    @staticmethod
+    def _plain(*args: Any) -> Tensor:
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = args
+        out: Tensor = _ATEN._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return out
+
+
+def _flash_backward(args: Any) -> int:
+    """Return the scratch of flash attention's backward pass (flash_attn/flash_api.cpp, ``mha_bwd``).
+
+    fp32: sums for the gradient of the queries, lengths rounded to 128 and widths to 32 (64 above 128), and a row sum;
+    for grouped heads also gradients of keys and values for every query head, in the operands' type.
+    """
+    query, key = args[1], args[2]
+    batch, heads, rows, width = query.shape
+    columns, key_heads = key.shape[2], key.shape[1]
+    rows_up, width_up = -(-rows // 128) * 128, -(-width // 32) * 32
+    if width > 128:
+        width_up = -(-width // 64) * 64
+    accumulated = 4 * batch * rows_up * heads * width_up + 4 * batch * heads * rows_up
+    expanded = 2 * batch * columns * heads * width * query.element_size() if heads != key_heads else 0
+    return accumulated + expanded
+
+
+register_scratch(_ATEN._scaled_dot_product_flash_attention_backward.default, _flash_backward)

@@ -1,0 +1,119 @@
+"""What stands for values that nobody computed, by rules that are written down and uses that are listed.
+
+    a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
+    are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
+    which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
+    how many there are            not answered: ``DataDependentError`` names the op and the line
+
+A rule holds only for values that depend on arithmetic; what follows from the script's own data is known.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import HybridTrainError
+
+_ATEN = torch.ops.aten
+DATA_DEPENDENT = frozenset(
+    {
+        _ATEN.nonzero.default, _ATEN.masked_select.default, _ATEN._unique2.default, _ATEN.unique_dim.default,
+        _ATEN.unique_consecutive.default, _ATEN.repeat_interleave.Tensor, _ATEN.bincount.default,
+        _ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default,
+    }
+)  # fmt: skip
+"""Ops whose result's shape may depend on values."""
+FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
+"""What is said of unknown values by ops that ask whether they are numbers."""
+_SEEN_BELOW = ("torch", "hybridtrain/virtual_gpu")
+"""Folders whose lines are not the script's."""
+
+
+class DataDependentError(HybridTrainError):
+    """The code asks how many of something there are, and that depends on values which a virtual GPU does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """One place in the code where a stand-in was used."""
+
+    where: str
+    """``file:line``."""
+    op: str
+    rule: str
+    times: int
+
+
+class StandIns:
+    """Gives stand-ins, and remembers where."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[tuple[str, str, str]] = Counter()
+
+    def uses(self) -> tuple[StandIn, ...]:
+        """Return every place where one was used, the most frequent first."""
+        return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
+
+    def note(self, func: torch._ops.OpOverload, rule: str) -> None:
+        """Remember that the code at this place went on with something that stands for a value."""
+        self._uses[where_called(), str(func), rule] += 1
+
+    def number(self, func: torch._ops.OpOverload, dtype: torch.dtype) -> float | bool:
+        """Return what stands for one number."""
+        value: float | bool = True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        self.note(func, f"a number that is read: {value}")
+        return value
+
+    def rule(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+        """Return what is said of results that depend on unknown values, on the CPU; None where nothing is."""
+        packet = func._overloadpacket
+        if packet in FINITE_ANSWERS:
+            return torch.full(args[0].shape, FINITE_ANSWERS[packet])
+        if packet is _ATEN.topk:
+            return (None, self._even_choice(func, args[0], args[1], args[2] if len(args) > 2 else -1))
+        return None
+
+    def refuse(self, func: torch._ops.OpOverload) -> NoReturn:
+        """Say that a shape depends on values that nobody knows."""
+        raise DataDependentError(
+            f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU computes "
+            "none; sizes may follow from the script's own data (token ids, masks, lengths); use a path without it "
+            "(for experts: grouped or batched matmuls), or leave this line out of the run."
+        )
+
+    def _even_choice(self, func: torch._ops.OpOverload, scores: Tensor, k: int, dim: int) -> Tensor:
+        dim %= scores.dim()
+        shape = list(scores.shape)
+        num, shape[dim] = shape[dim], k
+        rows = scores.numel() // max(num, 1)
+        choice = (torch.arange(rows * k) % max(num, 1)).view(rows, k)
+        self.note(func, "which are the largest: all equally often")
+        others = [size for position, size in enumerate(shape) if position != dim]
+        return choice.view(*others, k).movedim(-1, dim).contiguous()
+
+
+def where_called() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        place = f"{path}:{frame.f_lineno}"
+        if not path.startswith("<") and not any(f"/{part}/" in path for part in _SEEN_BELOW):
+            return _shorten(place)
+        fallback = fallback or place
+        frame = frame.f_back  # type: ignore[assignment]
+    return _shorten(fallback)
+
+
+def _shorten(place: str) -> str:
+    """Return a place in an installed package without the folder where packages lie."""
+    for folder in ("site-packages/", f"{Path.cwd()}/"):
+        if folder in place:
+            return place.split(folder, 1)[1]
+    return place

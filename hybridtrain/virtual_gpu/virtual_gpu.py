@@ -1,0 +1,197 @@
+"""A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.cuda_facade import facade
+from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.replay import replay_on_card
+from hybridtrain.virtual_gpu.roofline import estimate_step
+from hybridtrain.virtual_gpu.stand_in import StandIn
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+
+
+class StepsDone(BaseException):
+    """As many optimizer steps as were asked for are done. Not an ``Exception``: a script must not swallow it."""
+
+
+class VirtualGpu:
+    """Runs PyTorch code, unmodified, on a card that this machine need not have.
+
+    Inside the block there is CUDA: ``torch.cuda.is_available()``, device "cuda", its allocator, streams, autocast.
+    Nothing is computed; a model of any size takes no memory. Where the card would be full, ``torch.OutOfMemoryError``
+    is raised. Import what you will use before or inside the block, as you like.
+
+        >>> import torch
+        >>> from hybridtrain.virtual_gpu import VirtualGpu
+        >>> with VirtualGpu("rtx-4090") as gpu:
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 65536), torch.nn.Linear(65536, 8192)).cuda()
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     for _ in range(2):  # the first step makes the optimizer's state
+        ...         loss = model(torch.randn(512, 8192, device="cuda")).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> run = gpu.report()
+        >>> run.fits_card, run.by_class()["optim_state"]
+        (True, 8590524416)
+
+    A step ends with an optimizer's ``step``; the next begins with the next forward pass.
+
+    Args:
+        card: A card, its name in the catalogue, or a TOML file that describes one.
+        host_memory: Bytes of host memory that tensors may take; None: as much as is asked for.
+        steps: After how many optimizer steps the code is stopped; None: never.
+        allocator: Settings of the caching allocator; None: torch's defaults.
+        record_history: Keep what snapshots need.
+
+    Raises:
+        ConfigError: The card is not known.
+    """
+
+    def __init__(
+        self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
+        allocator: AllocatorConfig | None = None, record_history: bool = False,
+    ) -> None:  # fmt: skip
+        self.card = find_card(card) if isinstance(card, str) else card
+        host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
+        self.config = allocator
+        self.ledger = VirtualLedger(
+            self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes)
+        )
+        self.steps_done = 0
+        self.without_gradient: tuple[str, ...] = ()
+        """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
+        self._steps = steps
+        self._record_history = record_history
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._units = WeakIdKeyDictionary()
+        self._depth = 0
+        self._between_steps = True
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        # Optimizers import these when they are made; their tables of torch's functions must list the true ones.
+        for name in ("torch._dynamo", "torch._dynamo.trace_rules"):
+            import_module(name)
+        with ExitStack() as stack:
+            autocast = stack.enter_context(cuda_paths(self.ledger))
+            stack.enter_context(facade(self.ledger, autocast))
+            for hook in (
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+            ):
+                stack.callback(hook.remove)
+            stack.enter_context(self.ledger)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._open.__exit__(kind, error, trace)
+        return isinstance(error, StepsDone)
+
+    def begin_step(self) -> None:
+        """Say that a training step begins; said by itself where a forward pass follows an optimizer's step."""
+        self._between_steps = False
+        self.ledger.begin_step()
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
+        """Say what a tensor is for, from its allocation on."""
+        self.ledger.label(tensor, tensor_class, unit)
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return where values stood in for such as were not computed."""
+        return self.ledger.stand_ins.uses()
+
+    def report(self) -> CardRun:
+        """Replay what was seen so far on the card.
+
+        Raises:
+            ValueError: No step was begun.
+        """
+        trace = self.ledger.trace()
+        if not trace.steps:
+            raise ValueError(
+                "VirtualGpu: no training step was seen: no module ran and begin_step() was not called; run one."
+            )
+        uncapped, capped = replay_on_card(
+            trace, self.card, config=self.config, record_history=self._record_history, workspace_bytes=0
+        )
+        time = estimate_step(
+            trace.step_ops(len(trace.steps) - 1), self.card, upload_bytes=0, first=trace.steps[-1].op,
+            host=self.ledger.host,
+        )  # fmt: skip
+        return CardRun(card=self.card, trace=trace, uncapped=uncapped, capped=capped, time=time)
+
+    # Hooks.
+
+    def _enter_module(self, module: nn.Module, _args: object) -> None:
+        if not self._depth:
+            if self._between_steps:
+                self.begin_step()
+            if module not in self._names:
+                self._name(module)
+        self._depth += 1
+        self.ledger.enter_module(self._names.get(module, ""))
+
+    def _leave_module(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._depth -= 1
+        self.ledger.leave_module()
+
+    def _name(self, root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._names[module] = name
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._units[tensor] = name
+                self.ledger.label(tensor, TensorClass.WEIGHT, name)
+
+    def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        missing = []
+        for parameter in _parameters(optimizer):
+            unit = self._unit_of(parameter)
+            self.ledger.label(parameter, TensorClass.WEIGHT, unit)
+            if parameter.grad is not None:
+                self.ledger.label(parameter.grad, TensorClass.GRAD, unit)
+            elif parameter.requires_grad:
+                missing.append(unit)
+        self.without_gradient = tuple(missing)
+        self.ledger.updates = True
+
+    def _after_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        self.ledger.updates = False
+        for parameter in _parameters(optimizer):
+            state = optimizer.state.get(parameter, {})
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor):
+                    self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
+        self.steps_done += 1
+        self._between_steps = True
+        if self._steps is not None and self.steps_done >= self._steps:
+            raise StepsDone
+
+    def _unit_of(self, parameter: Tensor) -> str:
+        unit: str = self._units.get(parameter, "")  # type: ignore[no-untyped-call]
+        return unit
+
+
+def _parameters(optimizer: Optimizer) -> Any:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

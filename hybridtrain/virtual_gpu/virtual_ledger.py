@@ -1,0 +1,590 @@
+"""A ledger for code that believes it has a card: every tensor of it lies on the meta device and has a place.
+
+A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
+card's, which an op's results inherit; so a model of any size is built, moved and trained without memory, and each byte
+is counted where it would be. What a script computed from its own data stays known: small tensors keep their values
+beside them (``_values``), and an op on known values has a known value. What is not known has a stand-in
+(``stand_in.py``), and every place where one was used is listed.
+"""
+
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, count_bytes, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+_ATEN = torch.ops.aten
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_KNOWN_FLOATS = 4096
+"""Elements of a floating point tensor up to which its values are kept."""
+_KNOWN_INTEGERS = 2**22
+"""Elements of an integer or boolean tensor up to which its values are kept; batches of tokens, masks, positions."""
+_COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
+_TAKES_HOST_INDICES = frozenset(
+    {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._unsafe_index.Tensor}
+)
+_RANDOM = frozenset(
+    {
+        _ATEN.bernoulli, _ATEN.bernoulli_, _ATEN.normal_, _ATEN.uniform_, _ATEN.native_dropout, _ATEN.rand_like,
+        _ATEN.randn_like, _ATEN.randint_like, _ATEN.multinomial, _ATEN.exponential_, _ATEN.random_, _ATEN.normal,
+    }
+)  # fmt: skip
+
+
+class Place(Enum):
+    """Where the bytes of a tensor would be."""
+
+    HOST = "cpu"
+    DEVICE = "cuda"
+
+
+class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
+    """Runs PyTorch code on a card that is not there; counts as ``StorageLedger`` does, and refuses as the card would.
+
+    Args:
+        card: Whose memory is the limit.
+        host: The machine around it; None: enough of everything.
+        allocator: The card's caching allocator, empty.
+    """
+
+    def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
+        super().__init__(device="meta")
+        self.card = card
+        self.host = host or Host()
+        self.allocator = allocator
+        self.stand_ins = StandIns()
+        self.is_inside = False
+        """Whether an op is being run: then ``Tensor.device`` tells the truth."""
+        self.updates = False
+        """Whether an optimizer is at work."""
+        self.host_bytes = 0
+        self.peak_host_bytes = 0
+        self.first_matmuls: set[bool] = set()
+        self._places: dict[int, Place] = {}
+        self._values: dict[int, torch.UntypedStorage] = {}
+        self._fills: dict[int, bool] = {}
+        self._host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._addresses: dict[int, int] = {}
+        self._modules: list[str] = []
+        self._sequence: list[int] = []
+        self._sequence_units: list[str] = []
+        self._target: Place | None = None
+        self._handlers: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+            _ATEN._local_scalar_dense.default: self._read_scalar,
+            _ATEN.equal.default: self._are_equal,
+            _ATEN.is_pinned.default: lambda *_: False,
+            _ATEN._pin_memory.default: lambda _func, args, _kwargs: args[0],
+            _ATEN._amp_foreach_non_finite_check_and_unscale_.default: lambda *_: None,
+            _ATEN._amp_update_scale_.default: lambda _func, args, _kwargs: args[0],
+            _ATEN.record_stream.default: lambda *_: None,
+        }
+
+    # What the facade asks for.
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
+        return self._places.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor's values, on the CPU, where they follow from the script's own data; None elsewhere."""
+        if not tensor.is_meta:
+            return tensor
+        storage = self._values.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    @contextmanager
+    def moving_to(self, place: Place) -> Iterator[None]:
+        """Give what the next op makes a place."""
+        outer, self._target = self._target, place
+        try:
+            yield
+        finally:
+            self._target = outer
+
+    def enter_module(self, name: str) -> None:
+        """Say that what follows belongs to a module."""
+        self._modules.append(name)
+        self._unit = name
+        self._mark_sequence()
+
+    def leave_module(self) -> None:
+        """Say that a module is done."""
+        if self._modules:
+            self._modules.pop()
+        self._unit = self._modules[-1] if self._modules else ""
+        self._mark_sequence()
+
+    def release_cache(self) -> None:
+        """Give the allocator's cached segments back, as ``torch.cuda.empty_cache`` does."""
+        self.allocator.empty_cache()
+        self._cache_releases.append(len(self._events))
+
+    # The dispatcher.
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an op on meta tensors, give its results a place, count them, keep what is known of their values."""
+        if any(kind not in _PLAIN for kind in types):  # a subclass takes itself apart; its parts come back here
+            return NotImplemented
+        outer, self.is_inside = self.is_inside, True
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            self.is_inside = outer
+
+    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = list(tensors_in([*args, *kwargs.values()]))
+        target = self._target
+        device = kwargs.get("device")
+        if device is not None and target is None:
+            if device.type == "cuda":
+                target = Place.DEVICE
+            elif device.type == "cpu":
+                if not any(tensor.is_meta for tensor in operands) and _stays_real(func, args, kwargs):
+                    return func(*args, **kwargs)
+                target = Place.HOST
+            elif device.type == "meta" and not operands:
+                return func(*args, **kwargs)
+        place = self._place(func, operands) if target is None else target
+        if place is None:
+            return func(*args, **kwargs)
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        stage = self._stage_now()
+        self._stage = stage
+        if stage is Stage.BACKWARD:
+            self._unit = self._unit_of_node()
+        results = self._compute_known(func, args, kwargs, operands)
+        written = _written(func, args, kwargs)
+        if written and not written[0].is_meta:
+            return self._write_to_host(func, args, written, results)
+        out = self._call(func, args, kwargs, device, results)
+        self._book(func, args, kwargs, out, place, target)
+        self._keep(func, out, written, results)
+        return out
+
+    def _call(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any, results: Any
+    ) -> Any:
+        if func in DATA_DEPENDENT:
+            if results is not None:
+                return _like(results)
+            args = self._resolve_masks(func, args)
+        if device is not None or "generator" in kwargs or "pin_memory" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name not in {"generator", "pin_memory"}}
+            if device is not None:
+                kwargs["device"] = _META
+        if any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()])):
+            args = tuple(_to_meta(value) for value in args)
+            kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
+        if func is _ATEN._to_copy.default and not args[0].is_meta:
+            args = (torch.empty_like(args[0], device=_META),)
+        if func is _ATEN._to_copy.default:
+            kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
+        return self._meta_cache.call(func, args, kwargs)
+
+    def _book(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
+        place: Place, target: Place | None,
+    ) -> None:  # fmt: skip
+        event = len(self._events)
+        if place is Place.DEVICE and func in MATMUL_OPS:
+            self._take_workspace()
+        for tensor in tensors_in([out]):
+            self._enter_at(tensor, place)
+        if func.is_view:
+            return
+        sources = {self._places.get(t.untyped_storage()._cdata, Place.HOST) for t in tensors_in([*args])}
+        if target is not None or func in _COPIES:
+            self._book_copy(func, args, kwargs, out, place, sources)
+        elif place is Place.DEVICE:
+            scratch = scratch_bytes(func, args)
+            if scratch:
+                index = self._allocate(scratch, Stage.UPDATE)
+                self._release(index, scratch)
+            self._last_compute = len(self._ops)
+            self._ops.append(self._op_record(func, args, kwargs, out, event))
+        else:
+            size = count_bytes(func, args, kwargs, out)
+            if size >= _HOST_WORK:
+                self.work(Lane.HOST, size, (self._last_compute,))
+
+    def _book_copy(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
+        place: Place, sources: set[Place],
+    ) -> None:  # fmt: skip
+        crosses = sources and (sources != {place} if func not in _COPIES else len(sources) > 1)
+        if not crosses:
+            if place is Place.DEVICE and (sources or func not in _COPIES):
+                self._last_compute = len(self._ops)
+                self._ops.append(self._op_record(func, args, kwargs, out, len(self._events)))
+            return
+        destination = place
+        if func in _COPIES:
+            first = next(tensors_in([args[0]]))
+            destination = self._places.get(first.untyped_storage()._cdata, Place.HOST)
+        size = sum(tensor.nbytes for tensor in tensors_in([out if func not in _COPIES else args[0]]))
+        op = self.work(Lane.COPY_IN if destination is Place.DEVICE else Lane.COPY_OUT, size, (self._last_compute,))
+        self.join(op)
+
+    def _keep(self, func: torch._ops.OpOverload, out: Any, written: Sequence[Tensor], results: Any) -> None:
+        """Keep the values of new tensors; forget those of tensors that were overwritten by unknown ones."""
+        if results is None:
+            for tensor in written:
+                self._values.pop(tensor.untyped_storage()._cdata, None)
+            answer = FINITE_ANSWERS.get(func._overloadpacket)
+            if answer is not None:
+                self._fills[out.untyped_storage()._cdata] = answer
+            return
+        if written:
+            return
+        pairs = zip(out, results, strict=True) if isinstance(out, list | tuple) else [(out, results)]
+        for tensor, value in pairs:
+            if value is None or not isinstance(tensor, Tensor):
+                continue
+            address = tensor.untyped_storage()._cdata
+            if address not in self._values and address in self._places and _is_small(tensor):
+                self._values[address] = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+                known = self.known(tensor)
+                assert known is not None
+                known.copy_(value)
+
+    def _compute_known(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """Return what an op gives on the CPU, where all operands are known and small; None elsewhere."""
+        if func.is_view or (func._overloadpacket in _RANDOM):
+            return None
+        if not operands and not (
+            func._overloadpacket in _KNOWN_FACTORIES and _is_small_factory(func, args, kwargs)
+        ):
+            return None
+        values: dict[int, Tensor] = {}
+        if func in _ANY_ALL and args[0].is_meta:
+            fill = self._fills.get(args[0].untyped_storage()._cdata)
+            if fill is not None:
+                return torch.tensor(fill)
+        for tensor in operands:
+            if not _is_small(tensor):
+                return None
+            known = self.known(tensor)
+            if known is None:
+                known = self._assume(func, args, tensor)
+            if known is None:
+                return self.stand_ins.rule(func, args)
+            values[id(tensor)] = known
+        kwargs = {name: value for name, value in kwargs.items() if name not in {"generator", "pin_memory"}}
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
+        return func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
+
+    def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
+        """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
+        if func in _FILLS and tensor is args[0] and tensor.nbytes == tensor.untyped_storage().nbytes():
+            self._values[tensor.untyped_storage()._cdata] = torch.UntypedStorage(tensor.nbytes)
+            return self.known(tensor)
+        if tensor.numel() == 1 and func._overloadpacket in _QUESTIONS:
+            self.stand_ins.note(func, "one number of which something is asked: 1")
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return None
+
+    def _read_scalar(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        known = self.known(args[0])
+        return self.stand_ins.number(func, args[0].dtype) if known is None else known.item()
+
+    def _are_equal(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+        one, other = self.known(args[0]), self.known(args[1])
+        if one is None or other is None:
+            return bool(self.stand_ins.number(func, torch.bool))
+        return torch.equal(one, other)
+
+    def _write_to_host(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], written: Sequence[Tensor], results: Any
+    ) -> Any:
+        """Write what became known of a virtual tensor into a real one; a stand-in where it did not."""
+        if results is None:
+            self.stand_ins.note(func, "written into a tensor on the CPU: ones")
+            for tensor in written:
+                if not tensor.is_meta:
+                    tensor.fill_(1)
+        if len(written) == 1:
+            return args[0] if isinstance(args[0], Tensor) else written[0]
+        return None
+
+    def _resolve_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean indices that are known by their positions.
+
+        Raises:
+            DataDependentError: The shape of a result depends on values that nobody knows.
+        """
+        if func not in _TAKES_HOST_INDICES:
+            self.stand_ins.refuse(func)
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in {torch.bool, torch.uint8}:
+                indices.append(index)
+                continue
+            known = self.known(index)
+            if known is None:
+                self.stand_ins.refuse(func)
+            indices += [_like(position) for position in known.nonzero(as_tuple=True)]
+        return (args[0], indices, *args[2:])
+
+    # Places.
+
+    def _place(self, func: torch._ops.OpOverload, operands: list[Tensor]) -> Place | None:
+        """Return where an op runs; None where nothing virtual takes part.
+
+        Raises:
+            RuntimeError: Its operands are in two places; torch refuses this too.
+        """
+        place: Place | None = None
+        other: Tensor | None = None
+        for tensor in operands:
+            here = self._places.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+            if here is Place.DEVICE:
+                place = here
+            elif (here is Place.HOST or not tensor.is_meta) and tensor.dim():
+                other = tensor
+                if here is not None and place is None:
+                    place = here
+            elif here is Place.HOST and place is None:
+                place = here
+        if place is Place.DEVICE and other is not None and func not in _COPIES and func not in _TAKES_HOST_INDICES:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"(virtual GPU, in {func}; an operand of shape {tuple(other.shape)} is on the CPU)"
+            )
+        return place
+
+    def _enter_at(self, tensor: Tensor, place: Place) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._places:
+            return
+        self._places[address] = place
+        if place is Place.DEVICE:
+            self.enter(tensor)
+            if address not in self._alive:  # no bytes
+                self._host_storages[address] = weakref.ref(storage, self._forget(address, 0))
+            return
+        size = storage.nbytes()
+        self.host_bytes += size
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
+        if self.host_bytes > self.host.tensor_bytes:
+            raise RuntimeError(
+                f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                f"{size} bytes. (virtual GPU: {self.host_bytes} bytes of tensors on the host, of "
+                f"{int(self.host.tensor_bytes)}; say --host-memory for another machine)"
+            )
+
+    def _forget(self, address: int, size: int) -> Callable[[object], None]:
+        def forget(_reference: object) -> None:
+            self._host_storages.pop(address, None)
+            self._places.pop(address, None)
+            self._values.pop(address, None)
+            self._fills.pop(address, None)
+            self.host_bytes -= size
+
+        return forget
+
+    def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        release = super()._on_release(address)
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            self._places.pop(address, None)
+            self._values.pop(address, None)
+            self._fills.pop(address, None)
+            release(reference)
+
+        return forget
+
+    # Bytes.
+
+    def _allocate(self, size: int, stage: Stage) -> int:
+        try:
+            address = self.allocator.malloc(size)
+        except AllocatorOutOfMemory as refusal:
+            raise torch.OutOfMemoryError(self._refusal(refusal)) from None
+        index = super()._allocate(size, stage)
+        self._addresses[index] = address
+        return index
+
+    def _refusal(self, refusal: AllocatorOutOfMemory) -> str:
+        """Return torch's words for it, and where the code stood."""
+        total, free = self.card.memory_bytes, self.card.allocator_capacity_bytes - refusal.reserved_bytes
+        unused = refusal.reserved_bytes - refusal.allocated_bytes
+        place = f"in the {self._stage} pass" if self._stage in {Stage.FORWARD, Stage.BACKWARD} else f"in {self._stage}"
+        return (
+            f"CUDA out of memory. Tried to allocate {format_bytes(refusal.requested_bytes)}. GPU 0 has a total capacity "
+            f"of {format_bytes(total)} of which {format_bytes(max(free, 0))} is free. Of the allocated memory "
+            f"{format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and {format_bytes(unused)} is reserved by "
+            f"PyTorch but unallocated. (virtual {self.card.name}, {place}{f' of {self._unit}' if self._unit else ''})"
+        )
+
+    def _release(self, index: int, size: int) -> None:
+        super()._release(index, size)
+        self.allocator.free(self._addresses.pop(index))
+
+    def _take_workspace(self) -> None:
+        """Take cuBLAS's workspace: one for the thread of the forward pass, one for that of the backward pass."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward not in self.first_matmuls:
+            self.first_matmuls.add(is_backward)
+            index = self._allocate(self.card.cublas_workspace_bytes, Stage.UPDATE)
+            self._classes[index], self._units[index] = TensorClass.WORKSPACE, "cublas"
+
+    # Where the code stands.
+
+    def _stage_now(self) -> Stage:
+        if torch._C._current_graph_task_id() != -1:
+            return Stage.BACKWARD
+        if self.updates:
+            return Stage.UPDATE
+        return Stage.FORWARD if self._steps else Stage.BUILD
+
+    def _mark_sequence(self) -> None:
+        """Note from which node of the autograd graph on a module's ops come."""
+        number = torch._C._autograd._get_sequence_nr()
+        if self._sequence and self._sequence[-1] == number:
+            self._sequence_units[-1] = self._unit
+        else:
+            self._sequence.append(number)
+            self._sequence_units.append(self._unit)
+
+    def _unit_of_node(self) -> str:
+        """Return the module whose forward pass made the node that autograd is at."""
+        if self._modules:  # recomputation
+            return self._modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._sequence:
+            return ""
+        position = bisect_right(self._sequence, node._sequence_nr()) - 1
+        return self._sequence_units[position] if position >= 0 else ""
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_HOST_WORK = 2**20
+"""Bytes from which arithmetic on the host is worth a place in the timeline."""
+_INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
+_KNOWN_FACTORIES = frozenset(
+    {
+        _ATEN.arange, _ATEN.eye, _ATEN.full, _ATEN.linspace, _ATEN.ones, _ATEN.rand, _ATEN.randint, _ATEN.randn,
+        _ATEN.randperm, _ATEN.scalar_tensor, _ATEN.tril_indices, _ATEN.triu_indices, _ATEN.zeros,
+    }
+)  # fmt: skip
+_QUESTIONS = frozenset(
+    {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
+)
+"""Ops that ask something of a number."""
+_ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default})
+_FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
+"""Ops after which nothing is left of what a tensor held."""
+
+
+def _is_small(tensor: Tensor) -> bool:
+    limit = _KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _KNOWN_INTEGERS
+    return tensor.numel() <= limit
+
+
+def _is_small_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether what a factory makes is small enough to be known."""
+    packet = func._overloadpacket
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        is_integer = packet in _INTEGER_FACTORIES and not any(isinstance(value, float) for value in args)
+        dtype = torch.int64 if is_integer else torch.get_default_dtype()
+    sizes = next((value for value in args if isinstance(value, list | tuple)), None)
+    if sizes is None:  # arange, eye, linspace, randperm: their numbers are bounds
+        count = max((abs(value) for value in args if isinstance(value, int | float)), default=1)
+    else:
+        count = math.prod(sizes)
+    return count <= (_KNOWN_FLOATS if dtype.is_floating_point or dtype.is_complex else _KNOWN_INTEGERS)
+
+
+def _stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether what an op makes on the CPU is made for real: copies of real data, and small integers."""
+    if func is _ATEN._to_copy.default:
+        return True
+    dtype = kwargs.get("dtype")
+    is_integer = dtype is None and func._overloadpacket in _INTEGER_FACTORIES
+    if not is_integer and (dtype is None or dtype.is_floating_point or dtype.is_complex):
+        return False
+    return _is_small_factory(func, args, kwargs)
+
+
+def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an op changes."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += tensors_in([value])
+    return found
+
+
+@cache
+def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, item.name)
+        for position, item in enumerate(func._schema.arguments)
+        if item.alias_info is not None and item.alias_info.is_write
+    )
+
+
+def _to_meta(value: Any) -> Any:
+    """Return a value with the CPU's tensors, single numbers excepted, as meta tensors of the same layout."""
+    if isinstance(value, Tensor):
+        if value.is_meta or not value.dim():
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, list | tuple):
+        return type(value)(_to_meta(item) for item in value)
+    return value
+
+
+def _replace(value: Any, values: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return values[id(value)]
+    if isinstance(value, list | tuple):
+        return type(value)(_replace(item, values) for item in value)
+    return value
+
+
+def _like(value: Any) -> Any:
+    """Return meta tensors of the same layout as real ones."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, list | tuple):
+        return type(value)(_like(item) for item in value)
+    return value
