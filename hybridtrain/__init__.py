@@ -1,11 +1,12 @@
 """hybridtrain: train 1B to 50B models on one consumer card, and know before the run whether it fits.
 
-    compose        a stack of optimizations becomes a checked memory plan
-    dry_run        a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
-    recommend      the fastest stack that fits a card and a machine
-    watch          any PyTorch code on such a card
-    Trainer        the reference trainer: real steps under the same plan
-    load_config    a training file: model, stack, optimizer, schedule
+    compose           a stack of optimizations becomes a checked memory plan
+    dry_run           a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
+    recommend         the fastest stack that fits a card and a machine
+    estimate_memory   anyone's model: what a training step takes of such a card, does it fit, the largest batch
+    VirtualGpu        anyone's training code, unmodified, on such a card
+    Trainer           the reference trainer: real steps under the same plan
+    load_config       a training file: model, stack, optimizer, schedule
 
 >>> from hybridtrain import Workload, compose, dry_run, find_card, model_preset
 >>> from hybridtrain.optimizations import GradientCheckpointing, Int8Optimizer
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
     from hybridtrain.training_file import TrainFile as TrainFile
     from hybridtrain.training_file import load_config as load_config
+    from hybridtrain.virtual_gpu import VirtualGpu as VirtualGpu
+    from hybridtrain.virtual_gpu import estimate_memory as estimate_memory
     from hybridtrain.virtual_gpu import find_card as find_card
-    from hybridtrain.virtual_gpu import watch as watch
 
 _NAMES = {
     "dry_runs": ("DryRun", "dry_run"),
@@ -50,7 +52,7 @@ _NAMES = {
     "trainer": ("Trainer",),
     "trainer_config": ("TrainerConfig",),
     "training_file": ("TrainFile", "load_config"),
-    "virtual_gpu": ("find_card", "watch"),
+    "virtual_gpu": ("VirtualGpu", "estimate_memory", "find_card"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

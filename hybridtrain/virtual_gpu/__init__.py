@@ -1,6 +1,7 @@
 """A card that need not exist: what PyTorch code takes of it, and how long a step lasts. It knows of no trainer.
 
-    watch              PyTorch code while it runs, on meta tensors or for real; ``report()`` says what a card would do
+    VirtualGpu         PyTorch code that believes it has CUDA, unmodified; ``report()`` says what the card would do
+    estimate_memory    the same for a model and a batch, in one call
     StorageLedger      counts every storage, from its allocation to its release: a LedgerTrace
     replay_on_card     a trace through a model of torch's caching allocator: allocated, active, reserved, out of memory
     estimate_step      the time of a step, by a roofline with lanes for copies, processor and disk
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.card import card_catalogue as card_catalogue
     from hybridtrain.virtual_gpu.card import find_card as find_card
     from hybridtrain.virtual_gpu.card_run import CardRun as CardRun
-    from hybridtrain.virtual_gpu.card_run import Watch as Watch
-    from hybridtrain.virtual_gpu.card_run import watch as watch
+    from hybridtrain.virtual_gpu.estimate import MemoryEstimate as MemoryEstimate
+    from hybridtrain.virtual_gpu.estimate import estimate_memory as estimate_memory
     from hybridtrain.virtual_gpu.ledger import LedgerTrace as LedgerTrace
     from hybridtrain.virtual_gpu.ledger import StorageLedger as StorageLedger
     from hybridtrain.virtual_gpu.ledger import find_peak as find_peak
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.roofline import estimate_step as estimate_step
     from hybridtrain.virtual_gpu.snapshot import build_snapshot as build_snapshot
     from hybridtrain.virtual_gpu.snapshot import write_snapshot as write_snapshot
+    from hybridtrain.virtual_gpu.stand_in import DataDependentError as DataDependentError
+    from hybridtrain.virtual_gpu.stand_in import StandIn as StandIn
     from hybridtrain.virtual_gpu.tensor_class import TensorClass as TensorClass
     from hybridtrain.virtual_gpu.trace import build_trace as build_trace
     from hybridtrain.virtual_gpu.trace import write_trace as write_trace
@@ -46,12 +49,14 @@ _NAMES = {
     "allocator": ("AllocatorOutOfMemory", "CachingAllocator"),
     "allocator_config": ("AllocatorConfig",),
     "card": ("Card", "Host", "card_catalogue", "find_card"),
-    "card_run": ("CardRun", "Watch", "watch"),
+    "card_run": ("CardRun",),
+    "estimate": ("MemoryEstimate", "estimate_memory"),
     "ledger": ("LedgerTrace", "StorageLedger", "find_peak"),
     "op_rules": ("register_scratch",),
     "replay": ("Replay", "StepMemory", "replay_on_card", "replay_trace"),
     "roofline": ("StepTime", "estimate_step"),
     "snapshot": ("build_snapshot", "write_snapshot"),
+    "stand_in": ("DataDependentError", "StandIn"),
     "tensor_class": ("TensorClass",),
     "trace": ("build_trace", "write_trace"),
     "virtual_gpu": ("VirtualGpu",),

@@ -64,7 +64,7 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "current_stream", _Stream
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
-    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:  # noqa: FBT001, FBT002  torch's signature
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
         """Group tensors as torch does, by the places that they would have."""
         named: dict[Any, Any] = {}
         for (_, dtype), (lists, indices) in grouped(tensorlistlist, with_indices).items():

@@ -128,9 +128,7 @@ class Autocast:
 
         return self._kernel(op, pick)
 
-    def _kernel(
-        self, op: torch._ops.OpOverload, pick: Callable[[tuple[Any, ...]], torch.dtype]
-    ) -> Callable[..., Any]:
+    def _kernel(self, op: torch._ops.OpOverload, pick: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(self._keys):
                 dtype = pick(args)
@@ -167,7 +165,7 @@ class _Dropout:
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
 
-    def drop(self, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002, FBT001  torch's names
+    def drop(self, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
         if train and 0 < p < 1 and self._ledger.place_of(input) is Place.DEVICE and input.numel():
             dropped: Tensor = _ATEN.native_dropout(input, p, train)[0]
             return dropped
@@ -188,7 +186,7 @@ class _AttentionChoice:
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if self._ledger.place_of(query) is not Place.DEVICE:
             return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -200,7 +198,7 @@ class _AttentionChoice:
         return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     def _can_flash(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float  # noqa: FBT001
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
     ) -> bool:  # fmt: skip
         width = query.shape[-1]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -235,7 +233,7 @@ class _AttentionChoice:
         )
 
     def _flash(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None  # noqa: FBT001
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
     ) -> Tensor:  # fmt: skip
         width = query.shape[-1]
         scale = width**-0.5 if scale is None else scale
@@ -247,7 +245,7 @@ class _AttentionChoice:
         return out[..., :width] if width % 8 else out
 
     def _efficient(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,  # noqa: FBT001
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

@@ -1,20 +1,17 @@
 """A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.cuda_facade import facade
@@ -71,9 +68,7 @@ class VirtualGpu:
         self.card = find_card(card) if isinstance(card, str) else card
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
         self.config = allocator
-        self.ledger = VirtualLedger(
-            self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes)
-        )
+        self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.steps_done = 0
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""

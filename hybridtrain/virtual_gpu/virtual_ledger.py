@@ -30,6 +30,8 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _ATEN = torch.ops.aten
 _META = torch.device("meta")
+_is_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+"""The truth, whatever ``Tensor.is_meta`` says to a script."""
 _CPU = torch.device("cpu")
 _KNOWN_FLOATS = 4096
 """Elements of a floating point tensor up to which its values are kept."""
@@ -99,11 +101,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
-        return self._places.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        return self._places.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's values, on the CPU, where they follow from the script's own data; None elsewhere."""
-        if not tensor.is_meta:
+        if not _is_meta(tensor):
             return tensor
         storage = self._values.get(tensor.untyped_storage()._cdata)
         if storage is None:
@@ -281,9 +283,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         """Return what an op gives on the CPU, where all operands are known and small; None elsewhere."""
         if func.is_view or (func._overloadpacket in _RANDOM):
             return None
-        if not operands and not (
-            func._overloadpacket in _KNOWN_FACTORIES and _is_small_factory(func, args, kwargs)
-        ):
+        if not operands and not (func._overloadpacket in _KNOWN_FACTORIES and _is_small_factory(func, args, kwargs)):
             return None
         values: dict[int, Tensor] = {}
         if func in _ANY_ALL and args[0].is_meta:
@@ -436,6 +436,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(self._refusal(refusal)) from None
         index = super()._allocate(size, stage)
+        if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
+            self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
         return index
 

@@ -12,7 +12,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "dry_run": "fits: True",
     "train": "step 3: loss",
-    "watch": "NVIDIA GeForce RTX 4090: fits",
+    "virtual_gpu": "NVIDIA GeForce RTX 4090: fits",
+    "estimate_memory": "largest batch: ",
     "load_config": "did you mean 'gpt2-small'?",
     "recommend": "tokens/s",
 }

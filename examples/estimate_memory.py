@@ -1,0 +1,23 @@
+"""Anyone's model: what a training step takes of a card, does it fit, the largest batch. No card, no memory."""
+
+# %% What makes the model, and a batch; any nn.Module does, transformers' models too.
+import torch
+from torch import nn
+
+from hybridtrain import estimate_memory
+
+
+def build() -> nn.Module:
+    """Return an encoder with 0.2 billion parameters."""
+    layer = nn.TransformerEncoderLayer(1024, 16, dim_feedforward=4096, batch_first=True)
+    return nn.TransformerEncoder(layer, 16, enable_nested_tensor=False)
+
+
+found = estimate_memory(build, torch.empty(4, 512, 1024), card="rtx-4060-ti-16gb", optimizer="AdamW")
+
+# %% The answer.
+print(found.summary())
+print("fits an RTX 4090:", found.fits("rtx-4090"))
+print("largest batch:", found.largest_batch())
+for name, size in list(found.by_module(depth=2).items())[:3]:
+    print(f"{name:12} {size:>14,} B")
