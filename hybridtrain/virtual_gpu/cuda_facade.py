@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """What a script sees of a card: ``torch.cuda``, and the methods of tensors that name a device.
 
 ``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
-from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
 _META = torch.device("meta")
 _CARD = torch.device("cuda", 0)
@@ -69,9 +70,10 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
         named: dict[Any, Any] = {}
         for (_, dtype), (lists, indices) in grouped(tensorlistlist, with_indices).items():
             for position, first in enumerate(lists[0]):
+                assert first is not None
                 found, places = named.setdefault((first.device, dtype), ([[] for _ in lists], []))
                 for members, member in zip(found, lists, strict=True):
-                    members += member[position : position + 1]
+                    members.extend(member[position : position + 1])
                 places += indices[position : position + 1]
         return named
 
@@ -93,127 +95,129 @@ class _TensorMethods:
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
+        self._true_device = torch._C.TensorBase.device.__get__
+        self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
+        self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
+        self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
 
     def names(self) -> dict[str, Any]:
         """Return what to replace."""
-        base = torch._C.TensorBase
-        ledger = self._ledger
-        device, is_meta = base.device, base.is_meta
-        true_to, true_type, true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
-        true_numpy, true_tolist, true_array = torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
-        true_new_tensor = torch.Tensor.new_tensor
-
-        def place(tensor: Tensor) -> Place | None:
-            if ledger.is_inside or not is_meta.__get__(tensor):
-                return None
-            return ledger._places.get(tensor.untyped_storage()._cdata)
-
-        def get_device(tensor: Tensor) -> torch.device:
-            here = place(tensor)
-            found: torch.device = device.__get__(tensor) if here is None else _PLACES[here]
-            return found
-
-        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if type(tensor).__torch_function__ is not torch._C._disabled_torch_function_impl and (
-                torch.overrides.has_torch_function_unary(tensor)
-            ):
-                return torch.overrides.handle_torch_function(to, (tensor,), tensor, *args, **kwargs)
-            return self._to(true_to, tensor, args, kwargs)
-
-        def real(tensor: Tensor) -> Tensor:
-            """Return values on the CPU; ones stand for unknown ones."""
-            if place(tensor) is None:
-                return tensor
-            with _disable_current_modes():
-                known = ledger.known(tensor)
-                if known is None:
-                    ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
-                    known = torch.ones(tensor.shape, dtype=tensor.dtype)
-                return known.clone()
-
-        def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if place(tensor) is Place.DEVICE:
-                raise TypeError(
-                    "can't convert cuda:0 device type tensor to numpy. "
-                    "Use Tensor.cpu() to copy the tensor to host memory first."
-                )
-            return true_numpy(real(tensor), *args, **kwargs)
-
-        def show(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
-            here = place(tensor)
-            if here is None:
-                return true_repr(tensor, *args, **kwargs)
-            return f"tensor(..., device='{_PLACES[here]}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
-
-        def kind(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(dtype, str) and ".cuda." in dtype:
-                return tensor.cuda().type(dtype.replace(".cuda", ""))
-            named = true_type(tensor, dtype, *args, **kwargs) if dtype is not None else true_type(tensor)
-            if dtype is None and place(tensor) is Place.DEVICE:
-                return str(named).replace("torch.", "torch.cuda.", 1)
-            if dtype is None and place(tensor) is Place.HOST:
-                return str(named).replace("torch.meta.", "torch.")
-            return named
-
-        def new_tensor(tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
-            if place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:
-                return true_new_tensor(tensor, data, **kwargs)
-            target = kwargs.pop("device", None) or tensor.device
-            return torch.tensor(data, dtype=kwargs.pop("dtype", tensor.dtype), device=target, **kwargs)
-
         return {
-            "device": property(get_device),
-            "is_cuda": property(lambda tensor: get_device(tensor).type == "cuda"),
-            "is_cpu": property(lambda tensor: get_device(tensor).type == "cpu"),
-            "is_meta": property(lambda tensor: is_meta.__get__(tensor) and place(tensor) is None),
-            "get_device": lambda tensor: get_device(tensor).index if get_device(tensor).type == "cuda" else -1,
-            "to": to,
+            "device": property(self._device),
+            "is_cuda": property(lambda tensor: self._device(tensor).type == "cuda"),
+            "is_cpu": property(lambda tensor: self._device(tensor).type == "cpu"),
+            "is_meta": property(lambda tensor: is_truly_meta(tensor) and self._place(tensor) is None),
+            "get_device": lambda tensor: 0 if self._device(tensor).type == "cuda" else -1,
+            "to": _method(self._to),
             "cuda": lambda tensor, device=None, non_blocking=False, **_kwargs: tensor.to(
                 _as_device(device) or _CARD, non_blocking=non_blocking
             ),
             "cpu": lambda tensor, **_kwargs: tensor.to("cpu"),
-            "type": kind,
-            "numpy": numpy,
-            "tolist": lambda tensor: true_tolist(real(tensor)),
-            "__array__": lambda tensor, *args, **kwargs: true_array(real(tensor), *args, **kwargs),
-            "__repr__": show,
+            "type": _method(self._type),
+            "numpy": _method(self._numpy),
+            "tolist": lambda tensor: self._true_tolist(self._real(tensor)),
+            "__array__": lambda tensor, *args, **kwargs: self._true_array(self._real(tensor), *args, **kwargs),
+            "__repr__": _method(self._show),
             "pin_memory": lambda tensor, *_args: tensor,
             "is_pinned": lambda _tensor, *_args: False,
             "record_stream": lambda _tensor, _stream: None,
-            "new_tensor": new_tensor,
+            "new_tensor": _method(self._new_tensor),
         }
 
-    def _to(self, true_to: Callable[..., Tensor], tensor: Tensor, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        if self._ledger.is_inside:
-            return true_to(tensor, *args, **kwargs)
-        first = args[0] if args else kwargs.get("other")
-        if isinstance(first, Tensor):
-            device, dtype = first.device, first.dtype
-            rest = args[1:]
-        elif isinstance(first, torch.dtype):
-            device, dtype, rest = None, first, args[1:]
-        else:
-            device = _as_device(first if args else kwargs.get("device"))
-            dtype, rest = (args[1], args[2:]) if len(args) > 1 else (kwargs.get("dtype"), ())
-        copies = kwargs.get("copy", rest[1] if len(rest) > 1 else False)
+    def _place(self, tensor: Tensor) -> Place | None:
+        """Return what a script may know of a tensor's place; None while torch itself asks."""
+        return None if self._ledger.is_inside else self._ledger.place_of(tensor)
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        here = self._place(tensor)
+        found: torch.device = self._true_device(tensor) if here is None else _PLACES[here]
+        return found
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """Return values on the CPU; ones stand for unknown ones."""
+        if self._place(tensor) is None:
+            return tensor
+        with _disable_current_modes():
+            known = self._ledger.known(tensor)
+            if known is None:
+                self._ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
+                known = torch.ones(tensor.shape, dtype=tensor.dtype)
+            return known.clone()
+
+    def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._place(tensor) is Place.DEVICE:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return self._true_numpy(self._real(tensor), *args, **kwargs)
+
+    def _show(self, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+        here = self._place(tensor)
+        if here is None:
+            return str(self._true_repr(tensor, *args, **kwargs))
+        return f"tensor(..., device='{_PLACES[here]}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and ".cuda." in dtype:
+            return tensor.cuda().type(dtype.replace(".cuda", ""))
+        if dtype is not None:
+            return self._true_type(tensor, dtype, *args, **kwargs)
+        name, here = self._true_type(tensor).replace("torch.meta.", "torch."), self._place(tensor)
+        return name.replace("torch.", "torch.cuda.", 1) if here is Place.DEVICE else name
+
+    def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+        if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:
+            return self._true_new(tensor, data, **kwargs)
+        target = kwargs.pop("device", None) or tensor.device
+        return torch.tensor(data, dtype=kwargs.pop("dtype", tensor.dtype), device=target, **kwargs)
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.overrides.has_torch_function_unary(tensor):  # a subclass has a say
+            method = vars(torch.Tensor)["to"]
+            moved: Tensor = torch.overrides.handle_torch_function(method, (tensor,), tensor, *args, **kwargs)
+            return moved
         here = self._ledger.place_of(tensor)
-        if device is None or (here is None and device.type == "cpu" and not tensor.is_meta):
-            if here is None:
-                return true_to(tensor, *args, **kwargs)
+        device, dtype, copies = _parse_to(args, kwargs)
+        stays = device is None or (device.type == "cpu" and not is_truly_meta(tensor))
+        if self._ledger.is_inside or (here is None and stays):
+            return self._true_to(tensor, *args, **kwargs)
+        if device is None:
+            assert here is not None
             device = _PLACES[here]
         if device.type == "meta":
-            return torch.empty_like(tensor, device=_META, dtype=dtype or tensor.dtype)
-        if here is None and tensor.is_meta:
+            return torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype)
+        if here is None and is_truly_meta(tensor):
             raise NotImplementedError("Cannot copy out of meta tensor; no data! Use torch.nn.Module.to_empty().")
         target = Place.DEVICE if device.type == "cuda" else Place.HOST
-        memory_format = kwargs.get("memory_format")
-        if here is target and not copies and dtype in {None, tensor.dtype}:
-            if memory_format is None or tensor.is_contiguous(memory_format=memory_format):
-                return tensor
+        layout = kwargs.get("memory_format")
+        is_as_asked = dtype in {None, tensor.dtype} and (layout is None or tensor.is_contiguous(memory_format=layout))
+        if here is target and not copies and is_as_asked:
+            return tensor
         with self._ledger.moving_to(target):
-            return torch.ops.aten._to_copy(
-                tensor, dtype=dtype or tensor.dtype, device=_META, memory_format=memory_format
-            )  # type: ignore[no-any-return]
+            made: Tensor = torch.ops.aten._to_copy(
+                tensor, dtype=dtype or tensor.dtype, device=_META, memory_format=layout
+            )
+            return made
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what behaves as a method where it is an attribute of a class."""
+    return lambda tensor, *args, **kwargs: function(tensor, *args, **kwargs)  # noqa: PLW0108  a bound one is no method
+
+
+def _parse_to(args: tuple[Any, ...], kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool]:
+    """Return device, element type and whether to copy, from the arguments of ``Tensor.to``."""
+    first = args[0] if args else kwargs.get("other")
+    rest = args[1:]
+    if isinstance(first, Tensor):
+        device, dtype = first.device, first.dtype
+    elif isinstance(first, torch.dtype):
+        device, dtype = None, first
+    else:
+        device = _as_device(first if args else kwargs.get("device"))
+        dtype, rest = (args[1], args[2:]) if len(args) > 1 else (kwargs.get("dtype"), ())
+    return device, dtype, bool(kwargs.get("copy", rest[1] if len(rest) > 1 else False))
 
 
 class _Stream:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
 
 Composite ops choose by device: attention, dropout, autocast. While ``cuda_paths`` is open, tensors of a virtual card
@@ -16,7 +17,7 @@ from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+_AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
 """A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
 
 LOWER_PRECISION = (
@@ -282,8 +283,8 @@ def _flash_backward(args: Any) -> int:
     rows_up, width_up = -(-rows // 128) * 128, -(-width // 32) * 32
     if width > 128:
         width_up = -(-width // 64) * 64
-    accumulated = 4 * batch * rows_up * heads * width_up + 4 * batch * heads * rows_up
-    expanded = 2 * batch * columns * heads * width * query.element_size() if heads != key_heads else 0
+    accumulated: int = 4 * batch * rows_up * heads * width_up + 4 * batch * heads * rows_up
+    expanded: int = 2 * batch * columns * heads * width * query.element_size() if heads != key_heads else 0
     return accumulated + expanded
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -200,14 +200,14 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _optimizer(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     if not isinstance(optimizer, str):
-        return lambda parameters: optimizer(parameters)  # type: ignore[no-any-return]
-    classes = {
+        return optimizer  # type: ignore[no-any-return]
+    classes: dict[str, Any] = {
         name: kind for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }  # fmt: skip
     if optimizer not in classes:
         raise ConfigError("estimate_memory", [unknown_name("optimizer", optimizer, classes)])
-    return lambda parameters: classes[optimizer]([p for p in parameters if p.requires_grad])  # type: ignore[no-any-return]
+    return lambda parameters: classes[optimizer]([p for p in parameters if p.requires_grad])
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -241,7 +241,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     found: list[Tensor] = []
     _map(value, lambda tensor: (found.append(tensor), tensor)[1])  # type: ignore[func-returns-value]
     return iter(found)

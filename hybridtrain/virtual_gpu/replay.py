@@ -104,16 +104,13 @@ def replay_trace(
 
 
 def replay_on_card(
-    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False,
-    workspace_bytes: int | None = None,
-) -> tuple[Replay, Replay]:  # fmt: skip
+    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False
+) -> tuple[Replay, Replay]:
     """Return what the allocator does without a cap and under the card's; the same replay twice where it fits.
 
-    A snapshot's history, if wanted, is that of the replay without a cap. ``workspace_bytes`` is 0 for a trace in which
-    the libraries' workspaces are storages like others; None: the card's.
+    A snapshot's history, if wanted, is that of the replay without a cap.
     """
-    workspace = card.cublas_workspace_bytes if workspace_bytes is None else workspace_bytes
-    capacity = card.allocator_capacity_bytes
+    workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
     uncapped = replay_trace(trace, workspace_bytes=workspace, config=config, record_history=record_history)
     if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
         return uncapped, uncapped

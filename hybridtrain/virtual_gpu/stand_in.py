@@ -81,9 +81,9 @@ class StandIns:
     def refuse(self, func: torch._ops.OpOverload) -> NoReturn:
         """Say that a shape depends on values that nobody knows."""
         raise DataDependentError(
-            f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU computes "
-            "none; sizes may follow from the script's own data (token ids, masks, lengths); use a path without it "
-            "(for experts: grouped or batched matmuls), or leave this line out of the run."
+            f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
+            "computes none; sizes may follow from the script's own data (token ids, masks, lengths); use a path "
+            "without it (for experts: grouped or batched matmuls), or leave this line out of the run."
         )
 
     def _even_choice(self, func: torch._ops.OpOverload, scores: Tensor, k: int, dim: int) -> Tensor:

@@ -1,11 +1,13 @@
 """A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,7 +18,8 @@ from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.cuda_facade import facade
 from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
-from hybridtrain.virtual_gpu.replay import replay_on_card
+from hybridtrain.virtual_gpu.ledger import StepMark
+from hybridtrain.virtual_gpu.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -72,6 +75,10 @@ class VirtualGpu:
         self.steps_done = 0
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
+        self.num_params = 0
+        """Of the largest module that ran."""
+        self.oom: OutOfMemory | None = None
+        """What ended the code; None where it caught a refusal, or there was none."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -102,6 +109,8 @@ class VirtualGpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._open.__exit__(kind, error, trace)
+        if isinstance(error, torch.OutOfMemoryError):
+            self.oom = self.ledger.refusal
         return isinstance(error, StepsDone)
 
     def begin_step(self) -> None:
@@ -117,25 +126,33 @@ class VirtualGpu:
         """Return where values stood in for such as were not computed."""
         return self.ledger.stand_ins.uses()
 
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes of tensors on the host at a time."""
+        return self.ledger.peak_host_bytes
+
     def report(self) -> CardRun:
-        """Replay what was seen so far on the card.
+        """Replay what was seen so far on the card: to the end, or to the request that ended it.
 
         Raises:
-            ValueError: No step was begun.
+            ValueError: No training step was seen.
         """
         trace = self.ledger.trace()
+        if not trace.steps and self.oom is not None:
+            trace = replace(trace, steps=(StepMark(0, 0),))
         if not trace.steps:
             raise ValueError(
                 "VirtualGpu: no training step was seen: no module ran and begin_step() was not called; run one."
             )
-        uncapped, capped = replay_on_card(
-            trace, self.card, config=self.config, record_history=self._record_history, workspace_bytes=0
-        )
+        replay = replay_trace(
+            trace, workspace_bytes=0, config=self.config, capacity_bytes=self.ledger.allocator.capacity_bytes,
+            record_history=self._record_history,
+        )  # fmt: skip
         time = estimate_step(
             trace.step_ops(len(trace.steps) - 1), self.card, upload_bytes=0, first=trace.steps[-1].op,
             host=self.ledger.host,
         )  # fmt: skip
-        return CardRun(card=self.card, trace=trace, uncapped=uncapped, capped=capped, time=time)
+        return CardRun(card=self.card, trace=trace, uncapped=replay, capped=replace(replay, oom=self.oom), time=time)
 
     # Hooks.
 
@@ -153,6 +170,7 @@ class VirtualGpu:
         self.ledger.leave_module()
 
     def _name(self, root: nn.Module) -> None:
+        self.num_params = max(self.num_params, sum(parameter.numel() for parameter in root.parameters()))
         for name, module in root.named_modules():
             self._names[module] = name
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

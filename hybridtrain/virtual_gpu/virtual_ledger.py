@@ -22,15 +22,16 @@ from torch import Tensor
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.ledger import StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, count_bytes, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _ATEN = torch.ops.aten
 _META = torch.device("meta")
-_is_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 """The truth, whatever ``Tensor.is_meta`` says to a script."""
 _CPU = torch.device("cpu")
 _KNOWN_FLOATS = 4096
@@ -73,6 +74,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.stand_ins = StandIns()
         self.is_inside = False
         """Whether an op is being run: then ``Tensor.device`` tells the truth."""
+        self.refusal: OutOfMemory | None = None
+        """The last request that the card could not serve."""
         self.updates = False
         """Whether an optimizer is at work."""
         self.host_bytes = 0
@@ -101,17 +104,17 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
-        return self._places.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
+        return self._places.get(tensor.untyped_storage()._cdata) if is_truly_meta(tensor) else None
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's values, on the CPU, where they follow from the script's own data; None elsewhere."""
-        if not _is_meta(tensor):
+        if not is_truly_meta(tensor):
             return tensor
         storage = self._values.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
         return torch.empty(0, dtype=tensor.dtype).set_(
-            storage, tensor.storage_offset(), tensor.shape, tensor.stride()  # type: ignore[arg-type]
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )  # fmt: skip
 
     @contextmanager
@@ -272,7 +275,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 continue
             address = tensor.untyped_storage()._cdata
             if address not in self._values and address in self._places and _is_small(tensor):
-                self._values[address] = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+                self._values[address] = _storage(tensor.untyped_storage().nbytes())
                 known = self.known(tensor)
                 assert known is not None
                 known.copy_(value)
@@ -307,7 +310,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
         if func in _FILLS and tensor is args[0] and tensor.nbytes == tensor.untyped_storage().nbytes():
-            self._values[tensor.untyped_storage()._cdata] = torch.UntypedStorage(tensor.nbytes)
+            self._values[tensor.untyped_storage()._cdata] = _storage(tensor.nbytes)
             return self.known(tensor)
         if tensor.numel() == 1 and func._overloadpacket in _QUESTIONS:
             self.stand_ins.note(func, "one number of which something is asked: 1")
@@ -434,6 +437,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         try:
             address = self.allocator.malloc(size)
         except AllocatorOutOfMemory as refusal:
+            self.refusal = self._outcome(refusal)
             raise torch.OutOfMemoryError(self._refusal(refusal)) from None
         index = super()._allocate(size, stage)
         if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
@@ -441,16 +445,26 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._addresses[index] = address
         return index
 
+    def _outcome(self, refusal: AllocatorOutOfMemory) -> OutOfMemory:
+        trace = self.trace()
+        by_class, by_unit = holders(trace, len(trace.events) - 1)
+        return OutOfMemory(
+            step=len(trace.steps), stage=self._stage, unit=self._unit, requested_bytes=refusal.requested_bytes,
+            allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,
+            capacity_bytes=refusal.capacity_bytes or 0, by_class=by_class, by_unit=by_unit,
+        )  # fmt: skip
+
     def _refusal(self, refusal: AllocatorOutOfMemory) -> str:
         """Return torch's words for it, and where the code stood."""
-        total, free = self.card.memory_bytes, self.card.allocator_capacity_bytes - refusal.reserved_bytes
+        free = max(self.card.allocator_capacity_bytes - refusal.reserved_bytes, 0)
         unused = refusal.reserved_bytes - refusal.allocated_bytes
         place = f"in the {self._stage} pass" if self._stage in {Stage.FORWARD, Stage.BACKWARD} else f"in {self._stage}"
         return (
-            f"CUDA out of memory. Tried to allocate {format_bytes(refusal.requested_bytes)}. GPU 0 has a total capacity "
-            f"of {format_bytes(total)} of which {format_bytes(max(free, 0))} is free. Of the allocated memory "
-            f"{format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and {format_bytes(unused)} is reserved by "
-            f"PyTorch but unallocated. (virtual {self.card.name}, {place}{f' of {self._unit}' if self._unit else ''})"
+            f"CUDA out of memory. Tried to allocate {format_bytes(refusal.requested_bytes)}. GPU 0 has a total "
+            f"capacity of {format_bytes(self.card.memory_bytes)} of which {format_bytes(free)} is free. Of the "
+            f"allocated memory {format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
+            f"{format_bytes(unused)} is reserved by PyTorch but unallocated. "
+            f"(virtual {self.card.name}, {place}{f' of {self._unit}' if self._unit else ''})"
         )
 
     def _release(self, index: int, size: int) -> None:
@@ -511,6 +525,10 @@ _QUESTIONS = frozenset(
 _ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default})
 _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops after which nothing is left of what a tensor held."""
+
+
+def _storage(num_bytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
 
 
 def _is_small(tensor: Tensor) -> bool:

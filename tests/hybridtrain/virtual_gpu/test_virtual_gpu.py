@@ -107,15 +107,22 @@ def test_modules_have_names() -> None:
 
 def test_what_does_not_fit_is_refused_where_it_happens() -> None:
     small = replace(CARD, memory_mib=(5 * PARAMS + INPUT + 2 * CUBLAS) // MIB + CARD.context_mib)
-    with (
-        pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate .*RTX 4090, in update\)"),
-        VirtualGpu(small) as gpu,
-    ):
-        model = mlp().cuda()
-        adamw = torch.optim.AdamW(model.parameters())
-        batch = torch.empty(BATCH, WIDTH, device="cuda")
-        model(batch).sum().backward()
-        adamw.step()
+    gpu = VirtualGpu(small)
+
+    def script() -> None:
+        with gpu:
+            model = mlp().cuda()
+            adamw = torch.optim.AdamW(model.parameters())
+            model(torch.empty(BATCH, WIDTH, device="cuda")).sum().backward()
+            adamw.step()
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate .*RTX 4090, in update\)"):
+        script()
+    run = gpu.report()
+    assert not run.fits_card
+    assert run.oom is not None
+    assert (run.oom.step, run.oom.stage) == (1, Stage.UPDATE)
+    assert "does not fit" in run.summary()
 
 
 def test_a_script_may_catch_what_does_not_fit_and_go_on() -> None:
@@ -165,7 +172,10 @@ def test_torch_is_as_it_was_afterwards() -> None:
     assert (nn.functional.linear(query.float(), query.float()[0, 0])).dtype is torch.float32
 
 
-@pytest.mark.parametrize("module", sorted(hybridtrain.virtual_gpu._NAMES.keys() - {"card_run", "op_rules", "stand_in", "tensor_class"}))
+DOCUMENTED = hybridtrain.virtual_gpu._NAMES.keys() - {"card_run", "op_rules", "stand_in", "tensor_class"}
+
+
+@pytest.mark.parametrize("module", sorted(DOCUMENTED))
 def test_the_examples_in_docstrings_run(module: str) -> None:
     failed, attempted = doctest.testmod(import_module(f"hybridtrain.virtual_gpu.{module}"))
     assert not failed

@@ -31,7 +31,8 @@ APP = App(
     exit_on_error=False, print_error=False, result_action="return_value", suppress_keyboard_interrupt=False,
 )  # fmt: skip
 _VERBS: dict[str, Callable[..., Answer]] = {
-    "validate": run.validate, "dry-run": plan.dry_run, "execute": run.execute, "recommend": plan.recommend,
+    "validate": run.validate, "dry-run": plan.dry_run, "virtual": plan.virtual, "execute": run.execute,
+    "recommend": plan.recommend,
     "evidence": run.evidence, "bench": check.bench, "study": run.study, "train": run.train,
     "gate": check.gate, "report": check.report, "records": check.records,
     "list": check.list_names, "doctor": check.doctor,
@@ -43,12 +44,13 @@ APP.register_install_completion_command(help="Teach the shell to complete verbs,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; faults of the user's end in one clear message and a non-zero code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
     try:
-        answer: Answer | None = APP(list(arguments) or [""])
-        return 0 if answer is None else answer.show(as_json="--json" in arguments)  # None: help has been printed
+        answer: Answer | None = APP(arguments or [""])
+        return 0 if answer is None else answer.show(as_json=as_json)  # None: help has been printed
     except KeyboardInterrupt:
         sys.stderr.write("hybridtrain: stopped; what was written whole is kept\n")
         return 130
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = _tell(error)
         if told is None:
             raise
-        return _show(*told, as_json="--json" in arguments)
+        return _show(*told, as_json=as_json)
 
 
 def _tell(error: Exception) -> tuple[str, str, Sequence[str], int] | None:

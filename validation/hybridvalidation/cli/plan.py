@@ -1,6 +1,9 @@
 """Verbs that only plan: no card, no arithmetic."""
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from hybridvalidation.cli.verb import COMMON, Answer, CardName, Common, Count, Flag, ModelName, ScenarioName, StackName
 
@@ -53,6 +56,45 @@ def dry_run(
         progress=not common.json,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
+
+
+def virtual(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    card: CardName,
+    host_memory: str | None = None,
+    steps: Count | None = None,
+    expandable_segments: Flag = False,
+    snapshot: Path | None = None,
+    trace: Path | None = None,
+    common: Common = COMMON,
+) -> Answer:
+    """Run a script that wants a CUDA card, unmodified, on one that is not there. Nothing is computed.
+
+    Exit code 1 when it does not fit. Options stand before --, the script and its arguments after it.
+
+    Example: hybridtrain virtual --card rtx-4090 --steps 2 -- train.py --batch-size 4
+
+    Args:
+        command: A Python file, or -m and a module, and its arguments.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
+        steps: Stop the script after so many optimizer steps; default: let it end.
+        expandable_segments: Plan with torch's expandable_segments:True.
+        snapshot: Write a memory_viz snapshot (.pickle).
+        trace: Write a Chrome trace (.json).
+    """
+    from hybridtrain.errors import ConfigError
+    from hybridvalidation.recommend.command import parse_size
+    from hybridvalidation.runs.virtual_run import run_script
+
+    if not command:
+        raise ConfigError("virtual", ["SCRIPT: missing; give a Python file, or -m and a module, after --."])
+    found = run_script(
+        command[0], command[1:], card=card, steps=steps, snapshot=snapshot, trace=trace, quiet=common.json,
+        host_memory=None if host_memory is None else parse_size(host_memory, "--host-memory"),
+        expandable_segments=expandable_segments,
+    )  # fmt: skip
+    return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
 
 
 def recommend(

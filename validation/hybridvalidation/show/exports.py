@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybridtrain.dry_runs import DryRun
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -15,7 +15,7 @@ _STREAMS = {lane: number for number, lane in enumerate(Lane)}
 _STREAM_NAMES = {number: lane.value for lane, number in _STREAMS.items()}
 
 
-def write_run_snapshot(run: DryRun, path: Path, config: AllocatorConfig) -> None:
+def write_run_snapshot(run: CardRun, path: Path, config: AllocatorConfig) -> None:
     """Write what https://pytorch.org/memory_viz opens; frames name the unit and the op that asked for the memory."""
     replay, trace = run.uncapped, run.trace
     snapshot = build_snapshot(
@@ -30,7 +30,7 @@ def write_run_snapshot(run: DryRun, path: Path, config: AllocatorConfig) -> None
     write_snapshot(path, snapshot)
 
 
-def write_run_trace(run: DryRun, path: Path) -> None:
+def write_run_trace(run: CardRun, path: Path) -> None:
     """Write the last step's estimated timeline, memory counters beside it."""
     slices = [
         Slice(
@@ -57,7 +57,7 @@ def write_run_trace(run: DryRun, path: Path) -> None:
     )
 
 
-def _counters(run: DryRun) -> list[Counter]:
+def _counters(run: CardRun) -> list[Counter]:
     counters: list[Counter] = []
     for clock, by_class in run.moments():
         values = {tensor_class.value: size / GIB for tensor_class, size in by_class.items()}
@@ -69,7 +69,7 @@ def _counters(run: DryRun) -> list[Counter]:
     return counters
 
 
-def _frames(run: DryRun) -> Callable[[int], Sequence[Frame]]:
+def _frames(run: CardRun) -> Callable[[int], Sequence[Frame]]:
     replay, trace = run.uncapped, run.trace
     op_names: list[str] = [""] * len(trace.events)
     for op, following in zip(trace.ops, [*trace.ops[1:], None], strict=True):

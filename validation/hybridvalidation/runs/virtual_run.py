@@ -1,0 +1,212 @@
+"""``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.estimate import by_module
+from hybridtrain.virtual_gpu.stand_in import StandIn
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
+
+_MODULES_SHOWN = 8
+_STAND_INS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualRun:
+    """What a script takes of the card that it asked for."""
+
+    script: str
+    run: CardRun
+    num_params: int
+    host_peak_bytes: int
+    host_memory_bytes: int | None
+    stand_ins: tuple[StandIn, ...]
+    without_gradient: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the script was never ended by a full card."""
+        return self.run.fits_card
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return the plain figures, bytes and seconds, by the names that ``dry-run --json`` uses."""
+        run, oom = self.run, self.run.oom
+        return {
+            "params": self.num_params,
+            "peak_allocated_bytes": run.peak.allocated_bytes,
+            "peak_active_bytes": max(step.active_bytes for step in run.steps),
+            "peak_reserved_bytes": run.peak_reserved_bytes,
+            "device_used_bytes": run.device_used_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_by_class": {},
+            "disk_peak_bytes": 0,
+            "host_needed_bytes": self.host_peak_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
+            "fits_card": run.fits_card,
+            "fits_host": True,
+            "by_class": {name.value: size for name, size in run.by_class().items()},
+            "by_module": by_module(run),
+            "fits": self.fits,
+            "step_time_s": run.time.seconds,
+            "tokens_per_s": None,
+            "bound": run.bound.value,
+            "steps": [
+                {
+                    "step": step.step, "phase": "full", "allocated_bytes": step.allocated_bytes,
+                    "reserved_bytes": step.reserved_bytes,
+                }
+                for step in run.steps
+            ],
+            "oom": None
+            if oom is None
+            else {
+                "step": oom.step, "stage": oom.stage.value, "unit": oom.unit, "requested_bytes": oom.requested_bytes,
+                "allocated_bytes": oom.allocated_bytes, "reserved_bytes": oom.reserved_bytes,
+                "capacity_bytes": oom.capacity_bytes,
+                "by_class": {name.value: size for name, size in oom.by_class.items()},
+                "by_unit": {f"{name.value} {unit}".strip(): size for (name, unit), size in oom.by_unit.items()},
+            },
+            "fitting_stacks": None,
+            "stand_ins": [
+                {"where": use.where, "op": use.op, "rule": use.rule, "times": use.times} for use in self.stand_ins
+            ],
+            "without_gradient": list(self.without_gradient),
+            "evidence": {"memory": "planned", "time": "estimated"},
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        """Return the same for a reader."""
+        run = self.run
+        classes = [[name.replace("_", " "), f"{to_gib(run.by_class()[name]):.3f}"] for name in TensorClass]
+        modules = [[name or "(no module)", f"{to_gib(size):.3f}"] for name, size in by_module(run).items()]
+        steps = "; ".join(
+            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
+            for step in run.steps
+        )
+        lines = [
+            f"{self.script}, {run.card.name}: {format_count(self.num_params)} parameters\n",
+            tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
+            "",
+            tabulate(modules[:_MODULES_SHOWN], headers=["by module", "GiB"], tablefmt="simple", disable_numparse=True),
+            (
+                f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
+                f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
+            ),
+            f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
+            steps,
+            f"{format_seconds(run.time.seconds)} a step, {run.bound}-bound (estimated); eager code, nothing compiled",
+        ]
+        return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+
+    def _remarks(self) -> Iterator[str]:
+        if self.stand_ins:
+            yield "values that nobody computed and the script asked for:"
+            for use in self.stand_ins[:_STAND_INS_SHOWN]:
+                yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
+            if len(self.stand_ins) > _STAND_INS_SHOWN:
+                yield f"  and {len(self.stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
+        if self.without_gradient:
+            names = ", ".join(sorted(set(self.without_gradient))[:3])
+            yield f"WARNING: {len(self.without_gradient)} trainable parameters got no gradient, as in {names}"
+
+    def _refusal(self) -> str:
+        oom = self.run.oom
+        assert oom is not None, "a run that does not fit was refused something"
+        place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "before the first step"
+        return (
+            f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested, "
+            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
+            f"{format_bytes(oom.capacity_bytes)}"
+        )
+
+
+def run_script(
+    script: str, arguments: Sequence[str], *, card: str, host_memory: float | None = None, steps: int | None = None,
+    expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
+) -> VirtualRun:  # fmt: skip
+    """Run a script to its end, to its ``steps``-th optimizer step or to the request that the card refuses.
+
+    Args:
+        script: A Python file, or ``-m`` and then the module as the first argument.
+        arguments: The script's own.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Bytes of the machine around the card; None: as much as is asked for.
+        steps: After how many optimizer steps the script is stopped.
+        expandable_segments: Plan with torch's expandable_segments:True.
+        snapshot: Where to write a memory_viz snapshot.
+        trace: Where to write a Chrome trace.
+        quiet: Send what the script prints to standard error.
+
+    Raises:
+        ConfigError: The script is not there, or it ended without a training step.
+    """
+    is_module = script == "-m"
+    if is_module and not arguments:
+        raise ConfigError("virtual", ["-m: says no module; give its name after it."])
+    if not is_module and not Path(script).is_file():
+        raise ConfigError("virtual", [f"script '{script}' does not exist; give a Python file, or -m and a module."])
+    allocator = AllocatorConfig(expandable_segments=expandable_segments)
+    gpu = VirtualGpu(
+        find_card(card), host_memory=host_memory, steps=steps, allocator=allocator, record_history=snapshot is not None
+    )
+    name = arguments[0] if is_module else script
+    with redirect_stdout(sys.stderr) if quiet else _as_it_is(), _as_main(script, arguments):
+        try:
+            with gpu:
+                if is_module:
+                    runpy.run_module(name, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(name, run_name="__main__")
+        except torch.OutOfMemoryError:
+            pass  # the report says where
+        except SystemExit as end:
+            if end.code not in {None, 0}:
+                raise ConfigError("virtual", [f"{name}: the script ended by itself with code {end.code}."]) from end
+    try:
+        run = gpu.report()
+    except ValueError as error:
+        raise ConfigError("virtual", [f"{name}: {error}"]) from error
+    if snapshot is not None:
+        write_run_snapshot(run, snapshot, allocator)
+    if trace is not None:
+        write_run_trace(run, trace)
+    return VirtualRun(
+        script=name, run=run, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
+        host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
+        without_gradient=gpu.without_gradient,
+    )  # fmt: skip
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Let ``sys.argv`` and ``sys.path`` be what they are for a script that Python itself runs."""
+    outer = sys.argv, sys.path[:]
+    if script == "-m":
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path.cwd()))
+    else:
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = outer
