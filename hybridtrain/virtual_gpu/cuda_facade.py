@@ -6,8 +6,10 @@ on a machine that has one neither.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any, Self
 from unittest import mock
 
@@ -63,6 +65,12 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
     yield torch.accelerator, "current_stream", _Stream
+    if "bitsandbytes" in sys.modules:
+        functional = import_module("bitsandbytes.functional")
+        # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
+        yield functional, "get_paged", _get_paged
+        for name in ("prefetch_tensor", "fill", "_mul"):
+            yield functional, name, lambda *_args, **_kwargs: None
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
     def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
@@ -80,6 +88,13 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:  # noqa: ARG001
+    """Return state that bitsandbytes would put into unified memory; its own attribute says so."""
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    made.is_paged = True  # type: ignore[attr-defined]
+    return made
 
 
 def _as_device(value: Any) -> torch.device | None:

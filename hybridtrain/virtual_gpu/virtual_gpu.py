@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -24,6 +25,10 @@ from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+
+_BEFORE = ("torch._dynamo", "bitsandbytes")
+"""Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the
+other loads CUDA's libraries where it believes that there is a card."""
 
 
 class StepsDone(BaseException):
@@ -88,9 +93,9 @@ class VirtualGpu:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        # Optimizers import these when they are made; their tables of torch's functions must list the true ones.
-        for name in ("torch._dynamo", "torch._dynamo.trace_rules"):
-            import_module(name)
+        for name in _BEFORE:
+            if find_spec(name) is not None:
+                import_module(name)
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, autocast))

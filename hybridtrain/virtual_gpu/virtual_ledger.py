@@ -154,7 +154,9 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an op on meta tensors, give its results a place, count them, keep what is known of their values."""
-        if any(kind not in _PLAIN for kind in types):  # a subclass takes itself apart; its parts come back here
+        if any(
+            kind.__torch_dispatch__ is not _PLAIN for kind in types
+        ):  # a subclass takes itself apart; its parts come back here
             return NotImplemented
         outer, self.is_inside = self.is_inside, True
         try:
@@ -201,10 +203,9 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             if results is not None:
                 return _like(results)
             args = self._resolve_masks(func, args)
-        if device is not None or "generator" in kwargs or "pin_memory" in kwargs:
-            kwargs = {name: value for name, value in kwargs.items() if name not in {"generator", "pin_memory"}}
-            if device is not None:
-                kwargs["device"] = _META
+        kwargs = _without_generator(kwargs)
+        if device is not None:
+            kwargs["device"] = _META
         if any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()])):
             args = tuple(_to_meta(value) for value in args)
             kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
@@ -212,6 +213,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             args = (torch.empty_like(args[0], device=_META),)
         if func is _ATEN._to_copy.default:
             kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
+        if device is not None:  # what a factory makes depends on the default type, too
+            return func(*args, **kwargs)
         return self._meta_cache.call(func, args, kwargs)
 
     def _book(
@@ -302,7 +305,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             if known is None:
                 return self.stand_ins.rule(func, args)
             values[id(tensor)] = known
-        kwargs = {name: value for name, value in kwargs.items() if name not in {"generator", "pin_memory"}}
+        kwargs = _without_generator(kwargs)
         if "device" in kwargs:
             kwargs["device"] = _CPU
         return func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
@@ -379,7 +382,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                     place = here
             elif here is Place.HOST and place is None:
                 place = here
-        if place is Place.DEVICE and other is not None and func not in _COPIES and func not in _TAKES_HOST_INDICES:
+        if place is Place.DEVICE and other is not None and not _takes_both(func):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                 f"(virtual GPU, in {func}; an operand of shape {tuple(other.shape)} is on the CPU)"
@@ -508,7 +511,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         return self._sequence_units[position] if position >= 0 else ""
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = torch._C._disabled_torch_dispatch_impl
+"""What a subclass has that leaves the dispatcher alone."""
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
@@ -549,6 +553,17 @@ def _is_small_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
     else:
         count = math.prod(sizes)
     return count <= (_KNOWN_FLOATS if dtype.is_floating_point or dtype.is_complex else _KNOWN_INTEGERS)
+
+
+def _takes_both(func: torch._ops.OpOverload) -> bool:
+    """Return whether operands may lie in two places: a copy, indices, or an update of paged state."""
+    return func in _COPIES or func in _TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
+
+
+def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without a generator, of no use on meta tensors, and without a wish for pinned memory."""
+    found = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    return found | {"generator": None} if "generator" in found else found
 
 
 def _stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -5,7 +5,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from hybridvalidation.cli.verb import COMMON, Answer, CardName, Common, Count, Flag, ModelName, ScenarioName, StackName
+from hybridvalidation.cli.verb import (
+    COMMON,
+    RECORDED,
+    Answer,
+    CardName,
+    Common,
+    Count,
+    Flag,
+    ModelName,
+    Recorded,
+    ScenarioName,
+    StackName,
+    names_of,
+)
 
 _HOST_MEMORY = "64GiB"
 """What both verbs assume unless they are told."""
@@ -128,3 +141,29 @@ def recommend(
         write=write, scenarios=common.scenarios, say=common.note,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping())
+
+
+def recorded(
+    source: str | None = None, /, *, record: Flag = False, jobs: Count = 1, common: Recorded = RECORDED
+) -> Answer:
+    """Plan what others measured on CUDA, and print recorded, planned and error.
+
+    Plans that have a record are read; the others need the packages of their source.
+
+    Example: hybridtrain recorded peft
+
+    Args:
+        source: A file of scenarios/recorded/ by its name; default: all.
+        record: Append what is planned now to the records, and rebuild the table and the picture.
+        jobs: Processes at a time.
+    """
+    from hybridvalidation.recorded.command import recorded_command
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.recorded import write_recorded
+
+    files = scenario_folder(common.scenarios)
+    report = recorded_command(
+        scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
+    )
+    paths = write_recorded(files, common.results) if record else []
+    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())

@@ -59,7 +59,7 @@ class Answer:
     """What a verb found: the same as text and as data, and the exit code."""
 
     text: str
-    content: Mapping[str, object]
+    content: Mapping[str, object] | Sequence[Mapping[str, object]]
     code: int = 0
 
     def show(self, *, as_json: bool) -> int:

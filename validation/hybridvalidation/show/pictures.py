@@ -1,5 +1,6 @@
 """Records as pictures: what all of them share, and how they are written."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import matplotlib as mpl
@@ -25,7 +26,7 @@ def write_plots(run: ScenarioRun, folder: Path) -> list[Path]:
     """Write every plot of a scenario as PNG and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with mpl.rc_context({"svg.hashsalt": run.scenario.name, "axes.spines.top": False, "axes.spines.right": False}):
+    with picture_settings():
         for plot in kinds_in("plots", Plot):
             if not plot.has_any(run):
                 continue
@@ -35,6 +36,11 @@ def write_plots(run: ScenarioRun, folder: Path) -> list[Path]:
             figure.savefig(path, dpi=110, metadata={"Software": None})
             paths.append(path)
     return paths
+
+
+def picture_settings() -> AbstractContextManager[None]:
+    """Return matplotlib's settings for every picture."""
+    return mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False})
 
 
 def with_memory(run: ScenarioRun) -> list[tuple[str, MemoryFigures]]:

@@ -1,0 +1,136 @@
+"""``hybridtrain recorded``: plan what others measured, and say how far off the plans are."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridvalidation.recorded.planned import (
+    PlannedFigures,
+    PlannedRun,
+    RecordedJob,
+    Row,
+    append_planned,
+    job_of,
+    read_planned,
+    rows_of,
+    scores,
+    versions_of,
+)
+from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.runs.child import Child, Ended, run_side_by_side
+
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedReport:
+    """Every figure, recorded and planned."""
+
+    rows: tuple[Row, ...]
+    made: int
+    notes: tuple[str, ...]
+
+    def as_list(self) -> list[dict[str, object]]:
+        """Return the rows as plain data."""
+        return [row.as_mapping() for row in self.rows]
+
+    def as_text(self) -> str:
+        """Return a table of scores, and what could not be planned."""
+        return "\n".join([score_table(self.rows, "simple"), *self.notes, f"{self.made} runs planned now"])
+
+
+def recorded_command(
+    *, scenarios: Path, results: Path, source: str | None, record: bool, jobs: int, say: Callable[[str], None]
+) -> RecordedReport:
+    """Plan what has no record that holds, and return all rows.
+
+    Args:
+        scenarios: Folder of scenario files.
+        results: Folder of results; records are read from it.
+        source: One source only.
+        record: Append what is planned to the records.
+        jobs: Processes at a time.
+        say: Told what is done.
+
+    Raises:
+        ConfigError: No such source, or a faulty file.
+    """
+    sources = read_sources(scenarios, source)
+    store = RecordStore(results / "records")
+    known = read_planned(store.folder)
+    valid = [found for found, fault in zip(known, store.faults(known), strict=True) if not fault]
+    notes, missing = [], list[RecordedJob]()
+    for name, found in sources.items():
+        wanted = [job for job in _jobs(name, found) if not any(r.key == job.key for r in valid)]
+        try:
+            versions_of(found.packages)
+        except metadata.PackageNotFoundError as absent:
+            if wanted:
+                notes.append(
+                    f"{name}: {len(wanted)} runs are shown as last recorded, for {absent.name} is not installed "
+                    "(pip install hybridtrain[peers])"
+                )
+            continue
+        missing += wanted
+    made = []
+    for job, ended in run_side_by_side(missing, _start, jobs):
+        planned = _record(job, ended, sources[job.source])
+        made.append(planned)
+        if record:
+            if ended.program is not None:
+                store.append_program(ended.program)
+            append_planned(store.folder, planned)
+        say(f"{job.source} {job.run}: {planned.outcome.value} {planned.message} in {ended.seconds:.0f} s")
+    rows = rows_of(sources, [*known, *made])
+    return RecordedReport(rows=tuple(rows), made=len(made), notes=tuple(notes))
+
+
+def score_table(rows: Sequence[Row], style: str) -> str:
+    """Return errors by source and quantity."""
+    table = [
+        [
+            score.source, score.quantity.replace("_", " "), str(score.count), f"{100 * score.mean_error:+.2f} %",
+            f"{100 * score.mean_absolute:.2f} %", f"{100 * (score.worst.error or 0):+.2f} % ({score.worst.id})",
+        ]
+        for score in scores(rows)
+    ]  # fmt: skip
+    headers = ("source", "quantity", "predicted", "mean error", "mean absolute", "worst")
+    return tabulate(table, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def work(job: RecordedJob) -> PlannedFigures:
+    """Plan one run; the child's side."""
+    engine = import_module(f"hybridvalidation.recorded.engines.{job.engine}")
+    return PlannedFigures(figures=engine.plan(json.loads(job.common), json.loads(job.config), job.card))
+
+
+def _jobs(name: str, source: Source) -> list[RecordedJob]:
+    return [job_of(name, source, run) for run in source.runs if _is_planned(run)]
+
+
+def _is_planned(run: RecordedRun) -> bool:
+    return run.role is not Role.LEFT_OUT
+
+
+def _start(job: RecordedJob) -> Child[PlannedFigures]:
+    return Child("hybridvalidation.recorded.command:work", job, PlannedFigures, limit_s=_LIMIT_S)
+
+
+def _record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
+    started = datetime.fromtimestamp(time.time() - ended.seconds, UTC)
+    return PlannedRun(
+        key=job.key, evidence=Evidence.PLANNED, outcome=Outcome.ERROR if ended.answer is None else Outcome.OK,
+        message=ended.fault, started_at=started.isoformat(timespec="seconds"), duration_s=ended.seconds,
+        environment=read_environment(), program="" if ended.program is None else ended.program.digest,
+        source=job.source, run=job.run, figures={} if ended.answer is None else ended.answer.figures,
+        packages=versions_of(source.packages),
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, its Fabric, its loss, a batch of the longest length.
+
+The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L  # noqa: N812  the name that its own documentation uses
+import torch
+from bitsandbytes.nn import StableEmbedding
+from lightning.fabric.plugins import BitsandbytesPrecision
+from litgpt.config import Config as FullConfig
+from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+from litgpt.model import GPT as FullGPT  # noqa: N811  an abbreviation
+from litgpt.utils import chunked_cross_entropy, instantiate_bnb_optimizer, instantiate_torch_optimizer
+
+from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+
+_NUM_STEPS = 2
+
+
+def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
+    """Return the peak of allocated bytes, and whether the card refused a request on the way."""
+    settings = {**common, **config}
+    gpu = VirtualGpu(find_card(card))
+    try:
+        with gpu:
+            _train(settings)
+            return {"allocated_max": torch.cuda.max_memory_allocated(), "oom": 0}
+    except torch.OutOfMemoryError:
+        return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": 1}
+
+
+def _train(settings: Mapping[str, Any]) -> None:
+    quantize = settings.get("quantize")
+    plugins = BitsandbytesPrecision(quantize.removeprefix("bnb."), torch.bfloat16) if quantize else None
+    fabric = L.Fabric(
+        accelerator="cuda", devices=1, strategy="auto", precision=None if quantize else "bf16-true", plugins=plugins
+    )
+    is_full = settings.get("lora") is None
+    with fabric.init_module(empty_init=False):
+        if is_full:
+            model = FullGPT(FullConfig.from_name(settings["model"]))
+        else:
+            model = GPT(Config.from_name(settings["model"], **settings["lora"]))
+            mark_only_lora_as_trainable(model)
+    model = fabric.setup_module(model)
+    arguments = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-4}}
+    if quantize:
+        made = instantiate_bnb_optimizer(arguments, model.parameters())
+        _make_embedding_stable(model)
+    else:
+        made = instantiate_torch_optimizer(arguments, model.parameters())
+    optimizer = fabric.setup_optimizers(made)
+    model.max_seq_length = settings["seq_len"]
+    for _ in range(_NUM_STEPS):
+        for micro in range(settings["micro_batches"]):
+            ids = torch.zeros(settings["batch"], settings["seq_len"], dtype=torch.int64)
+            ids, targets = fabric.to_device(ids), fabric.to_device(ids.clone())
+            if is_full:
+                logits = model(ids)
+                loss = chunked_cross_entropy(logits[..., :-1, :], targets[..., 1:])
+            else:
+                logits = model(ids, lm_head_chunk_size=128)
+                logits[-1] = logits[-1][..., :-1, :]
+                loss = chunked_cross_entropy(logits, targets[..., 1:])
+            fabric.backward(loss / settings["micro_batches"])
+            del logits, loss
+            if micro == settings["micro_batches"] - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _make_embedding_stable(model: Any) -> None:
+    """Replace the embedding as the script does where weights are quantized."""
+    old = model.transformer.wte
+    stable = StableEmbedding(old.num_embeddings, old.embedding_dim)
+    with torch.no_grad():
+        stable.weight.copy_(old.weight)
+    model.transformer.wte = stable.to(device=old.weight.device, dtype=old.weight.dtype)

@@ -1,0 +1,109 @@
+"""PEFT's method comparison (method_comparison/MetaMathQA/run.py): one model, every method, lengths as in the corpus.
+
+The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass, outputs
+(logits and the cache of keys and values) alive until the next step overwrites them, the allocator's cache emptied after
+every tenth step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from statistics import NormalDist, mean
+from typing import Any
+
+import peft
+import torch
+from peft.optimizers import create_lorafa_optimizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+
+_EMPTY_EVERY = 10
+_BUCKET = 20
+"""Batches."""
+
+
+def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
+    """Return end-of-step allocated and reserved bytes, averaged, and the largest reserved bytes."""
+    settings = {**common["train"], **config.get("train", {})}
+    lengths = bucket_lengths(common["tokens_per_sample"], common["spread"], settings["batch_size"])
+    allocated, reserved = [], []
+    with VirtualGpu(find_card(card)):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = model.to("cuda")
+        if config.get("adapter"):
+            model = _with_adapter(model, config["adapter"], settings)
+        optimizer = _make_optimizer(model, settings)
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        model.train()
+        outputs: Any = None
+        # One step first: it makes the optimizer's state, as thousands before the average step did.
+        for step, length in enumerate([lengths[_BUCKET // 2], *lengths, common["longest"]]):
+            outputs = _step(model, optimizer, settings, length)
+            if 0 < step <= _BUCKET:
+                allocated.append(torch.cuda.memory_allocated())
+                reserved.append(torch.cuda.memory_reserved())
+            if step % _EMPTY_EVERY == 0:
+                torch.cuda.empty_cache()
+        largest = torch.cuda.max_memory_reserved()
+        del outputs
+    return {
+        "allocated_mean": mean(allocated), "reserved_mean": mean(reserved), "reserved_max": largest,
+        "trainable_params": trainable,
+    }  # fmt: skip
+
+
+def bucket_lengths(tokens_per_sample: float, spread: float, batch_size: int) -> list[int]:
+    """Return the padded lengths of a bucket's batches, long to short.
+
+    Lengths of samples are taken as log-normal; a bucket holds its quantiles, a batch is as long as its longest.
+
+    >>> bucket_lengths(210, 0.3, 4)[::5]
+    [425, 247, 198, 158]
+    """
+    count = _BUCKET * batch_size
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf((position + 0.5) / count) for position in range(count)]
+    scale = tokens_per_sample / mean(pow(2.718281828459045, spread * value) for value in quantiles)
+    samples = sorted((round(scale * pow(2.718281828459045, spread * value)) for value in quantiles), reverse=True)
+    return samples[::batch_size]
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], length: int) -> Any:
+    ids = torch.zeros(settings["batch_size"], length, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[-1, length - 1 :] = 0  # a batch of samples that are not all of one length
+    batch = {"input_ids": ids.to("cuda"), "attention_mask": mask.to("cuda")}
+    batch["labels"] = batch["input_ids"].clone()
+    num_items = batch["attention_mask"].sum().item()
+    optimizer.zero_grad()
+    outputs = model(**batch, num_items_in_batch=num_items)
+    outputs.loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), settings["grad_norm_clip"])
+    optimizer.step()
+    if type(getattr(model, "base_model", None)).__name__ in {"AdaLoraModel", "AdamssModel"}:
+        model.base_model.update_and_allocate(1)
+    outputs.loss.item()
+    return outputs
+
+
+def _with_adapter(model: Any, adapter: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[adapter["peft_type"]]
+    known = {field.name for field in dataclasses.fields(kind)}
+    wanted = {name: value for name, value in adapter.items() if name != "peft_type"}
+    unknown = sorted(wanted.keys() - known)
+    if unknown:
+        raise ValueError(f"peft {peft.__version__} has no {', '.join(unknown)} in {kind.__name__}")
+    found = kind(**wanted, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, found, autocast_adapter_dtype=settings["autocast_adapter_dtype"])
+
+
+def _make_optimizer(model: Any, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    name, arguments = settings["optimizer_type"], settings["optimizer_kwargs"]
+    make = create_lorafa_optimizer if name == "lora-fa" else _of_torch(name)
+    made: torch.optim.Optimizer = make(model, **arguments)
+    return made
+
+
+def _of_torch(name: str) -> Callable[..., torch.optim.Optimizer]:
+    return lambda model, **arguments: getattr(torch.optim, name)(model.parameters(), **arguments)

@@ -1,0 +1,162 @@
+"""The record of a planned run of others' trainer, and the rows that hold it against what they measured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import mean
+
+from hybridtrain.config.encode import digest
+from hybridvalidation.recorded.source import RecordedRun, Role, Source
+from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_line, read_lines
+
+_FILE = Path("recorded") / "planned.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJob:
+    """What a child is asked to plan."""
+
+    source: str
+    run: str
+    engine: str
+    card: str
+    common: str
+    config: str
+
+    @property
+    def key(self) -> str:
+        """Digest of all of it."""
+        return digest(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFigures:
+    """What a child answers: quantity to value, as in ``RecordedRun.recorded``."""
+
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun(Record):
+    """One run, planned."""
+
+    source: str
+    run: str
+    figures: Mapping[str, float]
+    packages: Mapping[str, str]
+    """Version of each package of the source, as planned with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure: recorded, planned, and how far apart."""
+
+    source: str
+    id: str
+    quantity: str
+    role: Role
+    recorded: float
+    planned: float | None
+    """None: left out, not planned yet, or the plan failed; ``why`` says which."""
+    why: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Planned over recorded, less one; of ``oom`` 0 where both agree and 1 where not."""
+        if self.planned is None:
+            return None
+        if self.quantity == "oom":
+            return float(self.planned != self.recorded)
+        return self.planned / self.recorded - 1
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return it as ``recorded --json`` prints it."""
+        found: dict[str, object] = {
+            "source": self.source, "id": self.id, "quantity": self.quantity, "role": self.role.value,
+            "recorded": self.recorded, "planned": self.planned, "error": self.error,
+        }  # fmt: skip
+        return found | ({"why": self.why} if self.why else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Errors of one quantity of one source, over its predicted runs."""
+
+    source: str
+    quantity: str
+    count: int
+    mean_error: float
+    """Signed."""
+    mean_absolute: float
+    worst: Row
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> "Score":
+        """Return the score of predicted rows of one source and quantity."""
+        errors = [row.error for row in rows if row.error is not None]
+        worst = max(rows, key=lambda row: abs(row.error or 0.0))
+        return Score(
+            source=rows[0].source, quantity=rows[0].quantity, count=len(errors), mean_error=mean(errors),
+            mean_absolute=mean(abs(error) for error in errors), worst=worst,
+        )  # fmt: skip
+
+
+def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
+    """Return what is asked of a child."""
+    return RecordedJob(
+        source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
+    )
+
+
+def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> list[Row]:
+    """Return a row for each recorded figure, with the newest plan of its run."""
+    newest = {(record.source, record.run): record for record in planned}
+    rows = []
+    for name, source in sources.items():
+        for run in source.runs:
+            record = newest.get((name, run.id))
+            if record is not None and record.key != job_of(name, source, run).key:
+                record = None
+            for quantity, value in run.recorded.items():
+                rows.append(_row(name, run, quantity, value, record))
+    return rows
+
+
+def scores(rows: Iterable[Row]) -> list[Score]:
+    """Return the scores of all that was predicted."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.role is Role.PREDICT and row.error is not None:
+            groups.setdefault((row.source, row.quantity), []).append(row)
+    return [Score.of(group) for group in groups.values()]
+
+
+def read_planned(records: Path) -> list[PlannedRun]:
+    """Return all records, oldest first."""
+    return read_lines(records / _FILE, PlannedRun)
+
+
+def append_planned(records: Path, record: PlannedRun) -> None:
+    """Add a record and wait until it is on disk."""
+    append_line(records / _FILE, record)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return installed versions; raises ``PackageNotFoundError``, with its name, for the first one missing."""
+    return {name: metadata.version(name) for name in packages}
+
+
+def _row(name: str, run: RecordedRun, quantity: str, value: float, record: PlannedRun | None) -> Row:
+    planned, why = None, run.why
+    if run.role is not Role.LEFT_OUT:
+        if record is None:
+            why = why or "not planned yet"
+        elif record.outcome is not Outcome.OK:
+            why = why or f"the plan failed: {record.message}"
+        else:
+            planned = record.figures.get(quantity)
+            why = why or ("" if planned is not None else "not among the plan's figures")
+    return Row(source=name, id=run.id, quantity=quantity, role=run.role, recorded=value, planned=planned, why=why)

@@ -1,0 +1,122 @@
+"""Recorded against planned: every figure of every source, and a picture of all of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from hybridtrain.units import GB
+from hybridvalidation.recorded.command import score_table
+from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned, rows_of
+from hybridvalidation.recorded.source import Role, Source, read_sources
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.pictures import picture_settings
+from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
+
+_HOW = (
+    "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
+    "trainer, unmodified, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source "
+    "was written before predicting: what was fitted, on which one run, and what counts as an error. The errors are of "
+    "predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
+)
+_MARKERS = "os^Dv"
+
+
+def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
+    """Write ``tables/recorded.md`` and ``plots/recorded.png``; nothing before anything is planned."""
+    planned = read_planned(results / "records")
+    sources = read_sources(files.folder)
+    if not planned:
+        return []
+    rows = rows_of(sources, planned)
+    parts = ["# Recorded by others, planned by us", headline(rows), score_table(rows, MARKDOWN), _HOW]
+    parts.append("![recorded against planned](../plots/recorded.png)")
+    for name, source in sources.items():
+        parts += _source(name, source, [row for row in rows if row.source == name], planned)
+    newest = {(record.source, record.run): record for record in planned}
+    parts.append(made_by(("", record) for record in newest.values()))
+    picture = results / "plots" / "recorded.png"
+    figure = Figure(figsize=(7.0, 6.0), layout="constrained")
+    draw(rows, figure)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    with picture_settings():
+        figure.savefig(picture, dpi=110, metadata={"Software": None})
+    return [write_page(results, "recorded", "\n\n".join(parts)), picture]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Return in a sentence how many figures of how many sources were met how closely."""
+    found = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
+    sizes = sorted(abs(row.error or 0.0) for row in found if row.quantity != "oom")
+    answers = [row for row in found if row.quantity == "oom"]
+    right = sum(row.error == 0 for row in answers)
+    outcomes = f"; {right} of {len(answers)} outcomes (fits, or out of memory) are right" if answers else ""
+    median = sizes[len(sizes) // 2] if sizes else 0.0
+    return (
+        f"{len(found)} CUDA figures of {len({row.source for row in found})} sources predicted: "
+        f"median error {100 * median:.2f} %, nine in ten within {100 * sizes[int(0.9 * len(sizes))]:.1f} %{outcomes}."
+    )
+
+
+def draw(rows: Sequence[Row], figure: Figure) -> None:
+    """Draw recorded against planned bytes on logarithmic axes."""
+    axes = figure.subplots()
+    shown = [row for row in rows if row.role is Role.PREDICT and row.planned and row.quantity != "oom"]
+    shown = [row for row in shown if not row.quantity.endswith("params")]
+    kinds = sorted({(row.source, row.quantity) for row in shown})
+    for number, (source, quantity) in enumerate(kinds):
+        points = [row for row in shown if (row.source, row.quantity) == (source, quantity)]
+        axes.scatter(
+            [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
+            marker=_MARKERS[number % len(_MARKERS)], label=f"{source}: {quantity.replace('_', ' ')} ({len(points)})",
+        )  # fmt: skip
+    ends = [
+        min(row.recorded for row in shown) / GB * 0.85,
+        max(row.recorded for row in shown) / GB * 1.15,
+    ]
+    axes.plot(ends, ends, color="#444444", linewidth=0.8)
+    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="±5 %")
+    axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
+    ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_title("Plans against what others measured", fontsize=11)
+    axes.legend(fontsize=8)
+
+
+def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[str]:
+    packages = next((record.packages for record in reversed(planned) if record.source == name), {})
+    here = ", ".join(f"{package} {version}" for package, version in packages.items())
+    table = [
+        [
+            row.id, row.quantity.replace("_", " "), row.role.value.replace("_", " "), _value(row.quantity, row.recorded),
+            "-" if row.planned is None else _value(row.quantity, row.planned),
+            "-" if row.error is None else _error(row), row.why,
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headers = ("run", "quantity", "role", "recorded", "planned", "error", "remark")
+    return [
+        f"## {source.title}",
+        f"{source.where}; {source.card}, {source.versions}. Planned with {here or 'nothing yet'}.",
+        source.protocol,
+        tabulate(table, headers=headers, tablefmt=MARKDOWN, disable_numparse=True),
+    ]
+
+
+def _value(quantity: str, value: float) -> str:
+    if quantity == "oom":
+        return "out of memory" if value else "fits"
+    return f"{value:,.0f}" if quantity.endswith("params") else f"{value / GB:.3f} GB"
+
+
+def _error(row: Row) -> str:
+    if row.quantity == "oom":
+        return "WRONG" if row.error else "right"
+    return f"{100 * (row.error or 0):+.2f} %"
+
+
+PAGE = Page(order=20, write=write_recorded)
