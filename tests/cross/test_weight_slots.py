@@ -89,10 +89,12 @@ def expected_by_unit(config: ModelConfig, plan: PhasePlan) -> dict[str, int]:
     return expected
 
 
-def recorded(config: ModelConfig, stack: Sequence[Optimization]) -> tuple[LedgerTrace, PhasePlan]:
+def recorded(
+    config: ModelConfig, stack: Sequence[Optimization], num_steps: int = NUM_STEPS
+) -> tuple[LedgerTrace, PhasePlan]:
     plan = compose(stack)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    trace = record_steps(config, plan, random_steps(config, NUM_STEPS, accum_steps), VirtualTransfer())
+    trace = record_steps(config, plan, random_steps(config, num_steps, accum_steps), VirtualTransfer())
     return trace, plan.for_phase(Phase.FULL)
 
 
@@ -156,7 +158,7 @@ def assert_every_step_after_the_first_allocates_the_same(trace: LedgerTrace) -> 
 def test_building_a_streamed_model_never_holds_more_than_its_slots_and_one_unit() -> None:
     # A model larger than the card must be built on it too: what is beside the weights is one parameter in fp32.
     config = replace(GPT2_UNTIED, num_blocks=24)
-    trace, plan = recorded(config, [WeightStreaming(), MixedPrecision()])
+    trace, plan = recorded(config, [WeightStreaming(), MixedPrecision()], num_steps=1)
     build = max(list(trace.live_bytes())[: trace.steps[0].event])
     unpacked = build_model(config, torch.float32, torch.device("meta"))
     units = unpacked.units()
@@ -164,6 +166,6 @@ def test_building_a_streamed_model_never_holds_more_than_its_slots_and_one_unit(
     weights += sum(expected_by_unit(config, plan).values())
     masters = sum(4 * parameter.numel() for unit in units for parameter in unit.tensors)
     assert build <= weights + masters
-    offloaded, _ = recorded(config, [WeightStreaming(), MixedPrecision(), OptimizerOffload()])
+    offloaded, _ = recorded(config, [WeightStreaming(), MixedPrecision(), OptimizerOffload()], num_steps=1)
     largest = 4 * max(parameter.numel() for unit in units for parameter in unit.tensors)
     assert max(list(offloaded.live_bytes())[: offloaded.steps[0].event]) <= weights + largest

@@ -29,6 +29,7 @@ from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import (
     CONFIG,
     NUM_STEPS,
+    SEQ_LEN,
     History,
     assert_all_bitwise,
     assert_same_training,
@@ -102,7 +103,7 @@ def plain(kind: str, model_name: str) -> History:
     named = dict(model.named_unit_parameters())
     names = {parameter: name for name, parameter in named.items()}
     rule, state, history = RULES[kind][1](), {}, History()
-    for step, batches in enumerate(random_steps(config, NUM_STEPS, ACCUM_STEPS), 1):
+    for step, batches in enumerate(random_steps(config, NUM_STEPS, ACCUM_STEPS, seq_len=SEQ_LEN), 1):
         losses = [plain_loss(model, batch, step, index) for index, batch in enumerate(batches)]
         for loss in losses:
             (loss / len(batches)).backward()

@@ -22,7 +22,7 @@ from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from stacks import settings_of
 from tiny_models import random_steps
-from training_history import assert_all_bitwise, read_stored, stored_state, stored_weights
+from training_history import SEQ_LEN, assert_all_bitwise, read_stored, stored_state, stored_weights
 
 WARMUP_STEPS = 1
 FULL_STEPS = 2
@@ -94,7 +94,7 @@ def fresh_hybrid(
     trainer = Trainer(model, plan, settings, transfer or DirectTransfer(torch.device("cpu")), observer)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
 
-    steps = random_steps(model, 40, accum_steps)
+    steps = random_steps(model, 40, accum_steps, seq_len=SEQ_LEN)
 
     def load_probe(number: int) -> list[TokenBatch]:
         return steps[WARMUP_STEPS + FULL_STEPS - 1 + FULL_STEPS * number]
@@ -107,7 +107,7 @@ def run_steps(
 ) -> list[HybridResult]:
     """Run until so many true steps are done and no jump is due."""
     trainer = hybrid.trainer
-    steps = random_steps(trainer.model.config, 40, trainer.plan.grad_accum_steps)
+    steps = random_steps(trainer.model.config, 40, trainer.plan.grad_accum_steps, seq_len=SEQ_LEN)
     results = []
     while trainer.steps_done < num_steps or hybrid.phase is Phase.PREDICT:
         if ledger is not None:

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,14 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from hybridtrain.memory.tier import Bytes, DiskBytes
 from hybridtrain.memory.transfer import DirectTransfer
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes from ``start`` to ``start + size``, inside the storage that begins at ``storage``."""
 
     storage: int
@@ -35,8 +34,8 @@ class Span:
     @classmethod
     def of(cls, tensor: Tensor) -> "Span":
         """Return the smallest range that holds a tensor."""
-        if not tensor.numel():
-            return cls(tensor.untyped_storage().data_ptr(), tensor.data_ptr(), 0)
+        if not tensor.numel() or tensor.is_contiguous():
+            return cls(tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.nbytes)
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
         size = (sum((count - 1) * stride for count, stride in pairs) + 1) * tensor.element_size()
         return cls(tensor.untyped_storage().data_ptr(), tensor.data_ptr(), size)
@@ -101,8 +100,8 @@ class ComputeWatch(TorchDispatchMode):
         self._watcher.compute(inputs, writes)
         out = func(*args, **(kwargs or {}))
         known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs, *writes)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in known:
+        for tensor in _tensors(out):
+            if tensor.untyped_storage().data_ptr() not in known:
                 self._watcher.allocated(tensor)
         return out
 
@@ -111,14 +110,25 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     """Return the tensors that an op reads and those that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    names = [argument.name for argument in func._schema.arguments]
-    for argument, value in [*zip(func._schema.arguments, args, strict=False)] + [
-        (func._schema.arguments[names.index(name)], value) for name, value in kwargs.items()
-    ]:
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(tensors)
+    written = _written(func)
+    for name, value in [*zip(written, args, strict=False), *kwargs.items()]:
+        (writes if written[name] else reads).extend(_tensors(value))
     return reads, writes
+
+
+@cache
+def _written(func: Any) -> dict[str, bool]:
+    """Return which arguments an op writes to, by name, in order."""
+    aliases = ((argument.name, argument.alias_info) for argument in func._schema.arguments)
+    return {name: alias is not None and alias.is_write for name, alias in aliases}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
 
 
 def bytes_at(span: Span) -> np.ndarray:
@@ -279,14 +289,14 @@ class LazyTransfer(DirectTransfer):
         """Say that compute uses memory now."""
         tick = self._compute.compute + 1
         self._compute = self._compute._replace(compute=tick)
+        coming = [copy for copy in self._in if copy.number > self._compute.copies_in]
+        leaving = [copy for copy in self._out if copy.number > self._compute.copies_out]
         for is_write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
                 span = Span.of(tensor)
-                if any(copy.number > self._compute.copies_in and copy.device.overlaps(span) for copy in self._in):
+                if any(copy.device.overlaps(span) for copy in coming):
                     self._report("compute uses memory that a copy in is still filling: wait for it")
-                if is_write and any(
-                    copy.number > self._compute.copies_out and copy.device.overlaps(span) for copy in self._out
-                ):
+                if is_write and any(copy.device.overlaps(span) for copy in leaving):
                     self._report("compute changes memory that a copy out still reads: wait for it")
                 self._accesses.note(span, tick)
 

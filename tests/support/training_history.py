@@ -30,6 +30,8 @@ from tiny_models import random_steps
 
 NUM_STEPS = 3
 """The first one finds no moments, the second what the first has left on its way, the third what all others do."""
+SEQ_LEN = 9
+"""No multiple of anything; bfloat16 is slow on processors without it, and more tokens show nothing else."""
 CONFIG = TrainerConfig(optimizer=AdamWConfig(max_grad_norm=0.25))
 """Clips every step of the tiny models."""
 
@@ -69,7 +71,7 @@ def plain_history(
     named = dict(model.named_unit_parameters())
     optimizer = plain_optimizer(list(named.values()))
     history = History()
-    for step, batches in enumerate(random_steps(config, num_steps, accum_steps), 1):
+    for step, batches in enumerate(random_steps(config, num_steps, accum_steps, seq_len=SEQ_LEN), 1):
         losses = [plain_loss(model, batch, step, index) for index, batch in enumerate(batches)]
         for loss in losses:
             (loss / len(batches)).backward()
@@ -121,7 +123,7 @@ def trained_history(
     way = transfer or DirectTransfer(torch.device("cpu"), disk_folder=disk_folder)
     trainer = fresh_trainer(config, stack, way, observer)
     history = History()
-    for batches in random_steps(config, num_steps, accum_steps):
+    for batches in random_steps(config, num_steps, accum_steps, seq_len=SEQ_LEN):
         result = trainer.step(batches)
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)

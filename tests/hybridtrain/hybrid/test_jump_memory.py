@@ -77,8 +77,9 @@ def recorded(
 ) -> LedgerTrace:
     ledger = StorageLedger()
     with ledger:
+        streams = any(isinstance(part, WeightStreaming) for part in stack)
         hybrid = fresh_hybrid(
-            replace(LLAMA_GROUPED, width=64, ffn_width=80, num_blocks=3),
+            replace(LLAMA_GROUPED, width=64, ffn_width=80, num_blocks=3 if streams else 2),  # more blocks than slots
             [*stack, memory_of(config, codec)],
             replace(config, warmup_steps=0, full_steps=2),
             transfer,

@@ -18,7 +18,7 @@ from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from stacks import GPT2, STORAGE
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
-from training_history import CONFIG, assert_all_bitwise, fresh_trainer, plain_loss, stored_weights
+from training_history import CONFIG, SEQ_LEN, assert_all_bitwise, fresh_trainer, plain_loss, stored_weights
 
 SLOW = SlowMomentum(beta=0.99, alpha=4.0)
 
@@ -56,7 +56,7 @@ def plain_weights(num_steps: int, settings: TrainerConfig, steps_of: dict[int, f
     model = fresh_trainer(GPT2_UNTIED, [remembers()], settings=settings).model
     named = dict(model.named_unit_parameters())
     plain = PlainSlow(named, settings)
-    for number, (batch,) in enumerate(random_steps(GPT2_UNTIED, num_steps), 1):
+    for number, (batch,) in enumerate(random_steps(GPT2_UNTIED, num_steps, seq_len=SEQ_LEN), 1):
         plain_loss(model, batch, number, 0).backward()
         plain.step(number, steps_of.get(number, 0.0))
     return {name: p.detach() for name, p in named.items()}
@@ -82,7 +82,7 @@ def settings_of(slow: SlowMomentum | None = None) -> TrainerConfig:
 def test_ademamix_is_the_papers_formula(stack: Sequence[Optimization]) -> None:
     settings = settings_of(SLOW)
     trainer = fresh_trainer(GPT2_UNTIED, [*stack, remembers()], settings=settings)
-    for batches in random_steps(GPT2_UNTIED, 8):
+    for batches in random_steps(GPT2_UNTIED, 8, seq_len=SEQ_LEN):
         trainer.step(batches)
     plain = plain_weights(8, settings, {step: SLOW.alpha * step / 20 for step in range(1, 9)})
     assert_close_to(stored_weights(trainer), plain, lr=3e-3)

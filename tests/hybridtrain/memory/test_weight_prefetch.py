@@ -92,7 +92,7 @@ class Case:
         return fetched
 
 
-def copies_in(stack: Sequence[Optimization], accum_steps: int, step: int = 2) -> list[OpRecord]:
+def copies_in(stack: Sequence[Optimization], accum_steps: int, step: int = 1) -> list[OpRecord]:
     batches = random_steps(MODEL, step + 1, accum_steps)
     trace = record_steps(MODEL, compose(stack), batches, VirtualTransfer())
     return [op for op in trace.step_ops(step) if op.lane is Lane.COPY_IN]

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -65,8 +66,9 @@ def trace_of(
     )
 
 
-def record_two_steps(config: ModelConfig, stack: Sequence[Optimization]) -> LedgerTrace:
-    plan = compose(stack)
+@cache
+def record_two_steps(config: ModelConfig, name: str) -> LedgerTrace:
+    plan = compose(STACKS[name])
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     return record_steps(config, plan, random_steps(config, 2, accum_steps), VirtualTransfer())
 
@@ -78,7 +80,7 @@ def replay(trace: LedgerTrace, capacity_bytes: int | None = None, workspace_byte
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_holders_sum_up_to_the_allocated_bytes(model: str, stack: str) -> None:
-    trace = record_two_steps(MODELS[model], STACKS[stack])
+    trace = record_two_steps(MODELS[model], stack)
     steps = replay(trace, workspace_bytes=ADA_WORKSPACE).steps
     assert len(steps) == 2
     for step in steps:
@@ -90,7 +92,7 @@ def test_holders_sum_up_to_the_allocated_bytes(model: str, stack: str) -> None:
 @pytest.mark.parametrize("workspace_bytes", [ADA_WORKSPACE, HOPPER_WORKSPACE])
 @pytest.mark.parametrize("stack", STACKS)
 def test_each_thread_takes_one_workspace_for_the_whole_run(stack: str, workspace_bytes: int) -> None:
-    trace = record_two_steps(GPT2_UNTIED, STACKS[stack])
+    trace = record_two_steps(GPT2_UNTIED, stack)
     found = replay(trace, workspace_bytes=workspace_bytes)
     for step in found.steps:
         # One of the forward thread, one of the backward thread; both sizes are whole multiples of 512 bytes.
@@ -208,7 +210,7 @@ def test_a_refusal_right_after_a_workspace_counts_the_workspace() -> None:
 
 @pytest.mark.parametrize("stack", ["vanilla", "tight"])
 def test_every_cap_either_fits_or_reports_a_whole_refusal(stack: str) -> None:
-    trace = record_two_steps(GPT2_UNTIED, STACKS[stack])
+    trace = record_two_steps(GPT2_UNTIED, stack)
     reserved_bytes = replay(trace, workspace_bytes=ADA_WORKSPACE).steps[-1].reserved_bytes
     for capacity in range(0, reserved_bytes, 2 * MIB):
         oom = replay(trace, capacity, ADA_WORKSPACE).oom
