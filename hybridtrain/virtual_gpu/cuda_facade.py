@@ -65,6 +65,9 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
     yield torch.accelerator, "current_stream", _Stream
+    drop = _Dropout(ledger)
+    yield torch._VF, "dropout", drop
+    yield torch, "dropout", drop
     if "bitsandbytes" in sys.modules:
         functional = import_module("bitsandbytes.functional")
         # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
@@ -88,6 +91,20 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+class _Dropout:
+    """CUDA drops elements with one kernel that keeps a mask of booleans (aten/src/ATen/native/Dropout.cpp)."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+        self._true = torch.dropout
+
+    def __call__(self, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
+        """Return the input with elements dropped."""
+        if train and 0 < p < 1 and input.numel() and self._ledger.place_of(input) is Place.DEVICE:
+            return torch.native_dropout(input, p, train)[0]
+        return self._true(input, p, train)
 
 
 def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:  # noqa: ARG001
@@ -114,6 +131,7 @@ class _TensorMethods:
         self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
         self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
+        self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
 
     def names(self) -> dict[str, Any]:
         """Return what to replace."""
@@ -133,6 +151,7 @@ class _TensorMethods:
             "tolist": lambda tensor: self._true_tolist(self._real(tensor)),
             "__array__": lambda tensor, *args, **kwargs: self._true_array(self._real(tensor), *args, **kwargs),
             "__repr__": _method(self._show),
+            "__setitem__": _method(self._set_item),
             "pin_memory": lambda tensor, *_args: tensor,
             "is_pinned": lambda _tensor, *_args: False,
             "record_stream": lambda _tensor, _stream: None,
@@ -180,6 +199,12 @@ class _TensorMethods:
             return self._true_type(tensor, dtype, *args, **kwargs)
         name, here = self._true_type(tensor).replace("torch.meta.", "torch."), self._place(tensor)
         return name.replace("torch.", "torch.cuda.", 1) if here is Place.DEVICE else name
+
+    def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
+        """Set elements; a number goes by way of the CPU, where it is known (torch would make it on the meta device)."""
+        if isinstance(value, bool | int | float) and self._place(tensor) is not None:
+            value = self._true_tensor(value, dtype=tensor.dtype, device="cpu")
+        self._true_set_item(tensor, index, value)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
 """Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
 
-Composite ops choose by device: attention, dropout, autocast. While ``cuda_paths`` is open, tensors of a virtual card
-take the card's choice. Each rule names its source in torch 2.13; where torch 2.11 or 2.12 differ it says so.
+Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
+tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,11 @@ _AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
 """A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
 
 LOWER_PRECISION = (
-    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
-    "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
-    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "lstm_cell", "gru_cell",
-    "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
+    "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
 )  # fmt: skip
 """Ops that autocast runs in the lower precision: aten/src/ATen/autocast_mode.h."""
 FULL_PRECISION = (
@@ -34,7 +35,10 @@ FULL_PRECISION = (
     "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
     "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
-    "renorm", "logsumexp",
+    "renorm", "logsumexp", "rms_norm", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
 )  # fmt: skip
 """Ops that autocast runs in fp32."""
 FULL_PRECISION_RESULT = (
@@ -59,7 +63,6 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         chooser = _AttentionChoice(ledger)
         paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
-        paths.impl("dropout", _Dropout(ledger).drop, "AutogradMeta")
         for rule, names in (
             (autocast.lower, LOWER_PRECISION), (autocast.full, FULL_PRECISION),
             (autocast.full_result, FULL_PRECISION_RESULT), (autocast.widest, WIDEST),
@@ -158,20 +161,6 @@ class Autocast:
         if isinstance(value, list | tuple):
             return type(value)(self._convert(item, dtype) for item in value)
         return value
-
-
-class _Dropout:
-    """CUDA drops elements with one kernel that keeps a mask of booleans (native/Dropout.cpp, ``native_dropout``)."""
-
-    def __init__(self, ledger: VirtualLedger) -> None:
-        self._ledger = ledger
-
-    def drop(self, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
-        if train and 0 < p < 1 and self._ledger.place_of(input) is Place.DEVICE and input.numel():
-            dropped: Tensor = _ATEN.native_dropout(input, p, train)[0]
-            return dropped
-        result: Tensor = _ATEN.dropout.default.decompose(input, p, train)
-        return result
 
 
 class _AttentionChoice:

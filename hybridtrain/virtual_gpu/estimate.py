@@ -222,10 +222,10 @@ def _twin(model: nn.Module) -> nn.Module:
 
 def _resized(batch: Batch, batch_size: int) -> Any:
     def resize(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] == batch_size:
-            return tensor
         if tensor.is_meta:
             return torch.empty(batch_size, *tensor.shape[1:], dtype=tensor.dtype)
+        if not tensor.dim() or tensor.shape[0] == batch_size:
+            return tensor
         return tensor[:1].expand(batch_size, *tensor.shape[1:])
 
     return _map(batch, resize)

@@ -30,8 +30,8 @@ DATA_DEPENDENT = frozenset(
 """Ops whose result's shape may depend on values."""
 FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
 """What is said of unknown values by ops that ask whether they are numbers."""
-_SEEN_BELOW = ("torch", "hybridtrain/virtual_gpu")
-"""Folders whose lines are not the script's."""
+_NOT_THE_SCRIPT = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
+"""Folders whose lines are not the script's: torch's and this one."""
 
 
 class DataDependentError(HybridTrainError):
@@ -104,7 +104,7 @@ def where_called() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         place = f"{path}:{frame.f_lineno}"
-        if not path.startswith("<") and not any(f"/{part}/" in path for part in _SEEN_BELOW):
+        if not path.startswith(("<", *_NOT_THE_SCRIPT)):
             return _shorten(place)
         fallback = fallback or place
         frame = frame.f_back  # type: ignore[assignment]

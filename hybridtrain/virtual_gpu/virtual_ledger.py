@@ -8,6 +8,7 @@ beside them (``_values``), and an op on known values has a known value. What is 
 """
 
 import math
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
@@ -149,7 +151,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
-        types: Sequence[type],
+        types: Sequence[Any],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -166,35 +168,39 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = list(tensors_in([*args, *kwargs.values()]))
-        target = self._target
-        device = kwargs.get("device")
-        if device is not None and target is None:
-            if device.type == "cuda":
-                target = Place.DEVICE
-            elif device.type == "cpu":
-                if not any(tensor.is_meta for tensor in operands) and _stays_real(func, args, kwargs):
-                    return func(*args, **kwargs)
-                target = Place.HOST
-            elif device.type == "meta" and not operands:
-                return func(*args, **kwargs)
+        target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
-        if place is None:
+        if place is None:  # real, or on meta by the script's own wish
             return func(*args, **kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        stage = self._stage_now()
-        self._stage = stage
-        if stage is Stage.BACKWARD:
+        self._stage = self._stage_now()
+        if self._stage is Stage.BACKWARD:
             self._unit = self._unit_of_node()
+            gradient = _accumulated(func, args)
+            if gradient is not None:
+                return self._accumulate(func, args, gradient)
+        return self._perform(func, args, kwargs, operands, place, target)
+
+    def _perform(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor],
+        place: Place, target: Place | None,
+    ) -> Any:  # fmt: skip
         results = self._compute_known(func, args, kwargs, operands)
         written = _written(func, args, kwargs)
         if written and not written[0].is_meta:
             return self._write_to_host(func, args, written, results)
-        out = self._call(func, args, kwargs, device, results)
+        out = self._call(func, args, kwargs, kwargs.get("device"), results)
         self._book(func, args, kwargs, out, place, target)
         self._keep(func, out, written, results)
         return out
+
+    def _accumulate(self, func: torch._ops.OpOverload, args: tuple[Any, ...], gradient: Tensor) -> Tensor:
+        self._values.pop(gradient.untyped_storage()._cdata, None)
+        self._last_compute = len(self._ops)
+        self._ops.append(self._op_record(func, args, {}, gradient, len(self._events)))
+        return gradient
 
     def _call(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any, results: Any
@@ -513,6 +519,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 """What a subclass has that leaves the dispatcher alone."""
+_ENGINE = _engine_run_backward.__code__
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
@@ -553,6 +560,41 @@ def _is_small_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
     else:
         count = math.prod(sizes)
     return count <= (_KNOWN_FLOATS if dtype.is_floating_point or dtype.is_complex else _KNOWN_INTEGERS)
+
+
+def _asked_for(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+) -> Place | None:
+    """Return the place that an op's device names; None where it names none, or what it makes is made for real."""
+    device = kwargs.get("device")
+    if device is None or device.type == "meta":
+        return None
+    if device.type == "cuda":
+        return Place.DEVICE
+    is_real = not any(tensor.is_meta for tensor in operands)
+    return None if is_real and _stays_real(func, args, kwargs) else Place.HOST
+
+
+def _accumulated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """Return the gradient that autograd itself adds into, where it adds one of several; None where it makes a new one.
+
+    ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in place into a gradient that nobody else
+    holds, but never where tensors are on the meta device. It is told from other additions by who called: autograd's
+    engine, not Python code in a backward pass.
+    """
+    if func is not _ATEN.add.Tensor or len(args) != 2:
+        return None
+    one: Tensor
+    one, other = args
+    is_like = isinstance(other, Tensor) and one.shape == other.shape and one.dtype is other.dtype
+    if not is_like or sys._getframe(3).f_code is not _ENGINE:
+        return None
+    for gradient in (one, other):
+        storage = gradient.untyped_storage()
+        # Two users: the tensor, and the object that asks.
+        if torch._C._storage_Use_Count(storage._cdata) == 2 and torch.ops.aten.is_non_overlapping_and_dense(gradient):
+            return gradient
+    return None
 
 
 def _takes_both(func: torch._ops.OpOverload) -> bool:

@@ -1,9 +1,10 @@
-"""LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, its Fabric, its loss, a batch of the longest length.
+"""LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, its Fabric, its loss, a batch as long as any.
 
 The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning as L  # noqa: N812  the name that its own documentation uses
@@ -25,12 +26,9 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the peak of allocated bytes, and whether the card refused a request on the way."""
     settings = {**common, **config}
     gpu = VirtualGpu(find_card(card))
-    try:
-        with gpu:
-            _train(settings)
-            return {"allocated_max": torch.cuda.max_memory_allocated(), "oom": 0}
-    except torch.OutOfMemoryError:
-        return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": 1}
+    with suppress(torch.OutOfMemoryError), gpu:
+        _train(settings)
+    return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": float(gpu.oom is not None)}
 
 
 def _train(settings: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
-    "trainer, unmodified, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source "
-    "was written before predicting: what was fitted, on which one run, and what counts as an error. The errors are of "
+    "trainer, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source was "
+    "written before predicting: what was fitted, on which one run, and what counts as an error. The errors are of "
     "predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
 _MARKERS = "os^Dv"
@@ -77,7 +77,7 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
         max(row.recorded for row in shown) / GB * 1.15,
     ]
     axes.plot(ends, ends, color="#444444", linewidth=0.8)
-    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="±5 %")
+    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="within 5 %")
     axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
     ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -92,7 +92,8 @@ def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[Pl
     here = ", ".join(f"{package} {version}" for package, version in packages.items())
     table = [
         [
-            row.id, row.quantity.replace("_", " "), row.role.value.replace("_", " "), _value(row.quantity, row.recorded),
+            row.id, row.quantity.replace("_", " "), row.role.value.replace("_", " "),
+            _value(row.quantity, row.recorded),
             "-" if row.planned is None else _value(row.quantity, row.planned),
             "-" if row.error is None else _error(row), row.why,
         ]
@@ -119,4 +120,4 @@ def _error(row: Row) -> str:
     return f"{100 * (row.error or 0):+.2f} %"
 
 
-PAGE = Page(order=20, write=write_recorded)
+PAGE = Page(order=5, write=write_recorded)

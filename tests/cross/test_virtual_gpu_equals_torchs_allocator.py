@@ -1,0 +1,105 @@
+"""The independent oracle: torch's own allocator events of a real run on the CPU, against the virtual card's ledger.
+
+The same script runs twice, for real under ``torch.profiler`` with memory, and on the virtual card. The peak and what
+is left are the same to the byte, every allocation has its like. Left aside, each by its rule: numbers of up to 16 bytes
+(counts of steps stay on the host, Python's numbers become tensors on the CPU alone), cuBLAS's two workspaces, and what
+the CPU's kernels allocate and free inside one op (``SCRATCH``).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from hybridtrain.virtual_gpu import VirtualGpu, find_card
+
+CARD = find_card("rtx-4090")
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+GROUPED = SHAPE | {"num_key_value_heads": 2}
+HEADS = GROUPED | {"head_dim": 32}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT2Config": {
+        "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "LlamaConfig": GROUPED,
+    "MistralConfig": GROUPED | {"sliding_window": 16},
+    "Qwen2Config": GROUPED,
+    "Qwen3Config": HEADS,
+    "Gemma2Config": HEADS | SPECIAL,
+    "Gemma3TextConfig": HEADS | SPECIAL,
+    "Phi3Config": GROUPED | SPECIAL,
+    "Olmo2Config": GROUPED | SPECIAL,
+    "OPTConfig": SHAPE | SPECIAL | {
+        "ffn_dim": 128, "max_position_embeddings": 64, "dropout": 0.0, "word_embed_proj_dim": 64,
+    },
+}  # fmt: skip
+SMALL = 16
+SCRATCH = {66 * 8, 66 * 64 * 4, 512 * 64 * 4, 4 * 64 * 4, 2 * 64 * 4, 5056}
+"""Bytes: positions and rows sorted for an embedding's gradient, that gradient, sums of a bias over rows; and the state
+of the CPU's generator, which a recomputed block keeps."""
+
+
+def build(name: str, device: str, *, recompute: bool) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
+    config = getattr(transformers, name)(**CONFIGS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = model.to(device).train()
+    if recompute:
+        # Renamed in transformers 5.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model, torch.optim.AdamW(model.parameters(), foreach=False), torch.arange(66).view(2, 33).to(device)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summary(changes: Iterable[int]) -> tuple[dict[int, int], int, int]:
+    """Return allocations by size, the peak above the start, and what is left; of more than ``SMALL`` bytes each."""
+    live = peak = 0
+    sizes: Counter[int] = Counter()
+    for change in changes:
+        if abs(change) > SMALL:
+            live += change
+            peak = max(peak, live)
+            sizes[change] += change > 0
+    return dict(+sizes), peak, live
+
+
+def executed(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
+    parts = build(name, "cpu", recompute=recompute)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train(*parts)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return summary(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+
+
+def planned(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
+    with VirtualGpu(CARD) as gpu:
+        parts = build(name, "cuda", recompute=recompute)
+        start = len(gpu.ledger.trace().events)
+        train(*parts)
+        trace = gpu.ledger.trace()  # before the model is dropped
+    changes = [trace.sizes[event] if event >= 0 else -trace.sizes[~event] for event in trace.events[start:]]
+    return summary(change for change in changes if change != CARD.cublas_workspace_bytes)
+
+
+@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in CONFIGS), ("LlamaConfig", True)])
+def test_every_byte_is_torchs_own(name: str, *, recompute: bool) -> None:
+    sizes, peak, left = planned(name, recompute=recompute)
+    true_sizes, true_peak, true_left = executed(name, recompute=recompute)
+    assert (peak, left) == (true_peak, true_left)
+    assert not Counter(sizes) - Counter(true_sizes)
+    assert set(Counter(true_sizes) - Counter(sizes)) <= SCRATCH

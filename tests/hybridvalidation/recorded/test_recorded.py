@@ -1,0 +1,100 @@
+"""Figures of others: their files, the rows that hold plans against them, and what the command says of both."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.errors import ConfigError
+from hybridvalidation.cli.main import main
+from hybridvalidation.recorded.planned import PlannedRun, job_of, rows_of, scores
+from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
+from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.outcome import Evidence, Outcome
+
+SCENARIOS = Path("scenarios")
+
+
+def run(name: str, role: Role = Role.PREDICT, why: str = "", **recorded: float) -> RecordedRun:
+    return RecordedRun(id=name, role=role, recorded=recorded, why=why)
+
+
+def source(*runs: RecordedRun) -> Source:
+    return Source(
+        title="t", where="w", engine="peft", card="l40s", versions="", protocol="p", runs=runs, packages=("nowhere",)
+    )
+
+
+def planned(found: Source, of: RecordedRun, outcome: Outcome = Outcome.OK, **figures: float) -> PlannedRun:
+    return PlannedRun(
+        key=job_of("s", found, of).key, evidence=Evidence.PLANNED, outcome=outcome, message="why not",
+        started_at="2026-11-22T00:00:00+00:00", duration_s=1.0, environment=read_environment(), source="s", run=of.id,
+        figures=figures, packages={},
+    )  # fmt: skip
+
+
+def test_rows_say_what_was_recorded_planned_and_missed() -> None:
+    runs = (
+        run("fit", Role.CALIBRATE, peak=100.0), run("near", peak=200.0, oom=0), run("refused", oom=1),
+        run("broken", peak=50.0), run("out", Role.LEFT_OUT, "no weights", peak=10.0), run("new", peak=1.0),
+    )  # fmt: skip
+    found = source(*runs)
+    records = [
+        planned(found, runs[0], peak=100.0), planned(found, runs[1], peak=1.0),
+        planned(found, runs[1], peak=206.0, oom=0), planned(found, runs[2], oom=0),
+        planned(found, runs[3], Outcome.ERROR),
+    ]  # fmt: skip
+    rows = {(row.id, row.quantity): row for row in rows_of({"s": found}, records)}
+    assert rows["near", "peak"].error == pytest.approx(0.03)  # of the newest plan
+    assert (rows["near", "oom"].error, rows["refused", "oom"].error) == (0.0, 1.0)
+    assert rows["broken", "peak"].why == "the plan failed: why not"
+    assert (rows["out", "peak"].why, rows["new", "peak"].why) == ("no weights", "not planned yet")
+    by_quantity = {score.quantity: score for score in scores(rows.values())}
+    assert (by_quantity["peak"].count, by_quantity["peak"].worst.id) == (1, "near")  # what was fitted on does not count
+    assert by_quantity["oom"].mean_absolute == 0.5
+
+
+def test_a_plan_of_another_recipe_does_not_count() -> None:
+    old, new = run("a", peak=1.0), RecordedRun(id="a", role=Role.PREDICT, recorded={"peak": 1.0}, config='{"x": 1}')
+    [row] = rows_of({"s": source(new)}, [planned(source(old), old, peak=1.0)])
+    assert row.planned is None
+
+
+def test_a_source_keeps_the_rules_of_a_fair_comparison() -> None:
+    with pytest.raises(ValueError, match=r"'a' is there twice\nruns: more than one has the role 'calibrate'"):
+        source(run("a", Role.CALIBRATE, x=1.0), run("a", Role.CALIBRATE, x=1.0))
+    with pytest.raises(ValueError, match="why: missing"):
+        run("a", Role.LEFT_OUT, x=1.0)
+    with pytest.raises(ConfigError, match="source 'pefft' is unknown; did you mean 'peft'"):
+        read_sources(SCENARIOS, "pefft")
+
+
+def test_the_files_hold_what_their_sources_published() -> None:
+    sources = read_sources(SCENARIOS)
+    figures = [value for found in sources.values() for one in found.runs for value in one.recorded.values()]
+    assert len(figures) >= 120
+    lora = next(one for one in sources["peft"].runs if one.id == "lora/rank32")
+    assert lora.role is Role.CALIBRATE
+    assert (lora.recorded["reserved_max"], lora.recorded["trainable_params"]) == (22292725760, 9175040)
+    for found in sources.values():
+        json.loads(found.common)
+        assert all(isinstance(json.loads(one.config), dict) for one in found.runs)
+
+
+def test_the_command_prints_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "scenarios"
+    (folder / "recorded").mkdir(parents=True)
+    (folder / "recorded" / "mine.toml").write_text(
+        'title = "t"\nwhere = "w"\nengine = "peft"\ncard = "l40s"\nversions = ""\nprotocol = "p"\n'
+        'packages = ["no-such-package"]\n[[runs]]\nid = "a"\nrole = "predict"\nrecorded = { peak = 5e9 }\n'
+    )
+    common = ["--scenarios", str(folder), "--results", str(tmp_path / "results")]
+    assert main(["recorded", "mine", "--json", *common]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "source": "mine", "id": "a", "quantity": "peak", "role": "predict", "recorded": 5e9, "planned": None,
+            "error": None, "why": "not planned yet",
+        }
+    ]  # fmt: skip
+    assert main(["recorded", *common]) == 0
+    assert "no-such-package is not installed" in capsys.readouterr().out
