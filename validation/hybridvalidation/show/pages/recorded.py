@@ -77,7 +77,9 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
         max(row.recorded for row in shown) / GB * 1.15,
     ]
     axes.plot(ends, ends, color="#444444", linewidth=0.8)
-    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="within 5 %")
+    axes.fill_between(
+        ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="within 5 %"
+    )
     axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
     ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
