@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Self
 from unittest import mock
 
@@ -68,12 +69,7 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     drop = _Dropout(ledger)
     yield torch._VF, "dropout", drop
     yield torch, "dropout", drop
-    if "bitsandbytes" in sys.modules:
-        functional = import_module("bitsandbytes.functional")
-        # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
-        yield functional, "get_paged", _get_paged
-        for name in ("prefetch_tensor", "fill", "_mul"):
-            yield functional, name, lambda *_args, **_kwargs: None
+    yield from _libraries()
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
     def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
@@ -91,6 +87,23 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _libraries() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what must be replaced in libraries that reach the driver by themselves."""
+    if find_spec("triton") is not None:  # a kernel writes into tensors that its caller made: nothing is left to count
+        for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")):
+            yield getattr(import_module(f"triton.runtime.{module}"), name), "run", _do_nothing
+    if "bitsandbytes" in sys.modules:
+        functional = import_module("bitsandbytes.functional")
+        # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
+        yield functional, "get_paged", _get_paged
+        for name in ("prefetch_tensor", "fill", "_mul"):
+            yield functional, name, _do_nothing
+
+
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Take anything."""
 
 
 class _Dropout:

@@ -24,7 +24,7 @@ from torch.autograd.graph import _engine_run_backward
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import StorageLedger, holders
+from hybridtrain.virtual_gpu.ledger import OpRecord, StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, count_bytes, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.replay import OutOfMemory
@@ -487,6 +487,13 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             self.first_matmuls.add(is_backward)
             index = self._allocate(self.card.cublas_workspace_bytes, Stage.UPDATE)
             self._classes[index], self._units[index] = TensorClass.WORKSPACE, "cublas"
+
+    def _op_record(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
+    ) -> OpRecord:
+        """Record an op; the type of a matmul's result, where it is an operand, says nothing of its arithmetic."""
+        operands = tuple(value for value in args if not isinstance(value, torch.dtype))
+        return super()._op_record(func, operands, kwargs, out, event)
 
     # Where the code stands.
 
