@@ -19,5 +19,5 @@ found = estimate_memory(build, torch.empty(4, 512, 1024), card="rtx-4060-ti-16gb
 print(found.summary())
 print("fits an RTX 4090:", found.fits("rtx-4090"))
 print("largest batch:", found.largest_batch())
-for name, size in list(found.by_module(depth=2).items())[:3]:
+for name, size in list(found.by_module().items())[:3]:
     print(f"{name:12} {size:>14,} B")

@@ -57,8 +57,12 @@ class MemoryEstimate:
         """Return who holds the peak: weights, gradients, optimizer state, activations, temporaries."""
         return self.run.by_class()
 
-    def by_module(self, depth: int = 3) -> dict[str, int]:
-        """Return the peak's bytes by module path, cut after ``depth`` names, the largest first."""
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Return the peak's bytes by module path, the largest first.
+
+        Args:
+            depth: Names after which a path is cut; None: after the first number, which is a block's.
+        """
         return by_module(self.run, depth)
 
     def stand_ins(self) -> tuple[StandIn, ...]:
@@ -146,11 +150,13 @@ def estimate_memory(
     return _estimate(factory, batch, first.shape[0], chosen, settings)
 
 
-def by_module(run: CardRun, depth: int = 3) -> dict[str, int]:
-    """Return the bytes at a run's peak by module path, cut after ``depth`` names, the largest first."""
+def by_module(run: CardRun, depth: int | None = None) -> dict[str, int]:
+    """Return the bytes at a run's peak by module path, the largest first; see ``MemoryEstimate.by_module``."""
     found: dict[str, int] = {}
     for (_, unit), size in run.peak.by_unit.items():
-        name = ".".join(unit.split(".")[:depth])
+        names = unit.split(".")
+        end = next((place + 1 for place, name in enumerate(names) if name.isdecimal()), len(names))
+        name = ".".join(names[: end if depth is None else depth])
         found[name] = found.get(name, 0) + size
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
