@@ -2,7 +2,7 @@
 
 The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass, outputs
 (logits and the cache of keys and values) alive until the next step overwrites them, the allocator's cache emptied after
-every tenth step.
+every tenth step. Six steps stand for the twenty of a bucket.
 """
 
 import dataclasses
@@ -21,13 +21,15 @@ from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 _EMPTY_EVERY = 10
 _BUCKET = 20
 """Batches."""
+_SPANS = (range(1), range(1, 5), range(5, 10), range(10, 11), range(11, 15), range(15, 20))
+"""Batches of a bucket that one step of their mean length stands for; the longest after an emptied cache stand alone."""
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
     """Return end-of-step allocated and reserved bytes, averaged, and the largest reserved bytes."""
     settings = {**common["train"], **config.get("train", {})}
     lengths = bucket_lengths(common["tokens_per_sample"], common["spread"], settings["batch_size"])
-    allocated, reserved = [], []
+    allocated, reserved = 0.0, 0.0
     with VirtualGpu(find_card(card)):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         model = model.to("cuda")
@@ -36,20 +38,20 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
         optimizer = _make_optimizer(model, settings)
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         model.train()
-        outputs: Any = None
         # One step first: it makes the optimizer's state, as thousands before the average step did.
-        for step, length in enumerate([lengths[_BUCKET // 2], *lengths, common["longest"]]):
-            outputs = _step(model, optimizer, settings, length)
-            if 0 < step <= _BUCKET:
-                allocated.append(torch.cuda.memory_allocated())
-                reserved.append(torch.cuda.memory_reserved())
-            if step % _EMPTY_EVERY == 0:
+        outputs = _step(model, optimizer, settings, lengths[_BUCKET // 2])
+        for span in _SPANS:
+            if span.start % _EMPTY_EVERY == 0:
                 torch.cuda.empty_cache()
+            outputs = _step(model, optimizer, settings, round(mean(lengths[span.start : span.stop])))
+            allocated += torch.cuda.memory_allocated() * len(span) / _BUCKET
+            reserved += torch.cuda.memory_reserved() * len(span) / _BUCKET
+        torch.cuda.empty_cache()
+        outputs = _step(model, optimizer, settings, common["longest"])
         largest = torch.cuda.max_memory_reserved()
         del outputs
     return {
-        "allocated_mean": mean(allocated), "reserved_mean": mean(reserved), "reserved_max": largest,
-        "trainable_params": trainable,
+        "allocated_mean": allocated, "reserved_mean": reserved, "reserved_max": largest, "trainable_params": trainable,
     }  # fmt: skip
 
 
