@@ -49,6 +49,7 @@ def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
 def headline(rows: Sequence[Row]) -> str:
     """Return in a sentence how many figures of how many sources were met how closely."""
     found = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
+    found = [row for row in found if not row.quantity.endswith("params")]  # counted, not measured
     sizes = sorted(abs(row.error or 0.0) for row in found if row.quantity != "oom")
     answers = [row for row in found if row.quantity == "oom"]
     right = sum(row.error == 0 for row in answers)
@@ -70,15 +71,16 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
         points = [row for row in shown if (row.source, row.quantity) == (source, quantity)]
         axes.scatter(
             [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
-            marker=_MARKERS[number % len(_MARKERS)], label=f"{source}: {quantity.replace('_', ' ')} ({len(points)})",
+            zorder=3, marker=_MARKERS[number % len(_MARKERS)],
+            label=f"{source}: {quantity.replace('_', ' ')} ({len(points)})",
         )  # fmt: skip
     ends = [
         min(row.recorded for row in shown) / GB * 0.85,
         max(row.recorded for row in shown) / GB * 1.15,
     ]
-    axes.plot(ends, ends, color="#444444", linewidth=0.8)
+    axes.plot(ends, ends, color="#444444", linewidth=0.8, zorder=2)
     axes.fill_between(
-        ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#dddddd", label="within 5 %"
+        ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#eeeeee", zorder=1, label="within 5 %"
     )
     axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
     ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
