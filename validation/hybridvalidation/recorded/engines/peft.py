@@ -31,7 +31,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     lengths = bucket_lengths(common["tokens_per_sample"], common["spread"], settings["batch_size"])
     allocated, reserved = 0.0, 0.0
     with VirtualGpu(find_card(card)):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)
         model = model.to("cuda")
         if config.get("adapter"):
             model = _with_adapter(model, config["adapter"], settings)
