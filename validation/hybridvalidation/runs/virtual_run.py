@@ -3,7 +3,7 @@
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +164,7 @@ def run_script(
         find_card(card), host_memory=host_memory, steps=steps, allocator=allocator, record_history=snapshot is not None
     )
     name = arguments[0] if is_module else script
-    with redirect_stdout(sys.stderr) if quiet else _as_it_is(), _as_main(script, arguments):
+    with redirect_stdout(sys.stderr) if quiet else nullcontext(), _as_main(script, arguments):
         try:
             with gpu:
                 if is_module:
@@ -189,11 +189,6 @@ def run_script(
         host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
         without_gradient=gpu.without_gradient,
     )  # fmt: skip
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextmanager
