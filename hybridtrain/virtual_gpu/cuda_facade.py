@@ -66,6 +66,7 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
     yield torch.accelerator, "current_stream", _Stream
+    yield torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(ledger)
     drop = _Dropout(ledger)
     yield torch._VF, "dropout", drop
     yield torch, "dropout", drop
@@ -100,6 +101,17 @@ def _libraries() -> Iterator[tuple[Any, str, Any]]:
         yield functional, "get_paged", _get_paged
         for name in ("prefetch_tensor", "fill", "_mul"):
             yield functional, name, _do_nothing
+
+
+def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return torch's truncated normal, which since 2.13 draws until no sample is rejected (torch/nn/init.py)."""
+    true_draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(*args: Any, **kwargs: Any) -> Tensor:
+        with ledger.stand_ins.answering(truth=False):
+            return true_draw(*args, **kwargs)
+
+    return draw
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:

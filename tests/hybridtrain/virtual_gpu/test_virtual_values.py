@@ -1,5 +1,6 @@
 """What a script may ask of a virtual card: places, known values, stand-ins, autocast, attention."""
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -102,6 +103,15 @@ def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: Virtua
     assert not loss > 10
     places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.stand_ins()}
     assert ("test_virtual_values.py", "aten._local_scalar_dense.default") in places
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (2.5, 3.0)])  # the second by rejection from a uniform distribution
+def test_truncated_samples_are_drawn_once(gpu: VirtualGpu, bounds: tuple[float, float]) -> None:
+    weight = torch.empty(64, 128, device="cuda")
+    with warnings.catch_warnings(action="ignore"):
+        assert nn.init.trunc_normal_(weight, a=bounds[0], b=bounds[1]) is weight
+    assert torch.isnan(weight).any().item() is False
+    assert (weight > 0).any().item() is True  # elsewhere an unknown boolean is true as before
 
 
 def test_experts_are_chosen_evenly(gpu: VirtualGpu) -> None:
