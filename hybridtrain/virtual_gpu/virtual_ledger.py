@@ -272,6 +272,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if results is None:
             for tensor in written:
                 self._values.pop(tensor.untyped_storage()._cdata, None)
+                self._fills.pop(tensor.untyped_storage()._cdata, None)
             answer = FINITE_ANSWERS.get(func._overloadpacket)
             if answer is not None:
                 self._fills[out.untyped_storage()._cdata] = answer
@@ -620,6 +621,8 @@ def _stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if func is _ATEN._to_copy.default:
         return True
     dtype = kwargs.get("dtype")
+    if any(isinstance(value, list | tuple) and math.prod(value) == 0 for value in args[:1]):
+        return True  # no bytes; torch.load makes such, and gives it a real storage
     is_integer = dtype is None and func._overloadpacket in _INTEGER_FACTORIES
     if not is_integer and (dtype is None or dtype.is_floating_point or dtype.is_complex):
         return False
