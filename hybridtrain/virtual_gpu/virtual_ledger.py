@@ -83,6 +83,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.first_matmuls: set[bool] = set()
+        self.scratch_rules: dict[torch._ops.OpOverload, Callable[[Sequence[Any]], int]] = {}
+        """Of ops whose scratch depends on the card."""
         self._places: dict[int, Place] = {}
         self._values: dict[int, torch.UntypedStorage] = {}
         self._fills: dict[int, bool] = {}
@@ -238,7 +240,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if target is not None or func in _COPIES:
             self._book_copy(func, args, kwargs, out, place, sources)
         elif place is Place.DEVICE:
-            scratch = scratch_bytes(func, args)
+            rule = self.scratch_rules.get(func)
+            scratch = scratch_bytes(func, args) if rule is None else rule(args)
             if scratch:
                 index = self._allocate(scratch, Stage.UPDATE)
                 self._release(index, scratch)
