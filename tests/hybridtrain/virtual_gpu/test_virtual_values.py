@@ -1,12 +1,12 @@
 """What a script may ask of a virtual card: places, known values, stand-ins, autocast, attention."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, cuda_paths, find_card
 
@@ -94,6 +94,48 @@ def test_what_follows_from_data_is_known(gpu: VirtualGpu) -> None:
     assert gpu.stand_ins() == ()
 
 
+def test_values_are_known_where_the_cpu_has_no_kernel_for_their_type(gpu: VirtualGpu) -> None:
+    counts = torch.histc(torch.tensor([0, 2, 2, 3], dtype=torch.int32, device="cuda"), bins=4, min=0, max=3)
+    assert counts.dtype is torch.int32  # CUDA counts whole numbers, the CPU none
+    assert counts.tolist() == [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "sizes", [((8, 16), (2, 16, 20)), ((16, 8), (8, 24)), ((2, 8, 16), (16, 8)), ((2, 8, 16), (2, 16, 8))]
+)
+@pytest.mark.usefixtures("gpu")
+def test_grouped_matmuls_run_in_every_type(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def multiply(device: str, dtype: torch.dtype) -> Tensor:
+        one = torch.empty(sizes[0], device=device, dtype=dtype)
+        other = torch.empty((*sizes[1][:-2], *sizes[1][:-3:-1]), device=device, dtype=dtype).mT
+        is_batch = one.dim() == other.dim() == 3
+        offs = None if is_batch else torch.tensor([2, 6], dtype=torch.int32).to(device)
+        found: Tensor = torch.ops.aten._grouped_mm(one, other, offs)
+        return found
+
+    true = multiply("meta", torch.bfloat16)
+    half, single = multiply("cuda", torch.bfloat16), multiply("cuda", torch.float32)
+    assert (half.device.type, half.shape, half.stride(), half.dtype) == ("cuda", true.shape, true.stride(), true.dtype)
+    assert (single.shape, single.dtype) == (true.shape, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda values, rows: values[rows],
+        lambda values, rows: values.index_select(0, rows),
+        lambda values, rows: values.gather(0, rows[:, None].expand(-1, 64)),
+        lambda values, _rows: values.topk(2)[0],
+    ],
+)
+def test_gradients_of_chosen_elements_are_put_into_zeros_in_place(gpu: VirtualGpu, pick: Callable[..., Tensor]) -> None:
+    values = torch.zeros(512, 64, device="cuda", requires_grad=True)
+    pick(values, torch.arange(8, device="cuda")).sum().backward()
+    assert values.grad is not None
+    sizes = gpu.ledger.trace().sizes
+    assert sizes.count(values.nbytes) == 2  # itself and its gradient
+
+
 def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: VirtualGpu) -> None:
     loss = torch.randn(2**20, device="cuda").square().mean()
     assert (loss.item(), float(loss), f"{loss:.1f}") == (1.0, 1.0, "1.0")
@@ -106,7 +148,8 @@ def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: Virtua
 
 
 @pytest.mark.parametrize("bounds", [(-2.0, 2.0), (2.5, 3.0)])  # the second by rejection from a uniform distribution
-def test_truncated_samples_are_drawn_once(gpu: VirtualGpu, bounds: tuple[float, float]) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_truncated_samples_are_drawn_once(bounds: tuple[float, float]) -> None:
     weight = torch.empty(64, 128, device="cuda")
     with warnings.catch_warnings(action="ignore"):
         assert nn.init.trunc_normal_(weight, a=bounds[0], b=bounds[1]) is weight
@@ -203,3 +246,30 @@ def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
     assert torch.cuda.memory_allocated() - before == 1024 * 4 + 1024
     assert nn.functional.dropout(out, 0.1, training=False) is not None
     assert ops(gpu).count("native_dropout") == 1
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "scratch"),
+    [
+        # Blocks of 64 x 64 do not hold rows of 128 in registers: keys and values are summed in fp32, over 3 splits.
+        # 4 blocks of rows, 2 of columns, each with 16 bytes of locks.
+        ("rtx-4090", torch.bfloat16, 4 * (3 * 64 * (128 + 128) + 4 * 2 * (64 * 64 + 4))),
+        # Blocks of 128 x 128 do: what is left is the queries' accumulator, 2 blocks of rows.
+        ("a100-80gb", torch.bfloat16, 4 * (2 * 1 * (128 * 128 + 4))),
+        # Gradients of keys and values are fp32 themselves.
+        ("rtx-4090", torch.float32, 4 * (4 * 2 * (64 * 64 + 4))),
+    ],
+)  # fmt: skip
+def test_memory_efficient_attentions_backward_pass_takes_its_accumulators(
+    card: str, dtype: torch.dtype, scratch: int
+) -> None:
+    batch, heads, rows, width = 2, 30, 200, 128  # 200 // 60 splits of at most 4
+    with VirtualGpu(card) as gpu:
+        operands = [torch.empty(batch, heads, rows, width, dtype=dtype, device="cuda") for _ in range(3)]
+        mask = torch.zeros(batch, 1, rows, rows, dtype=dtype, device="cuda")
+        query, key, value = (operand.requires_grad_() for operand in operands)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        grad = torch.empty_like(out)
+        before = len(gpu.ledger.trace().sizes)
+        torch.autograd.grad(out, [query, key, value], grad)
+        assert batch * heads * (4 * rows + scratch) in gpu.ledger.trace().sizes[before:]
