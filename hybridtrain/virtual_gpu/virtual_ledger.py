@@ -602,7 +602,7 @@ def _accumulated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor |
     """
     if func is _ATEN.add.Tensor and len(args) == 2:
         is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype
-        targets = args if is_like else ()
+        targets: tuple[Tensor, ...] = args if is_like else ()
     else:
         targets = args[:1] if func in _INTO_ZEROS else ()
     if not targets or sys._getframe(3).f_code is not _ENGINE:

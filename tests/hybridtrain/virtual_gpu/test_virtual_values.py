@@ -94,7 +94,8 @@ def test_what_follows_from_data_is_known(gpu: VirtualGpu) -> None:
     assert gpu.stand_ins() == ()
 
 
-def test_values_are_known_where_the_cpu_has_no_kernel_for_their_type(gpu: VirtualGpu) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_values_are_known_where_the_cpu_has_no_kernel_for_their_type() -> None:
     counts = torch.histc(torch.tensor([0, 2, 2, 3], dtype=torch.int32, device="cuda"), bins=4, min=0, max=3)
     assert counts.dtype is torch.int32  # CUDA counts whole numbers, the CPU none
     assert counts.tolist() == [1, 0, 2, 1]
