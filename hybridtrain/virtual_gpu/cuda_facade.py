@@ -167,6 +167,7 @@ class _TensorMethods:
         self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
         self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
+        self._true_data: Any = torch.Tensor.data
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
         self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
 
@@ -193,6 +194,7 @@ class _TensorMethods:
             "is_pinned": lambda _tensor, *_args: False,
             "record_stream": lambda _tensor, _stream: None,
             "new_tensor": _method(self._new_tensor),
+            "data": property(self._true_data.__get__, self._set_data),
             "data_ptr": _method(self._data_ptr),
         }
 
@@ -259,6 +261,17 @@ class _TensorMethods:
         if isinstance(value, bool | int | float) and self._place(tensor) is not None:
             value = self._true_tensor(value, dtype=tensor.dtype, device="cpu")
         self._true_set_item(tensor, index, value)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file."""
+        if is_truly_meta(tensor) == is_truly_meta(value) or (self._place(value) or self._place(tensor)) is None:
+            self._true_data.__set__(tensor, value)
+        elif is_truly_meta(tensor):
+            with self._ledger.moving_to(Place.HOST):
+                self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
+        else:
+            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
+            torch.utils.swap_tensors(tensor, made)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:

@@ -137,6 +137,21 @@ def test_gradients_of_chosen_elements_are_put_into_zeros_in_place(gpu: VirtualGp
     assert sizes.count(values.nbytes) == 2  # itself and its gradient
 
 
+def test_a_tensor_may_have_other_data_wherever_they_came_from() -> None:
+    read = nn.Parameter(torch.ones(4, 2))  # as from a file: with values
+    with VirtualGpu(CARD):
+        layer = nn.Linear(8192, 2)
+        held = read
+        read.data = layer.weight.data
+        assert held is read
+        assert (read.shape, read.device.type, read.requires_grad, type(read)) == (
+            (2, 8192), "cpu", True, nn.Parameter
+        )  # fmt: skip
+        layer.weight.data = torch.from_numpy(np.ones((3, 2), dtype=np.float32))
+        assert layer.weight.shape == (3, 2)
+        assert layer.weight.tolist() == [[1.0, 1.0]] * 3
+
+
 def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: VirtualGpu) -> None:
     loss = torch.randn(2**20, device="cuda").square().mean()
     assert (loss.item(), float(loss), f"{loss:.1f}") == (1.0, 1.0, "1.0")
