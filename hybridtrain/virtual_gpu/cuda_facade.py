@@ -270,7 +270,7 @@ class _TensorMethods:
             with self._ledger.moving_to(Place.HOST):
                 self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
         else:
-            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
+            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
             torch.utils.swap_tensors(tensor, made)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
