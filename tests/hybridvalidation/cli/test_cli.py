@@ -363,7 +363,7 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "validate", "dry-run", "virtual", "execute", "recommend", "recorded", "evidence", "bench", "study", "train", "gate",
+    "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "evidence", "bench", "study", "train", "gate",
     "report", "records", "list", "doctor",
 )  # fmt: skip
 
