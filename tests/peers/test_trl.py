@@ -59,6 +59,8 @@ def test_all_weights_are_trained_and_saved(
     assert answer["by_class"]["weight"] == weights + BLOCK  # frequencies of the positions
     assert answer["by_class"]["optim_state"] == 2 * weights + BLOCK * len(parameters)  # the fused update's counts
     assert tensors(tmp_path / "out" / "model.safetensors") == tensors(tmp_path / "tiny" / "model.safetensors")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert "hybridtrain_virtual" in file.metadata()  # shapes without values, not what lay at some address
 
 
 @pytest.mark.usefixtures("model")
