@@ -48,13 +48,14 @@ whether the same steps run in its {memory:.1f} GiB. Nothing is compiled.
 
 - bf16: weights, gradients and moments in bfloat16. autocast: all of them in fp32, the forward pass under
   `torch.autocast`. recomputed: with the library's own gradient checkpointing.
-- size: samples x tokens, or samples. T5 has as many tokens in the decoder as in the encoder. Pictures of SD 1.5 are
-  512 x 512, of FLUX.1 1024 x 1024 / 4 with 512 tokens of text, of DiT and ViT as in their names.
+- size: samples x tokens, or samples. T5 has as many tokens in the decoder as in the encoder. Pictures of SD 1.5
+  and FLUX.1 are 512 x 512 (FLUX.1 with 512 tokens of text), of DiT 256 x 256, of ViT 224 x 224.
 - allocated, reserved: the allocator's peaks, GiB. activations: the part of the allocated peak that is neither weight,
   gradient nor optimizer state.
 - s, RAM: seconds of processor time from the model's construction to the report, on one thread (wall-clock time where
   nothing else runs), and the largest resident memory of the planning process so far, GiB; imports are not in seconds.
-- Experts are loaded evenly: position r of the k-th choice is expert (r k + j) mod n (`stand_in.py`).
+- Mixtures of experts run through grouped matmuls, whose memory does not depend on who goes to which expert; where code
+  reads the choice, experts are loaded evenly (`stand_in.py`).
 - Checked for every line: weights, gradients and moments on the card are parameters (and buffers) times bytes, to the
   byte; every trainable parameter has a gradient.
 """
@@ -135,7 +136,6 @@ def plan(model: Mapping[str, Any], variant: str) -> dict[str, Any]:
         "activations": found.peak.allocated_bytes - kept, "fits": capped.oom is None,
         "wall_s": end - begin, "cpu_s": end_cpu - begin_cpu,
         "ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "is_even": any("equally often" in use.rule for use in gpu.stand_ins()),
     }  # fmt: skip
 
 
@@ -237,7 +237,6 @@ def page(rows: list[dict[str, Any]]) -> str:
         "| model | parameters | size | variant | allocated | reserved | activations | fits 24 GB | s | RAM |",
         "|---|--:|---|---|--:|--:|--:|---|--:|--:|",
         *map(line, rows),
-        "\nEvenly loaded experts: " + ", ".join(dict.fromkeys(row["name"] for row in done if row["is_even"])) + ".",
     ]
     return "\n".join(lines) + "\n"
 
