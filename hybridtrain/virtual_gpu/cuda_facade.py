@@ -34,6 +34,8 @@ _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_byt
 @contextmanager
 def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
     """Let code in this process believe that the ledger's card is there."""
+    # ``with torch.device("cuda"):`` remembers the factories at its first use (torch/utils/_device.py): the true ones.
+    torch.utils._device._device_constructors()
     with ExitStack() as stack:
         for owner, names in (
             (torch.Tensor, _TensorMethods(ledger).names()),
@@ -492,7 +494,7 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kwargs.pop("pin_memory", None)
         target = _as_device(device)
         if target is None:
-            target = data.device if isinstance(data, Tensor) else torch.get_default_device()
+            target = data.device if isinstance(data, Tensor) else _default_device()
         if target.type == "meta":
             return function(data, *args, device=target, **kwargs).requires_grad_(requires_grad)
         if isinstance(data, Tensor):
@@ -505,6 +507,15 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return made.requires_grad_() if requires_grad else made
 
     return make
+
+
+def _default_device() -> torch.device:
+    """Return what ``torch.get_default_device`` does, which asks ``torch.tensor`` itself for the index of a device."""
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, torch.utils._device.DeviceContext):
+            named: torch.device = mode.device
+            return named
+    return torch.device("cpu")
 
 
 def _numbers(data: Any) -> Any:
