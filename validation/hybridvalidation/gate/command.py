@@ -59,7 +59,7 @@ class GateReport:
 def gate_all(
     files: ScenarioFiles, names: Sequence[str], folder: Path, *, accept: bool, progress: bool
 ) -> GateReport:  # fmt: skip
-    """Compare dry runs, errors of recorded figures and, where named, compiled kernels with the baselines in ``folder``."""
+    """Compare dry runs, errors of recorded figures and, where named, compiled kernels with those in ``folder``."""
     scenarios = [name for name in names or files.scenario_names() if name not in _OTHERS]
     findings: list[Finding] = []
     replacements: dict[str, object] = {}

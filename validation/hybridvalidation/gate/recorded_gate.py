@@ -64,7 +64,9 @@ def _compare(old: Mapping[str, Mapping[str, Mapping[str, float]]], rows: list[Ro
         if before is None:
             yield _finding(row.source, row.id, GateExit.COULD_NOT_MEASURE, f"{row.quantity}: there is no baseline")
         elif row.error is None:
-            yield _finding(row.source, row.id, GateExit.COULD_NOT_MEASURE, f"{row.quantity}: planned no more: {row.why}")
+            yield _finding(
+                row.source, row.id, GateExit.COULD_NOT_MEASURE, f"{row.quantity}: planned no more: {row.why}"
+            )
         elif abs(row.error) != abs(before):
             code = GateExit.REGRESSED if abs(row.error) > abs(before) else GateExit.IMPROVED
             moved = f"{row.quantity}: error {100 * before:+.3f} % -> {100 * row.error:+.3f} %"

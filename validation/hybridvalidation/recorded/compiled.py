@@ -11,20 +11,25 @@ and what is computed anew is torch's choice. Of each graph there exist in memory
 and a buffer is freed after its last reader, before what takes its place. Nothing is compiled, nothing runs.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.fx.traceback
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
@@ -37,8 +42,8 @@ _REDUCTIONS = frozenset(
 _FUSED = frozenset(
     {
         _ATEN.arange, _ATEN.cat, _ATEN.constant_pad_nd, _ATEN.copy, _ATEN.embedding, _ATEN.empty, _ATEN.expand,
-        _ATEN.full, _ATEN.full_like, _ATEN.gather, _ATEN.index, _ATEN.scalar_tensor, _ATEN.scatter, _ATEN.select_scatter,
-        _ATEN.slice_scatter, torch.ops.prims.convert_element_type, torch.ops.prims.iota,
+        _ATEN.full, _ATEN.full_like, _ATEN.gather, _ATEN.index, _ATEN.scalar_tensor, _ATEN.scatter,
+        _ATEN.select_scatter, _ATEN.slice_scatter, torch.ops.prims.convert_element_type, torch.ops.prims.iota,
     }
 )  # fmt: skip
 """Ops beside those tagged as pointwise that become a part of a kernel."""
@@ -59,7 +64,7 @@ def boundary(tensor: Tensor) -> Tensor:
     return _boundary(tensor) if is_traced else tensor
 
 
-def free_of_memory() -> Callable[..., None]:
+def _free_of_memory() -> Callable[..., None]:
     """Return what stands for a function that, compiled, is one kernel which writes into its arguments."""
 
     def compiled(*_args: Any, **_kwargs: Any) -> None:
@@ -70,9 +75,15 @@ def free_of_memory() -> Callable[..., None]:
 
 
 @contextmanager
+def compiled_steps(module: str) -> Iterator[None]:
+    """Let compiled steps of torchao's optimizers take no memory: each is one kernel that writes in place."""
+    with mock.patch.object(import_module(f"{module}.adam"), "single_param_adam", _free_of_memory()):
+        yield
+
+
+@contextmanager
 def compiling(gpu: VirtualGpu) -> Iterator[None]:
     """Let ``torch.compile`` and ``nn.Module.compile`` inside an open virtual card do as this file says."""
-
     known: _Known = {}
 
     def compile_function(function: Any = None, **_options: Any) -> Any:
@@ -87,54 +98,86 @@ def compiling(gpu: VirtualGpu) -> Iterator[None]:
         yield
 
 
+_NUMBERS = itertools.count(1)
+"""Of checkpointed calls in a graph: where one ends and another begins, something is saved."""
 _Known = dict[Any, Callable[..., Any]]
+_Maker = Callable[[Iterator[Tensor]], Tensor]
 
 
 class _Region:
     """A function that was compiled, for each kind of arguments once."""
 
-    def __init__(self, gpu: VirtualGpu, function: Callable[..., Any], known: _Known, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, gpu: VirtualGpu, function: Callable[..., Any], known: _Known, module: nn.Module | None = None
+    ) -> None:
         self._gpu = gpu
         self._function = function
         self._module = module
         self._known = known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
+        state = [] if self._module is None else [tensor for _, tensor in _named(self._module)]
         values, spec = pytree.tree_flatten((args, kwargs))
         places = [position for position, value in enumerate(values) if isinstance(value, Tensor)]
-        inputs = [*state, *(values[position] for position in places)]
+        parts = [_Part.of(tensor) for tensor in [*state, *(values[position] for position in places)]]
         rest = tuple(None if isinstance(value, Tensor) else value for value in values)
+        inputs = [tensor for part in parts for tensor in part.tensors]
         who = self._function if self._module is None else repr(self._module)  # layers of one make share their graphs
         key = (who, str(spec), str(rest), torch.is_grad_enabled(), *(_kind(tensor) for tensor in inputs))
         if key not in self._known:
-            self._known[key] = self._trace(inputs, len(state), rest, places, spec)
+            makers = [part.make for part in parts]
+            self._known[key] = self._trace(inputs, makers, len(state), rest, places, spec)
         return self._known[key](*inputs)
 
     def _trace(
-        self, inputs: list[Tensor], num_state: int, rest: tuple[Any, ...], places: list[int], spec: pytree.TreeSpec
-    ) -> Callable[..., Any]:
+        self, inputs: list[Tensor], makers: list[_Maker], num_state: int, rest: tuple[Any, ...], places: list[int],
+        spec: pytree.TreeSpec,
+    ) -> Callable[..., Any]:  # fmt: skip
         names = [] if self._module is None else [name for name, _ in _named(self._module)]
 
-        def function(*tensors: Tensor) -> Any:
+        def function(*given: Tensor) -> Any:
+            left = iter(given)
+            tensors = [make(left) for make in makers]
             found = list(rest)
             for position, tensor in zip(places, tensors[num_state:], strict=True):
                 found[position] = tensor
             args, kwargs = pytree.tree_unflatten(found, spec)
             if self._module is None:
                 return self._function(*args, **kwargs)
-            given = dict(zip(names, tensors[:num_state], strict=True))
-            with nn.utils.stateless._reparametrize_module(self._module, given), _called_plainly(self._module):
+            weights = dict(zip(names, tensors[:num_state], strict=True))
+            with nn.utils.stateless._reparametrize_module(self._module, weights), _called_plainly(self._module):
                 return self._module(*args, **kwargs)
 
         traced = aot_function(
-            function, fw_compiler=_Kernels, bw_compiler=_Kernels, partition_fn=_partition,
+            function, fw_compiler=_compile, bw_compiler=_compile, partition_fn=_partition,
             decompositions=select_decomp_table(), keep_inference_input_mutations=True,
-        )  # type: ignore[no-untyped-call]  # fmt: skip
+        )  # fmt: skip
         with _tracing(self._gpu):
             traced(*(_twin(tensor) for tensor in inputs))
         kept: Callable[..., Any] = traced
         return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A tensor as the plain ones that it consists of, and how it is made of their like."""
+
+    tensors: list[Tensor]
+    make: _Maker
+
+    @staticmethod
+    def of(tensor: Tensor) -> "_Part":
+        if not is_traceable_wrapper_subclass(tensor):
+            return _Part(tensors=[tensor], make=next)
+        kind, size, stride = type(tensor), tensor.shape, tensor.stride()
+        names, context = tensor.__tensor_flatten__()
+
+        def make(left: Iterator[Tensor]) -> Tensor:
+            inner = {name: next(left) for name in names}
+            made: Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
+            return made
+
+        return _Part(tensors=[getattr(tensor, name) for name in names], make=make)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,10 +210,9 @@ def _tracing(gpu: VirtualGpu) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(_without_hooks())
-        stack.enter_context(
-            mock.patch.object(Autocast, "_is_ours", lambda _self, tensor: tensor.is_floating_point())
-        )
+        stack.enter_context(mock.patch.object(Autocast, "_is_ours", lambda _self, tensor: tensor.is_floating_point()))
         stack.enter_context(FakeTensorMode())  # of the CPU: on meta tensors a cross entropy has no gradient here
+        stack.enter_context(mock.patch.object(torch.utils.checkpoint, "checkpoint", _marked_for_recomputation))
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _flash))
         outer, ledger.is_inside = ledger.is_inside, True
         try:
@@ -184,7 +226,7 @@ def _without_hooks() -> Iterator[None]:
     """Hide what is saved from checkpoints and offloaders, whose forward pass this is not."""
     autograd = torch._C._autograd
     hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:  # noqa: FBT003  torch's own
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
@@ -192,6 +234,14 @@ def _without_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _marked_for_recomputation(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Say of all that is traced that it is computed anew, as Dynamo does (torch/_higher_order_ops/wrap.py)."""
+    kwargs.pop("use_reentrant", None)
+    marks = {"recompute": torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_NUMBERS)}
+    with fx.traceback.preserve_node_meta(), mock.patch.dict(fx.traceback.get_current_meta(), marks):
+        return function(*args, **kwargs)
 
 
 def _flash(
@@ -213,12 +263,16 @@ def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.G
     return cut
 
 
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> "_Kernels":  # noqa: ARG001  torch's names
+    return _Kernels(gm)
+
+
 class _Kernels:
     """A graph, run for its buffers alone. Takes its arguments in a list that it empties, as torch's own backends do."""
 
     _boxed_call = True
 
-    def __init__(self, graph: fx.GraphModule, _examples: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.GraphModule) -> None:
         self._nodes = list(graph.graph.nodes)
         self._constants = graph
         self._kept = {node for node in self._nodes if _has_buffer(node)}
@@ -318,9 +372,6 @@ def _has_buffer(node: fx.Node) -> bool:
 
 def _is_read_from_memory(node: fx.Node) -> bool:
     return any(
-        user.op == "output"
-        or _is_extern(user)
-        or _is_boundary(user)
-        or (_is_view(user) and _is_read_from_memory(user))
+        user.op == "output" or _is_extern(user) or _is_boundary(user) or (_is_view(user) and _is_read_from_memory(user))
         for user in node.users
     )

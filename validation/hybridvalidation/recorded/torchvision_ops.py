@@ -5,11 +5,11 @@ Peers import torchvision for pictures and augmentations; no run that is planned 
 
 import torch
 
-_LIBRARY = torch.library.Library("torchvision", "DEF")
+_LIBRARY = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 
 
 def declare() -> None:
     """Let ``import torchvision`` succeed."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

@@ -1,14 +1,13 @@
-"""torchao's benchmark of its optimizers (benchmarks/benchmark_low_bit_adam.py): a vision transformer of timm, fine-tuned.
+"""torchao's benchmark of its optimizers (benchmarks/benchmark_low_bit_adam.py): a vision transformer of timm.
 
 The loop is that script's: batches of pictures of one size, one step each; the figure is what it prints at the end.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import bitsandbytes
 import torch
@@ -16,26 +15,19 @@ from torch import nn
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import compiling, free_of_memory
+from hybridvalidation.recorded.compiled import compiled_steps, compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 
 _NUM_STEPS = 3
+_LOW_BIT = "torchao.prototype.low_bit_optim"
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
     """Return the peak of allocated bytes, and whether the card refused a request on the way."""
     gpu = VirtualGpu(find_card(card))
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu), _compiled_steps():
+    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu), compiled_steps(_LOW_BIT):
         _train({**common, **config})
     return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": float(gpu.oom is not None)}
-
-
-@contextmanager
-def _compiled_steps() -> Iterator[None]:
-    """Let compiled steps of torchao's optimizers take no memory: each parameter's is one kernel that writes in place."""
-    adam = import_module("torchao.prototype.low_bit_optim.adam")
-    with mock.patch.object(adam, "single_param_adam", free_of_memory()):
-        yield
 
 
 def _train(settings: Mapping[str, Any]) -> None:
@@ -52,7 +44,7 @@ def _train(settings: Mapping[str, Any]) -> None:
     make = _optimizers()[settings["optim"]]
     wrap = settings.get("optim_cpu_offload")
     if wrap:
-        offload = import_module("torchao.prototype.low_bit_optim").CPUOffloadOptimizer
+        offload = import_module(_LOW_BIT).CPUOffloadOptimizer
         make = partial(offload, optimizer_class=make, offload_gradients=wrap == "ao_offload_grads")
     optimizer = make(model.parameters(), lr=1e-4, weight_decay=0, **settings.get("optim_kwargs", {}))
     model.train()
@@ -63,13 +55,13 @@ def _train(settings: Mapping[str, Any]) -> None:
             images = images.bfloat16()
         with torch.autocast("cuda", dtype=torch.bfloat16) if settings.get("amp") else nullcontext():
             loss = nn.functional.cross_entropy(model(images.to("cuda")), labels.to("cuda"))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
 
 def _optimizers() -> dict[str, Callable[..., Any]]:
-    low_bit = import_module("torchao.prototype.low_bit_optim")
+    low_bit = import_module(_LOW_BIT)
     return {
         "AdamW": partial(torch.optim.AdamW, fused=True), "AdamW8bitBnb": bitsandbytes.optim.AdamW8bit,
         "AdamW8bitAo": low_bit.AdamW8bit, "AdamWFp8Ao": low_bit.AdamWFp8, "AdamW4bitAo": low_bit.AdamW4bit,

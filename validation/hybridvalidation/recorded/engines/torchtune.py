@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import boundary, compiling
+from hybridvalidation.recorded.compiled import boundary, compiled_steps, compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 
 _NUM_STEPS = 2
@@ -33,7 +33,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the largest of the recipe's own peaks, one for each step."""
     gpu = VirtualGpu(find_card(config.get("card", card)))
     Log.peaks.clear()
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
+    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu), compiled_steps("torchao.prototype.low_bit_optim"):
         declare()
         _run({**common["overrides"], **config["overrides"]}, config["recipe"], config["config"])
     peak = max(Log.peaks, default=gpu.ledger.allocator.peak_active_bytes)
@@ -91,13 +91,13 @@ def _without_files(module: ModuleType, cfg: Any) -> Iterator[None]:
     batches = _Batches(_batch(cfg) for _ in range(_NUM_STEPS))
     loaded = nn.modules.module._IncompatibleKeys([], [])
     with (
-        mock.patch.object(recipe, "load_checkpoint", lambda *_args, **_kwargs: {training.MODEL_KEY: {}}),
-        mock.patch.object(nn.Module, "load_state_dict", lambda *_args, **_kwargs: loaded),
-        mock.patch.object(module, "validate_missing_and_unexpected_for_lora", lambda **_kwargs: None, create=True),
-        mock.patch.object(recipe, "_setup_data", lambda *_args, **_kwargs: (batches, batches)),
-        mock.patch.object(recipe, "save_checkpoint", lambda *_args, **_kwargs: None),
-        mock.patch.object(precision, "verify_bf16_support", lambda: True),  # it asks for NCCL
-        mock.patch.object(attention, "_sdpa_or_flex_attention", lambda: _flex),
+        mock.patch.object(recipe, "load_checkpoint", return_value={training.MODEL_KEY: {}}),
+        mock.patch.object(nn.Module, "load_state_dict", return_value=loaded),
+        mock.patch.object(module, "validate_missing_and_unexpected_for_lora", create=True),
+        mock.patch.object(recipe, "_setup_data", return_value=(batches, batches)),
+        mock.patch.object(recipe, "save_checkpoint"),
+        mock.patch.object(precision, "verify_bf16_support", return_value=True),  # it asks for NCCL
+        mock.patch.object(attention, "_sdpa_or_flex_attention", return_value=_flex),
     ):
         yield
 
@@ -128,14 +128,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, **_options: Any) -> Tensor:
 
 
 @torch.library.custom_op("hybridvalidation::flex_attention", mutates_args=())
-def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001  shapes are all there is
     """Return result and log-sum-exp (fp32), [batch, heads, tokens, width] and [batch, heads, tokens]."""
     return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("hybridvalidation::flex_attention_backward", mutates_args=())
 def flex_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of queries, keys and values."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
