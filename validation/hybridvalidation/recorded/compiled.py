@@ -12,6 +12,7 @@ and a buffer is freed after its last reader, before what takes its place. Nothin
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -333,15 +335,16 @@ class _Kernels:
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    target: Any = node.target
+    if target is run_and_save_rng_state:  # attention that a checkpoint computes anew; nobody draws numbers here
+        return torch.empty(16, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+    return args[1](*args[2:], **kwargs) if target is run_with_rng_state else target(*args, **kwargs)
 
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):  # an item of several results
-        return node.op == "call_function"
-    return target.is_view or target in _VIEWS
+    is_view = isinstance(target, torch._ops.OpOverload) and (target.is_view or target in _VIEWS)
+    return is_view or target is operator.getitem
 
 
 def _is_boundary(node: fx.Node) -> bool:
@@ -356,7 +359,8 @@ def _is_extern(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or _is_view(node) or _is_write(node) or _is_reduction(node) or _is_boundary(node):
         return False
-    assert isinstance(target, torch._ops.OpOverload)
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
     return torch.Tag.pointwise not in target.tags and target._overloadpacket not in _FUSED
 
 

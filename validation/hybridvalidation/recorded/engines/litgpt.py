@@ -1,20 +1,25 @@
 """LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, its Fabric, its loss, a batch as long as any.
 
-The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last.
+The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last. What
+was otherwise when the figures were made is as it was then: embeddings are no StableEmbedding (added in October 2024,
+#1770), and products with quantized weights are bitsandbytes 0.42's.
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
+import bitsandbytes
 import lightning as L  # noqa: N812  the name that its own documentation uses
 import torch
-from bitsandbytes.nn import StableEmbedding
+from bitsandbytes.functional import dequantize_4bit
 from lightning.fabric.plugins import BitsandbytesPrecision
 from litgpt.config import Config as FullConfig
 from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
 from litgpt.model import GPT as FullGPT  # noqa: N811  an abbreviation
 from litgpt.utils import chunked_cross_entropy, instantiate_bnb_optimizer, instantiate_torch_optimizer
+from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
@@ -26,7 +31,8 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the peak of allocated bytes, and whether the card refused a request on the way."""
     settings = {**common, **config}
     gpu = VirtualGpu(find_card(card))
-    with suppress(torch.OutOfMemoryError), gpu:
+    old_product = mock.patch.object(bitsandbytes.autograd._functions, "MatMul4Bit", _MatMul4Bit)
+    with suppress(torch.OutOfMemoryError), gpu, old_product:
         _train(settings)
     return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": float(gpu.oom is not None)}
 
@@ -48,7 +54,6 @@ def _train(settings: Mapping[str, Any]) -> None:
     arguments = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-4}}
     if quantize:
         made = instantiate_bnb_optimizer(arguments, model.parameters())
-        _make_embedding_stable(model)
     else:
         made = instantiate_torch_optimizer(arguments, model.parameters())
     optimizer = fabric.setup_optimizers(made)
@@ -71,10 +76,21 @@ def _train(settings: Mapping[str, Any]) -> None:
                 optimizer.zero_grad()
 
 
-def _make_embedding_stable(model: Any) -> None:
-    """Replace the embedding as the script does where weights are quantized."""
-    old = model.transformer.wte
-    stable = StableEmbedding(old.num_embeddings, old.embedding_dim)
-    with torch.no_grad():
-        stable.weight.copy_(old.weight)
-    model.transformer.wte = stable.to(device=old.weight.device, dtype=old.weight.dtype)
+class _MatMul4Bit(torch.autograd.Function):
+    """A product with a quantized weight, as in bitsandbytes 0.42: it makes the weight whole, and keeps its input.
+
+    Every figure planned here was made with 0.41.1, or with 0.42, to which LitGPT held until December 2024. Since
+    0.43 (bitsandbytes/autograd/_functions.py) the input is not kept; newer ones multiply in one kernel.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: Tensor, packed: Tensor, _out: None, bias: Tensor | None, state: Any
+    ) -> Tensor:
+        ctx.state, ctx.kept = state, (inputs, packed)
+        return nn.functional.linear(inputs, dequantize_4bit(packed, state).to(inputs.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        _, packed = ctx.kept
+        return grad @ dequantize_4bit(packed, ctx.state).to(grad.dtype), None, None, None, None
