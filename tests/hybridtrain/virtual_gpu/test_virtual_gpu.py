@@ -215,3 +215,28 @@ def test_a_device_named_for_a_block_of_code_is_the_cards() -> None:
             assert nn.Embedding(8, 4).weight.device.type == "cuda"
             assert torch.tensor([1.0]).device.type == torch.get_default_device().type == "cuda"
         assert torch.tensor([1.0]).device.type == "cpu"
+
+
+def test_a_fraction_of_the_card_is_a_cap() -> None:
+    half = CARD.memory_bytes // 2
+    with VirtualGpu(CARD):
+        kept = torch.empty(half - 64 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(ValueError, match="0~1"):
+            torch.cuda.set_per_process_memory_fraction(2)
+        del kept
+
+
+def test_a_number_names_the_card() -> None:
+    with VirtualGpu(CARD):
+        device = torch.device(0)
+        assert device == torch.device("cuda", 0) == torch.device("cuda:0") == torch.device(type="cuda", index=0)
+        assert isinstance(device, torch.device)
+        with device:
+            assert torch.empty(2).device == device == torch.get_default_device()
+            assert torch.tensor([1.0]).is_cuda
+    assert torch.device is type(torch.device("cpu"))
