@@ -39,13 +39,8 @@ _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_byt
 @contextmanager
 def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
     """Let code in this process believe that the ledger's card is there."""
-<<<<<<< HEAD
-    # ``with torch.device("cuda"):`` remembers the factories at its first use (torch/utils/_device.py): the true ones.
-    torch.utils._device._device_constructors()
-=======
     _device_constructors()  # kept by torch: must list its true functions
     cuda, methods = _CudaModule(ledger).names(), _TensorMethods(ledger)
->>>>>>> main
     with ExitStack() as stack:
         for owner, names in (
             (torch.Tensor, methods.names()),
@@ -568,20 +563,11 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _default_device() -> torch.device:
-<<<<<<< HEAD
-    """Return what ``torch.get_default_device`` does, which asks ``torch.tensor`` itself for the index of a device."""
-    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
-        if isinstance(mode, torch.utils._device.DeviceContext):
-            named: torch.device = mode.device
-            return named
-    return torch.device("cpu")
-=======
     """Return what ``torch.get_default_device`` does, which makes a tensor to learn its index."""
     modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
     context = next(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
     found = torch.device("cpu") if context is None else context.device
     return _CARD if found.type == "cuda" else found
->>>>>>> main
 
 
 def _numbers(data: Any) -> Any:

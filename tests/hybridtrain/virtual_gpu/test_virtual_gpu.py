@@ -209,14 +209,6 @@ def test_it_imports_nothing_of_the_trainer_and_no_torch_before_it_is_needed() ->
     assert set(done.stdout.split()) <= allowed | {"hybridtrain.dtypes", "hybridtrain.atomic_write"}
 
 
-def test_a_device_named_for_a_block_of_code_is_the_cards() -> None:
-    with VirtualGpu("rtx-4090"):
-        with torch.device("cuda"):
-            assert nn.Embedding(8, 4).weight.device.type == "cuda"
-            assert torch.tensor([1.0]).device.type == torch.get_default_device().type == "cuda"
-        assert torch.tensor([1.0]).device.type == "cpu"
-
-
 def test_a_fraction_of_the_card_is_a_cap() -> None:
     half = CARD.memory_bytes // 2
     with VirtualGpu(CARD):
