@@ -334,7 +334,8 @@ class _Kernels:
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
+    found: Any = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
+    args, kwargs = found
     target: Any = node.target
     if target is run_and_save_rng_state:  # attention that a checkpoint computes anew; nobody draws numbers here
         return torch.empty(16, dtype=torch.uint8), args[0](*args[1:], **kwargs)

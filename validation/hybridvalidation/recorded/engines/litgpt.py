@@ -84,13 +84,11 @@ class _MatMul4Bit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, inputs: Tensor, packed: Tensor, _out: None, bias: Tensor | None, state: Any
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, packed: Tensor, _out: None, bias: Tensor | None, state: Any) -> Tensor:
         ctx.state, ctx.kept = state, (inputs, packed)
         return nn.functional.linear(inputs, dequantize_4bit(packed, state).to(inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         _, packed = ctx.kept
         return grad @ dequantize_4bit(packed, ctx.state).to(grad.dtype), None, None, None, None
