@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
@@ -34,6 +35,7 @@ _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_byt
 @contextmanager
 def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
     """Let code in this process believe that the ledger's card is there."""
+    _device_constructors()  # what ``with torch.device(...)`` knows: a table made once, of torch's true functions
     with ExitStack() as stack:
         for owner, names in (
             (torch.Tensor, _TensorMethods(ledger).names()),
@@ -468,6 +470,8 @@ class _TorchFunctions:
             "Generator": Generator,
             "compile": _not_compiled,
             "get_device_module": lambda *_args: torch.cuda,
+            # Torch's own asks torch.tensor([]) where it is, and ours asks torch's (torch/__init__.py).
+            "get_default_device": lambda: torch.empty(0).device,
         }
         return found
 

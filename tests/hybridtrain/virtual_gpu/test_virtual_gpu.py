@@ -149,6 +149,15 @@ def test_without_a_step_it_says_what_is_missing() -> None:
         VirtualGpu("rtx-4091")
 
 
+@pytest.mark.parametrize("name", ["cuda", "cpu", "meta"])
+def test_what_is_made_in_the_scope_of_a_device_lies_there(name: str) -> None:
+    with VirtualGpu(CARD):
+        assert torch.get_default_device() == torch.tensor([1.0]).device == torch.device("cpu")
+        with torch.device(name):
+            found = torch.get_default_device(), torch.tensor([1.0]).device, torch.zeros(2).device
+        assert [device.type for device in found] == [name] * 3
+
+
 def test_torch_is_as_it_was_afterwards() -> None:
     def state() -> tuple[object, ...]:
         return (
