@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer
+from torch.utils.checkpoint import checkpoint
 
 import hybridtrain.virtual_gpu
 from hybridtrain.errors import ConfigError
@@ -86,6 +87,23 @@ def test_the_loop_over_tensors_takes_less_than_the_foreach_update() -> None:
     # the loop made of the bias before is still held by its variable.
     temporaries = 2 * 4 * WIDTH * HIDDEN + 4 * HIDDEN
     assert run.peak.requested_bytes == 4 * PARAMS + INPUT + temporaries + 2 * CUBLAS
+
+
+def test_updates_inside_of_the_backward_pass_belong_to_its_step() -> None:
+    with VirtualGpu(CARD) as gpu:
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).cuda() for _ in range(3)]
+        for parameter in (parameter for block in blocks for parameter in block.parameters()):
+            sgd = torch.optim.SGD([parameter])
+            parameter.register_post_accumulate_grad_hook(lambda _, sgd=sgd: sgd.step())
+        for _ in range(2):
+            hidden = torch.empty(BATCH, WIDTH, device="cuda", requires_grad=True)
+            for block in blocks:  # each is run again in the backward pass, after the next one was updated
+                hidden = checkpoint(block, hidden, use_reentrant=False)
+            hidden.sum().backward()
+    run = gpu.report()
+    assert len(run.steps) == 2
+    assert run.time.flops == 3 * 4 * 2 * BATCH * WIDTH * WIDTH  # forward, again, and two in the backward pass
+    assert gpu.without_gradient == ()
 
 
 def test_the_time_of_a_step_follows_the_cards_rates() -> None:
