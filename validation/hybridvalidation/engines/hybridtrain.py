@@ -18,7 +18,7 @@ from hybridvalidation.engines.task import Task
 from hybridvalidation.scenario import Stack
 
 
-def plan(task: Task, card: Card, host: Host) -> DryRun:
+def run_dry(task: Task, card: Card, host: Host) -> DryRun:
     """Return a dry run of the stack."""
     stack, memory_plan = _chosen(task)
     workload = task.workload.micro_batch(memory_plan)
@@ -31,7 +31,7 @@ def train(task: Task) -> list[float]:
     stack, memory_plan = _chosen(task)
     accum_steps = memory_plan.for_phase(Phase.FULL).grad_accum_steps
     size = task.workload.batch_size // accum_steps
-    tokens = np.array([task.sample(number) for number in range(size)], dtype=np.int64)
+    tokens = np.array([task.sample] * size, dtype=np.int64)
     batch = TokenBatch(token_ids_BT=tokens, target_ids_BT=np.roll(tokens, -1, axis=1))
     transfer = open_transfer(torch.device(task.device), disk_folder=Path(tempfile.gettempdir()))
     try:

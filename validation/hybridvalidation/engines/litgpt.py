@@ -21,7 +21,6 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 from hybridvalidation.engines.task import Task
-from hybridvalidation.engines.task import batches as task_batches
 
 _NUM_STEPS = 2
 
@@ -44,7 +43,7 @@ def train(task: Task) -> list[float]:
     make = partial(FullConfig if settings.get("lora") is None else Config, **_shape(task.model))
     precision = "bf16-true" if task.precision == "bf16" else "bf16-mixed"
     device = task.device
-    return _run(make, settings, list(task_batches(task)), precision=precision, device=device, num_steps=task.num_steps)
+    return _run(make, settings, task.batches, precision=precision, device=device, num_steps=task.num_steps)
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:

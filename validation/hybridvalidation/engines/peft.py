@@ -18,7 +18,6 @@ import peft
 import torch
 from peft.optimizers import create_lorafa_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
@@ -74,13 +73,13 @@ def train(task: Task) -> list[float]:
 
 
 def _quantized(task: Task, settings: Mapping[str, Any]) -> Any:
-    """Return what ``from_pretrained`` with a ``BitsAndBytesConfig`` returns, with random weights on no disk."""
-    model = build_model(task)
-    config = BitsAndBytesConfig(**settings)
-    model = replace_with_bnb_linear(model, modules_to_not_convert=["lm_head"], quantization_config=config)
-    model.is_loaded_in_4bit = True
-    model.config.quantization_config = config
-    return model
+    """Return what ``from_pretrained`` makes with a ``BitsAndBytesConfig``, of random weights instead of a file's."""
+    whole = build_model(task)
+    kind, config, weights = type(whole), whole.config, whole.state_dict()
+    return kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=whole.dtype, device_map={"": task.device},
+        quantization_config=BitsAndBytesConfig(**settings),
+    )  # fmt: skip
 
 
 def bucket_lengths(tokens_per_sample: float, spread: float, batch_size: int) -> list[int]:

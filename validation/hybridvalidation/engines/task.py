@@ -1,7 +1,7 @@
 """What an engine is asked to train: one model, the tokens of a step, and a recipe in the engine's own words."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
@@ -52,13 +52,15 @@ class Task:
         """Sequences of a micro-batch."""
         return self.workload.batch_size // self.micro_batches
 
-    def micro_batch(self) -> list[list[int]]:
-        """Return the tokens of every micro-batch: the same ones, so that a model which learns can be told from noise."""
-        return [self.sample(number) for number in range(self.micro_batch_size)]
+    @property
+    def sample(self) -> list[int]:
+        """Tokens of a sequence; every one is the same, so that a model which learns can be told from one which not."""
+        return [13 * place % self.model.vocab_size for place in range(self.workload.seq_len)]
 
-    def sample(self, number: int) -> list[int]:
-        """Return the tokens of a sequence."""
-        return [(7 * number + 13 * place) % self.model.vocab_size for place in range(self.workload.seq_len)]
+    @property
+    def batches(self) -> list[list[list[int]]]:
+        """Tokens of the micro-batches of a step."""
+        return [[self.sample] * self.micro_batch_size] * self.micro_batches
 
     def small(self) -> "Task":
         """Return the same recipe at a size that a processor trains in a second."""
@@ -87,9 +89,3 @@ def by_path(path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found
-
-
-def batches(task: Task) -> Iterator[list[list[int]]]:
-    """Yield the micro-batches of one optimizer step."""
-    for _ in range(task.micro_batches):
-        yield task.micro_batch()

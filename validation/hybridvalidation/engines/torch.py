@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridvalidation.engines.hf_model import build_model
-from hybridvalidation.engines.task import Task, batches, by_path
+from hybridvalidation.engines.task import Task, by_path
 
 
 def train(task: Task) -> list[float]:
@@ -27,7 +27,7 @@ def train(task: Task) -> list[float]:
 
 def _step(model: Any, task: Task, update: Callable[[], None]) -> float:
     total = 0.0
-    for batch in batches(task):
+    for batch in task.batches:
         ids = torch.tensor(batch).to(task.device)
         with torch.autocast(task.device, dtype=torch.bfloat16, enabled=task.precision == "mixed"):
             loss = model(input_ids=ids, labels=ids).loss / task.micro_batches

@@ -3,25 +3,10 @@
 import tempfile
 from typing import Any
 
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hybridvalidation.engines.hf_model import build_model
 from hybridvalidation.engines.task import Task
-
-
-class Samples(Dataset[dict[str, list[int]]]):
-    """As many sequences as the steps take, every micro-batch the same."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def __len__(self) -> int:
-        return self._task.workload.batch_size * self._task.num_steps
-
-    def __getitem__(self, number: int) -> dict[str, list[int]]:
-        tokens = self._task.sample(number % self._task.micro_batch_size)
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def train(task: Task) -> list[float]:
@@ -33,7 +18,8 @@ def run_trainer(task: Task, model: Any, settings: dict[str, Any]) -> list[float]
     """Give a model to the Trainer with its own settings, and run the steps."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**common_arguments(task, folder) | settings)
-        trainer = Trainer(model=model, args=arguments, train_dataset=Samples(task))
+        samples = [{"input_ids": task.sample, "labels": task.sample}] * (task.workload.batch_size * task.num_steps)
+        trainer = Trainer(model=model, args=arguments, train_dataset=samples)
         trainer.train()
         return losses_of(trainer)
 

@@ -1,7 +1,6 @@
 """One row: an engine's own trainer on the virtual card, on the CPU at small size, or on CUDA under the card's cap."""
 
 import math
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +26,6 @@ _COUNTED_STEPS = 5
 
 def work(job: PeerJob) -> PeerFigures:
     """Run one row; the child's side."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if job.evidence is Evidence.PLANNED:
         return plan(job.task, job.card.resolve(), job.host)
     return execute(job.task) if job.evidence is Evidence.EXECUTED else measure(job.task, job.card.resolve())
@@ -36,8 +34,8 @@ def work(job: PeerJob) -> PeerFigures:
 def plan(task: Task, card: Card, host: Host) -> PeerFigures:
     """Run two steps on the virtual card; where they do not fit, say where, and what they would take of a larger one."""
     engine = engine_of(task)
-    if hasattr(engine, "plan"):  # our own: a dry run, which knows host, disk and the copies between
-        run = engine.plan(task, card, host)
+    if hasattr(engine, "run_dry"):  # our own: a dry run, which knows host, disk and the copies between
+        run = engine.run_dry(task, card, host)
         shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "host memory or disk is too small"
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
     gpu, shortage = _on_virtual_card(task, card, host)
