@@ -103,7 +103,6 @@ class CachingAllocator:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; use None for no cap.")
         self.config = AllocatorConfig() if config is None else config
-        self.capacity_bytes = capacity_bytes
         self.history: list[AllocatorEvent] | None = [] if record_history else None
         self.allocated_bytes = 0
         """Sizes of the blocks in use, with what rounding and unsplit remainders add."""
@@ -125,6 +124,15 @@ class CachingAllocator:
     def reserved_bytes(self) -> int:
         """Memory taken from the driver."""
         return self._cache.reserved_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Cap on the reserved bytes; may be set at any time, and holds from the next request on."""
+        return self._cache.capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, value: int | None) -> None:
+        self._cache.capacity_bytes = value
 
     @property
     def peak_reserved_bytes(self) -> int:

@@ -6,6 +6,7 @@ on a machine that has one neither.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,12 +17,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hybridtrain.virtual_gpu.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
+_TRUE_DEVICE = torch.device
 _META = torch.device("meta")
 _CARD = torch.device("cuda", 0)
 _PLACES = {Place.HOST: torch.device("cpu"), Place.DEVICE: _CARD}
@@ -35,23 +39,26 @@ _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_byt
 @contextmanager
 def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
     """Let code in this process believe that the ledger's card is there."""
-    _device_constructors()  # what ``with torch.device(...)`` knows: a table made once, of torch's true functions
+    _device_constructors()  # kept by torch: must list its true functions
+    cuda, methods = _CudaModule(ledger).names(), _TensorMethods(ledger)
     with ExitStack() as stack:
         for owner, names in (
-            (torch.Tensor, _TensorMethods(ledger).names()),
-            (torch.cuda, _CudaModule(ledger).names()),
+            (torch.Tensor, methods.names()),
+            (torch.cuda, cuda),
             (torch, _TorchFunctions(ledger, autocast).names()),
         ):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        for owner, name, value in _elsewhere(ledger):
+        for owner, name, value in _elsewhere(ledger, cuda):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        # Threads that load weights would not be seen: what is watched is the thread that opened the block.
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of))
         yield
 
 
-def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
     """Yield what must be replaced outside ``torch``, ``torch.cuda`` and ``Tensor``."""
-    cuda = _CudaModule(ledger).names()
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
                  "mem_get_info", "memory_stats", "reset_peak_memory_stats"):  # fmt: skip
         yield torch.cuda.memory, name, cuda[name]
@@ -68,6 +75,8 @@ def _elsewhere(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
     yield torch.accelerator, "current_stream", _Stream
+    true_data_ptr = torch.UntypedStorage.data_ptr
+    yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     drop = _Dropout(ledger)
     yield torch._VF, "dropout", drop
     yield torch, "dropout", drop
@@ -147,6 +156,7 @@ class _TensorMethods:
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
         self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
+        self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
 
     def names(self) -> dict[str, Any]:
         """Return what to replace."""
@@ -171,7 +181,18 @@ class _TensorMethods:
             "is_pinned": lambda _tensor, *_args: False,
             "record_stream": lambda _tensor, _stream: None,
             "new_tensor": _method(self._new_tensor),
+            "data_ptr": _method(self._data_ptr),
         }
+
+    def is_virtual(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has no values of its own."""
+        return self._ledger.place_of(tensor) is not None
+
+    def values_of(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor's values where they are known."""
+        with _disable_current_modes():
+            known = self._ledger.known(tensor)
+            return None if known is None else known.clone()
 
     def _place(self, tensor: Tensor) -> Place | None:
         """Return what a script may know of a tensor's place; None while torch itself asks."""
@@ -187,11 +208,17 @@ class _TensorMethods:
         if self._place(tensor) is None:
             return tensor
         with _disable_current_modes():
-            known = self._ledger.known(tensor)
+            known = self.values_of(tensor)
             if known is None:
                 self._ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
-            return known.clone()
+            return known
+
+    def _data_ptr(self, tensor: Tensor) -> int:
+        """Return an address that no other storage has: scripts tell by it what is shared."""
+        if self._place(tensor) is None:
+            return self._true_data_ptr(tensor)
+        return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
     def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._place(tensor) is Place.DEVICE:
@@ -347,9 +374,6 @@ class _CudaModule:
         properties = _Properties(ledger)
         capability = (properties.major, properties.minor)
 
-        def nothing(*_args: Any, **_kwargs: Any) -> None:
-            return None
-
         def context(*_args: Any, **_kwargs: Any) -> Any:
             return contextlib.nullcontext()
 
@@ -369,12 +393,12 @@ class _CudaModule:
         return {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
-            "_lazy_init": nothing,
-            "init": nothing,
+            "_lazy_init": _do_nothing,
+            "init": _do_nothing,
             "_is_in_bad_fork": lambda: False,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "set_device": nothing,
+            "set_device": _do_nothing,
             "device": context,
             "device_of": context,
             "_DeviceGuard": context,
@@ -397,32 +421,59 @@ class _CudaModule:
             "reset_max_memory_allocated": lambda *_args: allocator.reset_peaks(),
             "reset_max_memory_reserved": lambda *_args: allocator.reset_peaks(),
             "reset_max_memory_cached": lambda *_args: allocator.reset_peaks(),
-            "reset_accumulated_memory_stats": nothing,
+            "reset_accumulated_memory_stats": _do_nothing,
             "set_per_process_memory_fraction": self._set_fraction,
             "empty_cache": ledger.release_cache,
-            "ipc_collect": nothing,
-            "synchronize": nothing,
+            "ipc_collect": _do_nothing,
+            "synchronize": _do_nothing,
             "current_stream": _Stream,
             "default_stream": _Stream,
             "Stream": _Stream,
             "Event": _Stream,
             "stream": context,
-            "set_stream": nothing,
-            "manual_seed": nothing,
-            "manual_seed_all": nothing,
-            "seed": nothing,
-            "seed_all": nothing,
+            "set_stream": _do_nothing,
+            "manual_seed": _do_nothing,
+            "manual_seed_all": _do_nothing,
+            "seed": _do_nothing,
+            "seed_all": _do_nothing,
             "initial_seed": lambda: 0,
             "get_rng_state": state,
             "get_rng_state_all": lambda: [state()],
-            "set_rng_state": nothing,
-            "set_rng_state_all": nothing,
+            "set_rng_state": _do_nothing,
+            "set_rng_state_all": _do_nothing,
             "utilization": lambda *_args: 100,
             "is_current_stream_capturing": lambda: False,
         }
 
     def _set_fraction(self, fraction: float, *_args: Any) -> None:
-        self._ledger.allocator.capacity_bytes = int(fraction * self._ledger.card.memory_bytes)
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        card = self._ledger.card
+        self._ledger.allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
+
+
+class _DeviceType(type):
+    """Passes for the type that it stands for."""
+
+    def __call__(cls, device: Any = None, index: int | None = None, **kwargs: Any) -> Any:
+        """Return a device; a number alone is a card, whatever torch was built for."""
+        if isinstance(device, int) and index is None:
+            return _TRUE_DEVICE("cuda", device)
+        given = [value for value in (kwargs.get("type", device), index) if value is not None]
+        return _TRUE_DEVICE(*given)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TRUE_DEVICE)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _TRUE_DEVICE
+
+    def __hash__(cls) -> int:
+        return hash(_TRUE_DEVICE)
+
+
+class _Device(metaclass=_DeviceType):
+    """``torch.device`` of a torch that was built with CUDA."""
 
 
 class _TorchFunctions:
@@ -469,15 +520,21 @@ class _TorchFunctions:
             "clear_autocast_cache": clear,
             "Generator": Generator,
             "compile": _not_compiled,
+            "device": _Device,
+            "get_default_device": _default_device,
             "get_device_module": lambda *_args: torch.cuda,
-            # Torch's own asks torch.tensor([]) where it is, and ours asks torch's (torch/__init__.py).
-            "get_default_device": lambda: torch.empty(0).device,
         }
         return found
 
 
 def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
-    """Return what was to be compiled as it is: a virtual card runs eager code."""
+    """Return what was to be compiled as it is: a virtual card runs eager code.
+
+    One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
+    into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
+    """
+    if (getattr(model, "__module__", ""), getattr(model, "__name__", "")) == ("torchao.optim.adam", "single_param_adam"):
+        return _do_nothing
     return (lambda found: found) if model is None else model
 
 
@@ -496,7 +553,7 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kwargs.pop("pin_memory", None)
         target = _as_device(device)
         if target is None:
-            target = data.device if isinstance(data, Tensor) else torch.get_default_device()
+            target = data.device if isinstance(data, Tensor) else _default_device()
         if target.type == "meta":
             return function(data, *args, device=target, **kwargs).requires_grad_(requires_grad)
         if isinstance(data, Tensor):
@@ -509,6 +566,14 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return made.requires_grad_() if requires_grad else made
 
     return make
+
+
+def _default_device() -> torch.device:
+    """Return what ``torch.get_default_device`` does, which makes a tensor to learn its index."""
+    modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
+    context = next(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
+    found = torch.device("cpu") if context is None else context.device
+    return _CARD if found.type == "cuda" else found
 
 
 def _numbers(data: Any) -> Any:

@@ -5,7 +5,7 @@ Composite ops choose by device: attention, autocast, and dropout (in ``cuda_faca
 tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,9 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         chooser = _AttentionChoice(ledger)
         paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
+        ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
+            chooser.efficient_backward
+        )
         for rule, names in (
             (autocast.lower, LOWER_PRECISION), (autocast.full, FULL_PRECISION),
             (autocast.full_result, FULL_PRECISION_RESULT), (autocast.widest, WIDEST),
@@ -250,6 +253,35 @@ class _AttentionChoice:
             query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
         return out
+
+    def efficient_backward(self, args: Sequence[Any]) -> int:
+        """Return the scratch of memory-efficient attention's backward pass: row sums, and accumulators in fp32.
+
+        Kernels and their order: mem_eff_attention/kernels/generate_kernels.py; accumulators: ``workspace_size`` of
+        mem_eff_attention/kernel_backward.h; splits of the keys: attention_backward.cu, all in native/transformers/cuda.
+        Taken for granted: compute capability 8.0 or above, and that 128 x 128 blocks fit the shared memory of 8.0 and
+        9.0 alone.
+        """
+        query, key, value = args[1:4]
+        batch, heads, rows, width = query.shape
+        columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
+        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100}
+        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and not args[9])
+        block_rows = 128 if width > 64 and (is_large or in_registers) else 64
+        block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64
+        splits = -(-columns // block_columns)
+        if batch * heads >= 256 and columns <= 2 * block_columns:
+            splits = 1
+        keys_and_values = 0
+        if is_half and not in_registers:
+            splits = min(splits, 200 // (batch * heads))
+            up = (-(-size // block_rows) * block_rows for size in (width, value.shape[-1]))
+            keys_and_values = max(splits, 1) * block_columns * sum(up)
+        blocks = -(-rows // block_rows) * -(-width // block_columns)
+        queries = blocks * (block_rows * block_columns + 4)
+        # In fp32 torch sums the rows by way of a product, which is smaller and gone by then.
+        accumulators: int = 4 * batch * heads * -(-(keys_and_values + queries) // 4) * 4
+        return rows_of_sums + accumulators
 
     @staticmethod
     def _plain(*args: Any) -> Tensor:

@@ -293,6 +293,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in([*args, *(kwargs or {}).values(), out])
         return any(tensor.device.type == self._device for tensor in tensors)
 
+    def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        return count_flops(func, args, kwargs, out)
+
     def _op_record(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
     ) -> OpRecord:
@@ -305,7 +308,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stage=self._stage,
             unit=self._unit,
             is_matmul=func in MATMUL_OPS,
-            flops=count_flops(func, args, kwargs, out),
+            flops=self._flops(func, args, kwargs, out),
             bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
             waits=waits,

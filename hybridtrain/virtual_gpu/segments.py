@@ -297,16 +297,16 @@ class SegmentCache:
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self._config = config
-        self._capacity = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._history = history
         self._ranges: ExpandableSegments | None = None
         if config.expandable_segments:
             self._ranges = ExpandableSegments(self.heap, capacity_bytes, history)
         self._unlimited_reuse = config.max_split_size is None
         # Garbage collection needs a capacity to keep away from, and never touches expandable ranges.
-        self._garbage_limit: int | None = None
-        if capacity_bytes is not None and config.garbage_collection_threshold > 0 and self._ranges is None:
-            self._garbage_limit = int(config.garbage_collection_threshold * capacity_bytes)
+        self._collects_garbage = (
+            capacity_bytes is not None and config.garbage_collection_threshold > 0 and self._ranges is None
+        )
 
     def pool_for(self, size: int) -> FreePool:
         """Return the pool that serves a rounded size."""
@@ -314,7 +314,7 @@ class SegmentCache:
 
     def take(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
         """Return the best cached block for ``size`` bytes, taken out of its pool; None if none may serve."""
-        if self._garbage_limit is not None:
+        if self._collects_garbage:
             pool.searches += 1
         entries = pool.cached.get(stream)
         if not entries:
@@ -337,7 +337,7 @@ class SegmentCache:
         expandable segments may end above the capacity by less than a page.
         """
         num_bytes = segment_size(size, self._config.large_segment_size)
-        if self._capacity is not None and self.reserved_bytes + num_bytes > self._capacity:
+        if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             return None
         if self._ranges is not None:
             block = self._ranges.allocate(pool, size, stream)
@@ -351,9 +351,11 @@ class SegmentCache:
 
     def collect_garbage(self) -> None:
         """Release large segments that were cached for long, when more than the threshold is reserved."""
-        if self._garbage_limit is None or self.reserved_bytes <= self._garbage_limit:
+        if not self._collects_garbage or self.capacity_bytes is None:
             return
-        excess = self.reserved_bytes - self._garbage_limit
+        excess = self.reserved_bytes - int(self._config.garbage_collection_threshold * self.capacity_bytes)
+        if excess <= 0:
+            return
         searches = self.large.searches
         blocks = [self.heap.blocks[address] for address in self.large.cached_addresses()]
         unsplit = [block for block in blocks if not block.is_split]

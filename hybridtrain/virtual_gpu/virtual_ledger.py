@@ -83,6 +83,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.first_matmuls: set[bool] = set()
+        self.scratch_rules: dict[torch._ops.OpOverload, Callable[[Sequence[Any]], int]] = {}
+        """Of ops whose scratch depends on the card."""
         self._places: dict[int, Place] = {}
         self._values: dict[int, torch.UntypedStorage] = {}
         self._fills: dict[int, bool] = {}
@@ -238,7 +240,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if target is not None or func in _COPIES:
             self._book_copy(func, args, kwargs, out, place, sources)
         elif place is Place.DEVICE:
-            scratch = scratch_bytes(func, args)
+            rule = self.scratch_rules.get(func)
+            scratch = scratch_bytes(func, args) if rule is None else rule(args)
             if scratch:
                 index = self._allocate(scratch, Stage.UPDATE)
                 self._release(index, scratch)
@@ -272,6 +275,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if results is None:
             for tensor in written:
                 self._values.pop(tensor.untyped_storage()._cdata, None)
+                self._fills.pop(tensor.untyped_storage()._cdata, None)
             answer = FINITE_ANSWERS.get(func._overloadpacket)
             if answer is not None:
                 self._fills[out.untyped_storage()._cdata] = answer
@@ -495,6 +499,15 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         operands = tuple(value for value in args if not isinstance(value, torch.dtype))
         return super()._op_record(func, operands, kwargs, out, event)
 
+    def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on."""
+        first = _FIRST_KEY.get(func)
+        if first is not None and args[first].shape[1] != args[first - 1].shape[1]:
+            heads = args[first - 1].shape[1]
+            wide = (t.new_empty((t.shape[0], heads, *t.shape[2:])) for t in args[first : first + 2])
+            args = (*args[:first], *wide, *args[first + 2 :])
+        return super()._flops(func, args, kwargs, out)
+
     # Where the code stands.
 
     def _stage_now(self) -> Stage:
@@ -527,6 +540,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 """What a subclass has that leaves the dispatcher alone."""
 _ENGINE = _engine_run_backward.__code__
+_FIRST_KEY = {
+    _ATEN._scaled_dot_product_flash_attention.default: 1,
+    _ATEN._scaled_dot_product_flash_attention_backward.default: 2,
+}
+"""Where the keys stand among the operands of attention that takes grouped heads; queries before, values after."""
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
@@ -620,6 +638,8 @@ def _stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if func is _ATEN._to_copy.default:
         return True
     dtype = kwargs.get("dtype")
+    if any(isinstance(value, list | tuple) and math.prod(value) == 0 for value in args[:1]):
+        return True  # no bytes; torch.load makes such, and gives it a real storage
     is_integer = dtype is None and func._overloadpacket in _INTEGER_FACTORIES
     if not is_integer and (dtype is None or dtype.is_floating_point or dtype.is_complex):
         return False

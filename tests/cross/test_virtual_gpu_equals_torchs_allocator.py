@@ -80,7 +80,7 @@ def summary(changes: Iterable[int]) -> tuple[dict[int, int], int, int]:
 
 def executed(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
     parts = build(name, "cpu", recompute=recompute)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         train(*parts)
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     return summary(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))

@@ -234,3 +234,28 @@ def test_it_imports_nothing_of_the_trainer_and_no_torch_before_it_is_needed() ->
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed = {"hybridtrain", *(f"hybridtrain.{name}" for name in ("virtual_gpu", "units", "errors", "config"))}
     assert set(done.stdout.split()) <= allowed | {"hybridtrain.dtypes", "hybridtrain.atomic_write"}
+
+
+def test_a_fraction_of_the_card_is_a_cap() -> None:
+    half = CARD.memory_bytes // 2
+    with VirtualGpu(CARD):
+        kept = torch.empty(half - 64 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(ValueError, match="0~1"):
+            torch.cuda.set_per_process_memory_fraction(2)
+        del kept
+
+
+def test_a_number_names_the_card() -> None:
+    with VirtualGpu(CARD):
+        device = torch.device(0)
+        assert device == torch.device("cuda", 0) == torch.device("cuda:0") == torch.device(type="cuda", index=0)
+        assert isinstance(device, torch.device)
+        with device:
+            assert torch.empty(2).device == device == torch.get_default_device()
+            assert torch.tensor([1.0]).is_cuda
+    assert torch.device is type(torch.device("cpu"))

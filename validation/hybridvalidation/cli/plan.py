@@ -110,6 +110,27 @@ def virtual(
     return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
 
 
+def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them
+    """Write weights that take no disk beside a model's config.json, for scripts that call from_pretrained.
+
+    Then run the script on that folder with hybridtrain virtual. Needs transformers; nothing is downloaded.
+
+    Example: hybridtrain dummy-weights models/llama-3.1-8b
+
+    Args:
+        folder: With the model's config.json (and its tokenizer, where the script loads one).
+    """
+    from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+
+    files = write_dummy_weights(folder)
+    size = sum(file.stat().st_size for file in files)
+    names = names_of(files)
+    return Answer(
+        text=f"{len(files)} files of {size / 1e9:.2f} GB that take no disk: {', '.join(names)}",
+        content={"files": names, "bytes": size},
+    )
+
+
 def recommend(
     *,
     model: ModelName | None = None,

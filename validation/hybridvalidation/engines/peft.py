@@ -44,6 +44,11 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
             model = _with_adapter(model, config["adapter"], is_wide=settings["autocast_adapter_dtype"])
         optimizer = _make_optimizer(model, settings)
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if config.get("adapter"):
+            # The script first takes the base model's loss. Leaving the block makes all of the adapter trainable again,
+            # also what an optimizer froze (LoRA-FA's A), after the script has counted parameters.
+            with model.disable_adapter():
+                pass
         model.train()
         # One step first: it makes the optimizer's state, as thousands before the average step did.
         outputs = _step(model, optimizer, settings, lengths[_BUCKET // 2])

@@ -1,0 +1,67 @@
+"""Weights that take no disk: what from_pretrained makes of them, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+
+LLAMA = LlamaConfig(
+    architectures=["LlamaForCausalLM"], vocab_size=2**15, hidden_size=2048, intermediate_size=4096,
+    num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, dtype="bfloat16",
+)  # fmt: skip
+EXPERTS = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"], vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, moe_intermediate_size=32,
+    dtype="bfloat16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["llama", "experts"])
+def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, config: PreTrainedConfig) -> None:
+    config.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_bytes()
+    files = write_dummy_weights(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == text
+    with VirtualGpu("rtx-4090"):
+        model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+        assert not loaded["missing_keys"]
+        assert not loaded["unexpected_keys"]
+        size = sum(parameter.numel() * 2 for parameter in model.parameters())
+        assert model.dtype is torch.bfloat16
+        model.to("cuda")
+        assert torch.cuda.memory_allocated() >= size
+    assert size < sum(file.stat().st_size for file in files) < size + 2**15
+    assert sum(file.stat().st_blocks * 512 for file in files) < 2**16
+
+
+def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"values")
+    with pytest.raises(ConfigError, match=r"holds pytorch_model.bin already; name a folder without weights"):
+        write_dummy_weights(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is no class of transformers; name one"),
+        ({"architectures": None}, "architectures: None is no class of transformers"),
+        ({"model_type": "lama"}, "config.json: .*lama"),
+    ],
+)
+def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path, change: dict[str, object], fault: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict() | change, default=str))
+    with pytest.raises(ConfigError, match=fault):
+        write_dummy_weights(tmp_path)
+
+
+def test_no_configuration_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such file; put the model's config\.json there"):
+        write_dummy_weights(tmp_path)
