@@ -533,7 +533,10 @@ def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
     into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
     """
-    if (getattr(model, "__module__", ""), getattr(model, "__name__", "")) == ("torchao.optim.adam", "single_param_adam"):
+    if (getattr(model, "__module__", ""), getattr(model, "__name__", "")) == (
+        "torchao.optim.adam",
+        "single_param_adam",
+    ):
         return _do_nothing
     return (lambda found: found) if model is None else model
 

@@ -1,8 +1,9 @@
 """A plain PyTorch loop around transformers' model: no trainer, the optimizer by its name.
 
-Settings: ``optimizer`` (a dotted path: of torch.optim, torchao.optim, bitsandbytes.optim), ``arguments`` of it,
-``gradient_checkpointing``, ``update_in_backward`` (an optimizer for each parameter, stepped as soon as its gradient is
-there, after pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html; one micro-batch).
+Settings: ``optimizer`` (a dotted path: of torch.optim, torchao.optim, bitsandbytes.optim), ``arguments`` of it
+(``optimizer_class`` among them is a path too), ``gradient_checkpointing``, and ``update_in_backward``: an optimizer for
+each parameter, stepped as soon as its gradient is there; one micro-batch
+(pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html).
 """
 
 from collections.abc import Callable
@@ -39,7 +40,9 @@ def _step(model: Any, task: Task, update: Callable[[], None]) -> float:
 
 
 def _updater(model: nn.Module, settings: dict[str, Any]) -> Callable[[], None]:
-    make, arguments = by_path(settings["optimizer"]), settings.get("arguments", {})
+    make, arguments = by_path(settings["optimizer"]), dict(settings.get("arguments", {}))
+    if "optimizer_class" in arguments:
+        arguments["optimizer_class"] = by_path(arguments["optimizer_class"])
     if not settings.get("update_in_backward"):
         optimizer = make(model.parameters(), **arguments)
 

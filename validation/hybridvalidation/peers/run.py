@@ -51,6 +51,7 @@ def execute(task: Task) -> PeerFigures:
     Raises:
         DivergenceError: A loss is no number, or the last one is not below the first: it does not train.
     """
+    torch.manual_seed(0)  # random weights, the same for every recipe of an engine
     losses = train(task)
     if not (len(losses) == task.num_steps and all(map(math.isfinite, losses)) and losses[-1] < losses[0]):
         raise DivergenceError(f"losses {losses} of {task.num_steps} steps must be finite and fall; see the recipe")
