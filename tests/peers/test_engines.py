@@ -1,4 +1,4 @@
-"""Trainers of others, at tiny size: each is planned on a virtual card and trains on the CPU; what is missing is skipped."""
+"""Trainers of others at tiny size: planned on a virtual card, trained on the CPU; what is not installed is skipped."""
 
 import json
 from collections.abc import Iterator

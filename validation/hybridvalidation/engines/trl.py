@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer; settings are ``SFTConfig``, and ``adapter`` with arguments of PEFT's ``LoraConfig`` (none: full)."""
+"""TRL's SFTTrainer; settings are ``SFTConfig``, and ``adapter``: arguments of PEFT's ``LoraConfig`` (none: full)."""
 
 import tempfile
 from typing import Any

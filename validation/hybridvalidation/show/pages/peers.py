@@ -12,10 +12,10 @@ from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Planned: the engine's own trainer, run for two steps on a virtual card; nothing was computed and no card was "
-    "there. Peaks are of allocated and of reserved bytes, host bytes those of tensors. Where a recipe does not fit they "
-    "are what it would take of a larger card, and the remark says where it was refused. Steps are timed by a roofline "
-    "of eager ops (estimated). Executed small: the same recipe trained five steps on the CPU, at a size for that; the "
-    "loss is finite and falls."
+    "there. Peaks are of allocated and of reserved bytes, host bytes those of tensors. Where a recipe does not fit, "
+    "they are what it would take of a larger card, and the remark says where it was refused. Steps are timed by a "
+    "roofline of eager ops (estimated). Executed small: the same recipe trained five steps on the CPU, at a size for "
+    "that; the loss is finite and falls."
 )
 
 
