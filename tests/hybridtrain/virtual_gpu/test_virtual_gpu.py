@@ -176,6 +176,20 @@ def test_what_is_made_in_the_scope_of_a_device_lies_there(name: str) -> None:
         assert [device.type for device in found] == [name] * 3
 
 
+def test_what_torchao_compiles_into_one_kernel_holds_nothing() -> None:
+    def single_param_adam(parameter: torch.Tensor) -> None:
+        parameter.copy_(parameter.double())
+
+    with VirtualGpu(CARD):
+        parameter = torch.empty(2**20, device="cuda")
+        torch.compile(single_param_adam, fullgraph=True)(parameter)
+        assert torch.cuda.max_memory_allocated() > 2 * parameter.nbytes  # anything else is run as it is
+        torch.cuda.reset_peak_memory_stats()
+        single_param_adam.__module__ = "torchao.optim.adam"
+        torch.compile(single_param_adam, fullgraph=True)(parameter)
+        assert torch.cuda.max_memory_allocated() == parameter.nbytes
+
+
 def test_torch_is_as_it_was_afterwards() -> None:
     def state() -> tuple[object, ...]:
         return (

@@ -27,6 +27,7 @@ from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.peers import write_peers
 from hybridvalidation.show.tables import TERMINAL
 from inline_child import InlineChild
+from tiny_runs import MEASURED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 FILES = ScenarioFiles(Path("scenarios"))
@@ -193,6 +194,16 @@ def test_on_a_card_allocator_and_clock_are_read(monkeypatch: pytest.MonkeyPatch)
     assert caps == [card.allocator_capacity_bytes] * 2
     monkeypatch.setattr(peer_run, "train", _refuse)
     assert peer_run.measure(task(), card).shortage == "too small"
+
+
+def test_on_a_card_our_engine_is_measured_as_in_every_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_run, "measure_on_cuda", lambda *_: MEASURED)
+    found = task("hybridtrain", stack=FILES.stack("balanced"))
+    figures = peer_run.measure(found, find_card("rtx-3090"))
+    assert (figures.fits, figures.peak_reserved_bytes) == (True, MEASURED.peak_reserved_bytes)
+    assert figures.step_time_s == MEASURED.step_times_s[0]
+    monkeypatch.setattr(peer_run, "measure_on_cuda", lambda *_: _refuse(found))
+    assert peer_run.measure(found, find_card("rtx-3090")).shortage == "too small"
 
 
 def _parameters() -> list[nn.Parameter]:

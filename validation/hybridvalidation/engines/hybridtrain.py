@@ -20,7 +20,7 @@ from hybridvalidation.scenario import Stack
 
 def run_dry(task: Task, card: Card, host: Host) -> DryRun:
     """Return a dry run of the stack."""
-    stack, memory_plan = _chosen(task)
+    stack, memory_plan = stack_and_plan(task)
     workload = task.workload.micro_batch(memory_plan)
     config = stack.training()
     return dry_run(task.model, memory_plan, card, workload, host=host, num_steps=task.num_steps, config=config)
@@ -28,7 +28,7 @@ def run_dry(task: Task, card: Card, host: Host) -> DryRun:
 
 def train(task: Task) -> list[float]:
     """Run the steps; return the loss of each."""
-    stack, memory_plan = _chosen(task)
+    stack, memory_plan = stack_and_plan(task)
     accum_steps = memory_plan.for_phase(Phase.FULL).grad_accum_steps
     size = task.workload.batch_size // accum_steps
     tokens = np.array([task.sample] * size, dtype=np.int64)
@@ -41,7 +41,7 @@ def train(task: Task) -> list[float]:
         transfer.close()
 
 
-def _chosen(task: Task) -> tuple[Stack, MemoryPlan]:
+def stack_and_plan(task: Task) -> tuple[Stack, MemoryPlan]:
     """Return the stack and its plan, with as many micro-batches as divide the batch: the tokens are everyone's."""
     assert task.stack is not None, "found where the task was made"
     wanted = task.stack.plan().for_phase(Phase.FULL).grad_accum_steps

@@ -4,21 +4,24 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.engines.task import Task, engine_of, train
+from hybridvalidation.engines import hybridtrain as ours
+from hybridvalidation.engines.task import Task, train
 from hybridvalidation.peers.figures import PeerFigures
 from hybridvalidation.peers.scenario import PeerJob
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.runs.measure import cap_memory
+from hybridvalidation.runs.measure import cap_memory, measure_on_cuda
 
 _BOUNDLESS_MIB = 2**40
 _COUNTED_STEPS = 5
@@ -33,9 +36,8 @@ def work(job: PeerJob) -> PeerFigures:
 
 def plan(task: Task, card: Card, host: Host) -> PeerFigures:
     """Run two steps on the virtual card; where they do not fit, say where, and what they would take of a larger one."""
-    engine = engine_of(task)
-    if hasattr(engine, "run_dry"):  # our own: a dry run, which knows host, disk and the copies between
-        run = engine.run_dry(task, card, host)
+    if task.stack is not None:  # our own: a dry run, which knows host, disk and the copies between
+        run = ours.run_dry(task, card, host)
         shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "host memory or disk is too small"
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
     gpu, shortage = _on_virtual_card(task, card, host)
@@ -60,6 +62,8 @@ def execute(task: Task) -> PeerFigures:
 
 def measure(task: Task, card: Card) -> PeerFigures:
     """Train on this machine's CUDA card, which may take no more than ``card`` has, and read the allocator."""
+    if task.stack is not None:
+        return _measure_ours(task, card)
     device = torch.device("cuda", torch.cuda.current_device())
     cap_memory(device, card.allocator_capacity_bytes)
     task = replace(task, num_steps=1 + _COUNTED_STEPS)
@@ -82,6 +86,19 @@ def measure(task: Task, card: Card) -> PeerFigures:
         peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device), fits=not shortage, shortage=shortage,
         step_time_s=seconds, losses=tuple(losses),
+    )  # fmt: skip
+
+
+def _measure_ours(task: Task, card: Card) -> PeerFigures:
+    stack, memory_plan = ours.stack_and_plan(task)
+    corpus, config = embedded_corpus(), stack.training()
+    try:
+        found = measure_on_cuda(task.model, memory_plan, card, task.workload, corpus, config)
+    except torch.OutOfMemoryError as refusal:
+        return PeerFigures(shortage=str(refusal))
+    return PeerFigures(
+        peak_allocated_bytes=found.peak_allocated_bytes, peak_reserved_bytes=found.peak_reserved_bytes, fits=True,
+        step_time_s=median(found.step_times_s),
     )  # fmt: skip
 
 
