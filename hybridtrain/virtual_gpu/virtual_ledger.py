@@ -38,8 +38,9 @@ is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  #
 _CPU = torch.device("cpu")
 _KNOWN_FLOATS = 4096
 """Elements of a floating point tensor up to which its values are kept."""
-_KNOWN_INTEGERS = 2**22
-"""Elements of an integer or boolean tensor up to which its values are kept; batches of tokens, masks, positions."""
+_KNOWN_INTEGERS = 2**24
+"""Elements of an integer or boolean tensor up to which its values are kept: batches of tokens, masks, positions, an
+order of a weight's elements."""
 _COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
 _TAKES_HOST_INDICES = frozenset(
     {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._unsafe_index.Tensor}
