@@ -19,7 +19,7 @@ class PeerFigures:
     """What a run found. Bytes and times of an executed run are those of no card, and not told."""
 
     num_params: int = 0
-    """Of the model, with what an adapter adds; a tied weight once."""
+    """Elements of parameters as they are stored: with adapters, a tied weight once, two 4-bit weights as one byte."""
     peak_allocated_bytes: int = 0
     """Of a run that does not fit: what it would take of a larger card. As the next two."""
     peak_reserved_bytes: int = 0

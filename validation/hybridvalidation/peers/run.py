@@ -14,6 +14,7 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.estimate import boundless
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
@@ -23,7 +24,6 @@ from hybridvalidation.peers.scenario import PeerJob
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.runs.measure import cap_memory, measure_on_cuda
 
-_BOUNDLESS_MIB = 2**40
 _COUNTED_STEPS = 5
 
 
@@ -42,7 +42,7 @@ def plan(task: Task, card: Card, host: Host) -> PeerFigures:
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
     gpu, shortage = _on_virtual_card(task, card, host)
     if shortage:
-        gpu, _ = _on_virtual_card(task, replace(card, memory_mib=_BOUNDLESS_MIB), Host())
+        gpu, _ = _on_virtual_card(task, boundless(card), Host())
     found = _figures(gpu.report(), shortage, host_peak_bytes=gpu.host_peak_bytes, num_params=gpu.num_params)
     return replace(found, without_gradient=len(gpu.without_gradient))
 
