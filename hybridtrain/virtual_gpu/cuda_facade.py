@@ -111,6 +111,9 @@ def _libraries() -> Iterator[tuple[Any, str, Any]]:
         yield functional, "get_paged", _get_paged
         for name in ("prefetch_tensor", "fill", "_mul"):
             yield functional, name, _do_nothing
+        # Tables that are kept as long as the process: those of one virtual card are nowhere on the next.
+        yield functional, "name2qmap", {}
+        yield import_module("bitsandbytes.backends.utils"), "_code_4bit_cache", {}
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -23,7 +23,7 @@ GPT2 = ModelConfig(
 GALORE = '"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=16, update_proj_gap=200, scale=0.25"'
 LORA = '"adapter": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}'
 DORA = LORA.replace('"r"', '"use_dora": true, "r"')
-NF4 = '"quantize": {"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}'
+NF4 = '"quantize": {"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true}'
 TRAINER = '"trainer": {"optim": "adamw_torch", "gradient_checkpointing": true}'
 LIT_LORA = '"lora": {"lora_r": 8, "lora_alpha": 16, "lora_query": true, "lora_key": true, "lora_value": true}'
 PAGED = "bitsandbytes.optim.PagedAdamW8bit"
@@ -107,6 +107,13 @@ def test_adapters_and_four_bits_take_less_than_all_weights() -> None:
         peer_run.plan(task(case, model=wide), card, host).peak_allocated_bytes for case in ("trainer", "lora", "qlora")
     )
     assert qlora < lora < full
+
+
+def test_four_bits_are_planned_twice_in_a_process() -> None:
+    # bitsandbytes keeps its tables; a recipe that is refused runs again on a larger card.
+    first, second = (peer_run.plan(task("qlora"), find_card("rtx-3090"), Host()) for _ in range(2))
+    assert first.fits
+    assert first == second
 
 
 def test_every_config_is_json() -> None:
