@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -66,32 +65,17 @@ def boundary(tensor: Tensor) -> Tensor:
     return _boundary(tensor) if is_traced else tensor
 
 
-def _free_of_memory() -> Callable[..., None]:
-    """Return what stands for a function that, compiled, is one kernel which writes into its arguments."""
-
-    def compiled(*_args: Any, **_kwargs: Any) -> None:
-        """Do nothing."""
-
-    compiled.is_one_kernel = True  # type: ignore[attr-defined]
-    return compiled
-
-
-@contextmanager
-def compiled_steps(module: str) -> Iterator[None]:
-    """Let compiled steps of torchao's optimizers take no memory: each is one kernel that writes in place."""
-    with mock.patch.object(import_module(f"{module}.adam"), "single_param_adam", _free_of_memory()):
-        yield
-
-
 @contextmanager
 def compiling(gpu: VirtualGpu) -> Iterator[None]:
     """Let ``torch.compile`` and ``nn.Module.compile`` inside an open virtual card do as this file says."""
     known: _Known = {}
+    of_card: Callable[[Any], Any] = torch.compile  # the card's own: what it does not leave as it is has a rule there
 
     def compile_function(function: Any = None, **_options: Any) -> Any:
         if function is None:
             return partial(compile_function, **_options)
-        return function if getattr(function, "is_one_kernel", False) else _Region(gpu, function, known)
+        found = of_card(function)
+        return _Region(gpu, function, known) if found is function else found
 
     def compile_module(module: nn.Module, **_options: Any) -> None:
         module._compiled_call_impl = _Region(gpu, module._call_impl, known, module)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import boundary, compiled_steps, compiling
+from hybridvalidation.recorded.compiled import boundary, compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 
 _NUM_STEPS = 2
-_HERE = "hybridvalidation.recorded.engines.torchtune"
+_HERE = "hybridvalidation.engines.torchtune"
 _CLASSES = {
     "full_finetune_single_device": "FullFinetuneRecipeSingleDevice",
     "lora_finetune_single_device": "LoRAFinetuneRecipeSingleDevice",
@@ -33,7 +33,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the largest of the recipe's own peaks, one for each step."""
     gpu = VirtualGpu(find_card(config.get("card", card)))
     Log.peaks.clear()
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu), compiled_steps("torchao.prototype.low_bit_optim"):
+    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
         declare()
         _run({**common["overrides"], **config["overrides"]}, config["recipe"], config["config"])
     peak = max(Log.peaks, default=gpu.ledger.allocator.peak_active_bytes)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import compiled_steps, compiling
+from hybridvalidation.recorded.compiled import compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 
 _NUM_STEPS = 3
@@ -25,7 +25,7 @@ _LOW_BIT = "torchao.prototype.low_bit_optim"
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
     """Return the peak of allocated bytes, and whether the card refused a request on the way."""
     gpu = VirtualGpu(find_card(card))
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu), compiled_steps(_LOW_BIT):
+    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
         _train({**common, **config})
     return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": float(gpu.oom is not None)}
 
