@@ -11,6 +11,7 @@ nox.options.sessions = ["tests", "lint", "types", "gate"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 KERNEL_ENV = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+PEERS = sorted(name.removeprefix("peers-") for name in PYPROJECT["dependency-groups"] if name.startswith("peers-"))
 SCENARIOS = sorted(path.stem for path in Path("scenarios").glob("*.toml") if path.stem != "targets")
 
 
@@ -37,6 +38,14 @@ def tests_kernels(session: nox.Session) -> None:
     install(session, "test")
     # Set before triton is imported: a kernel is interpreted or compiled from its definition on.
     session.run("pytest", *(session.posargs or ["tests/hybridkernels"]), env=KERNEL_ENV)
+
+
+@nox.session(name="tests-peers", default=False)
+@nox.parametrize("peer", PEERS, ids=PEERS)
+def tests_peers(session: nox.Session, peer: str) -> None:
+    """Run scripts of others as they stand on the virtual card; each peer has an environment of its own."""
+    install(session, f"peers-{peer}")
+    session.run("pytest", *(session.posargs or [f"tests/peers/test_{peer}.py"]), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

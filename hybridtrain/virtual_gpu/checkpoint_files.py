@@ -12,6 +12,8 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from sys import modules
@@ -105,7 +107,8 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
         stack.enter_context(mock.patch.object(torch.Tensor, "_reduce_ex_internal", reduce))
         stack.enter_context(mock.patch.object(torch, "save", save))
         stack.enter_context(mock.patch.object(torch, "load", load))
-        if "safetensors.torch" in modules:
+        if find_spec("safetensors") is not None:  # a script may import it later: its true save reads addresses
+            import_module("safetensors.torch")
             stack.enter_context(_safetensors(is_virtual))
         _locators.append(torch.device)
         try:

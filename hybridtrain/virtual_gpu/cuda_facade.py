@@ -75,6 +75,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
     yield torch.accelerator, "current_stream", _Stream
+    yield torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(ledger)
     true_data_ptr = torch.UntypedStorage.data_ptr
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     drop = _Dropout(ledger)
@@ -114,6 +115,17 @@ def _libraries() -> Iterator[tuple[Any, str, Any]]:
         # Tables that are kept as long as the process: those of one virtual card are nowhere on the next.
         yield functional, "name2qmap", {}
         yield import_module("bitsandbytes.backends.utils"), "_code_4bit_cache", {}
+
+
+def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return torch's truncated normal, which since 2.13 draws until no sample is rejected (torch/nn/init.py)."""
+    true_draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(*args: Any, **kwargs: Any) -> Tensor:
+        with ledger.stand_ins.answering(truth=False):
+            return true_draw(*args, **kwargs)
+
+    return draw
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -158,6 +170,7 @@ class _TensorMethods:
         self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
         self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
+        self._true_data: Any = torch.Tensor.data
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
         self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
 
@@ -184,6 +197,7 @@ class _TensorMethods:
             "is_pinned": lambda _tensor, *_args: False,
             "record_stream": lambda _tensor, _stream: None,
             "new_tensor": _method(self._new_tensor),
+            "data": property(self._true_data.__get__, self._set_data),
             "data_ptr": _method(self._data_ptr),
         }
 
@@ -250,6 +264,17 @@ class _TensorMethods:
         if isinstance(value, bool | int | float) and self._place(tensor) is not None:
             value = self._true_tensor(value, dtype=tensor.dtype, device="cpu")
         self._true_set_item(tensor, index, value)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file."""
+        if is_truly_meta(tensor) == is_truly_meta(value) or (self._place(value) or self._place(tensor)) is None:
+            self._true_data.__set__(tensor, value)
+        elif is_truly_meta(tensor):
+            with self._ledger.moving_to(Place.HOST):
+                self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
+        else:
+            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, made)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:

@@ -2,6 +2,7 @@
 
     a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
     are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
+    is a drawn number rejected    no: ``torch.nn.init.trunc_normal_`` draws once
     which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
     how many there are            not answered: ``DataDependentError`` names the op and the line
 
@@ -10,6 +11,8 @@ A rule holds only for values that depend on arithmetic; what follows from the sc
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,6 +57,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._uses: Counter[tuple[str, str, str]] = Counter()
+        self._truth = True
 
     def uses(self) -> tuple[StandIn, ...]:
         """Return every place where one was used, the most frequent first."""
@@ -65,9 +69,18 @@ class StandIns:
 
     def number(self, func: torch._ops.OpOverload, dtype: torch.dtype) -> float | bool:
         """Return what stands for one number."""
-        value: float | bool = True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         self.note(func, f"a number that is read: {value}")
         return value
+
+    @contextmanager
+    def answering(self, *, truth: bool) -> Iterator[None]:
+        """Let unknown booleans that are read be ``truth``: some loops go on until they are false."""
+        outer, self._truth = self._truth, truth
+        try:
+            yield
+        finally:
+            self._truth = outer
 
     def rule(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
         """Return what is said of results that depend on unknown values, on the CPU; None where nothing is."""

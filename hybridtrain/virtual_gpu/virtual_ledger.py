@@ -224,6 +224,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
         if device is not None:  # what a factory makes depends on the default type, too
             return func(*args, **kwargs)
+        if func is _ATEN._grouped_mm.default:
+            return _grouped_matmul(*args, **kwargs)
         return self._meta_cache.call(func, args, kwargs)
 
     def _book(
@@ -319,7 +321,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         kwargs = _without_generator(kwargs)
         if "device" in kwargs:
             kwargs["device"] = _CPU
-        return func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
+        return _on_cpu(func, args, kwargs, values)
 
     def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
@@ -559,6 +561,9 @@ _QUESTIONS = frozenset(
     {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
 )
 """Ops that ask something of a number."""
+_INTO_ZEROS = frozenset(
+    {_ATEN.index_put.default, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.index_add.default}
+)
 _ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default})
 _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops after which nothing is left of what a tensor held."""
@@ -602,20 +607,22 @@ def _asked_for(
 
 
 def _accumulated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """Return the gradient that autograd itself adds into, where it adds one of several; None where it makes a new one.
+    """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
 
-    ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in place into a gradient that nobody else
-    holds, but never where tensors are on the meta device. It is told from other additions by who called: autograd's
-    engine, not Python code in a backward pass.
+    One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
+    place into one that nobody else holds, but never where tensors are on the meta device. Zeros that a gradient is put
+    into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
+    ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
+    this one. They are told from other ops by who called: autograd's engine, not Python code in a backward pass.
     """
-    if func is not _ATEN.add.Tensor or len(args) != 2:
+    if func is _ATEN.add.Tensor and len(args) == 2:
+        is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype
+        targets: tuple[Tensor, ...] = args if is_like else ()
+    else:
+        targets = args[:1] if func in _INTO_ZEROS else ()
+    if not targets or sys._getframe(3).f_code is not _ENGINE:
         return None
-    one: Tensor
-    one, other = args
-    is_like = isinstance(other, Tensor) and one.shape == other.shape and one.dtype is other.dtype
-    if not is_like or sys._getframe(3).f_code is not _ENGINE:
-        return None
-    for gradient in (one, other):
+    for gradient in targets:
         storage = gradient.untyped_storage()
         # Two users: the tensor, and the object that asks.
         if torch._C._storage_Use_Count(storage._cdata) == 2 and torch.ops.aten.is_non_overlapping_and_dense(gradient):
@@ -684,6 +691,38 @@ def _replace(value: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_replace(item, values) for item in value)
     return value
+
+
+def _grouped_matmul(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return what a grouped matmul makes, rows aligned to 16 bytes; torch's own answer on meta is for bfloat16 alone.
+
+    ``create_grouped_gemm_output_tensor`` of aten/src/ATen/native/GroupedMMUtils.h.
+    """
+    dtype = out_dtype or one.dtype
+    rows, columns = one.shape[-2], other.shape[-1]
+    aligned = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if one.dim() != other.dim():
+        return torch.empty_strided((rows, columns), (aligned, 1), dtype=dtype, device=_META)
+    if one.dim() == 2 and offs is None:
+        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; say the offsets.")
+    groups = one.shape[0] if offs is None or one.dim() == 3 else offs.shape[0]
+    strides = (rows * aligned, aligned, 1)
+    return torch.empty_strided((groups, rows, columns), strides, dtype=dtype, device=_META)
+
+
+def _on_cpu(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[int, Tensor]
+) -> Any:
+    """Return what an op gives of values; in float64 where the CPU has no kernel for whole numbers and CUDA has one."""
+    try:
+        return func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
+    except NotImplementedError:
+        if all(value.is_floating_point() for value in values.values()):
+            raise
+        return _on_cpu(func, args, kwargs, {key: value.double() for key, value in values.items()})
 
 
 def _like(value: Any) -> Any:

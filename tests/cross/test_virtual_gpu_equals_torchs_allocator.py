@@ -37,29 +37,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Gemma3TextConfig": HEADS | SPECIAL,
     "Phi3Config": GROUPED | SPECIAL,
     "Olmo2Config": GROUPED | SPECIAL,
+    "MixtralConfig": GROUPED | SPECIAL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeConfig": HEADS | SPECIAL | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "ViTConfig": SHAPE | {"image_size": 32, "patch_size": 8, "num_labels": 16},
+    "T5Config": SPECIAL | {
+        "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
     "OPTConfig": SHAPE | SPECIAL | {
         "ffn_dim": 128, "max_position_embeddings": 64, "dropout": 0.0, "word_embed_proj_dim": 64,
     },
 }  # fmt: skip
 SMALL = 16
-SCRATCH = {66 * 8, 66 * 64 * 4, 512 * 64 * 4, 4 * 64 * 4, 2 * 64 * 4, 5056}
-"""Bytes: positions and rows sorted for an embedding's gradient, that gradient, sums of a bias over rows; and the state
-of the CPU's generator, which a recomputed block keeps."""
+SCRATCH = {
+    66 * 8, 66 * 64 * 4, 512 * 64 * 4, 4 * 64 * 4, 2 * 64 * 4, 64 * 4, 5056, 4 * 33 * 33 * 4, 4 * 3 * 32 * 32 * 4,
+    4 * 16 * 64 * 4, 5 * 4, 9 * 4, 8 * 4,
+}  # fmt: skip
+"""Bytes: positions and rows sorted for an embedding's gradient, that gradient, sums of a bias over rows; the state of
+the CPU's generator, which a recomputed block keeps; what T5's table of positions gets, made contiguous; a convolution's
+operands in another layout; edges and counts of a histogram of tokens by expert."""
+KINDS = {"ViTConfig": "AutoModelForImageClassification", "T5Config": "AutoModelForSeq2SeqLM"}
+"""What a config is for, where it is no causal language model."""
+Batch = dict[str, torch.Tensor]
 
 
-def build(name: str, device: str, *, recompute: bool) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
+def batch_for(name: str) -> Batch:
+    if name == "ViTConfig":
+        return {"pixel_values": torch.ones(4, 3, 32, 32), "labels": torch.arange(4)}
+    ids = torch.arange(66).view(2, 33)
+    return {"input_ids": ids, "labels": ids}
+
+
+def build(name: str, device: str, *, recompute: bool) -> tuple[Any, torch.optim.Optimizer, Batch]:
     config = getattr(transformers, name)(**CONFIGS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    kind = getattr(transformers, KINDS.get(name, "AutoModelForCausalLM"))
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model = model.to(device).train()
     if recompute:
         # Renamed in transformers 5.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model, torch.optim.AdamW(model.parameters(), foreach=False), torch.arange(66).view(2, 33).to(device)
+    batch = {key: value.to(device) for key, value in batch_for(name).items()}
+    if name != "ViTConfig":
+        batch["use_cache"] = False
+    return model, torch.optim.AdamW(model.parameters(), foreach=False), batch
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     for _ in range(2):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = model(**batch).loss
         loss.backward()
         del loss
         optimizer.step()

@@ -1,5 +1,7 @@
 """Checkpoints under a virtual card: written without values, read again, never over a file that holds some."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -105,3 +107,22 @@ def test_from_pretrained_and_save_pretrained_of_transformers(tmp_path: Path, dty
             k: v.shape for k, v in model.state_dict().items()
         }
     assert load_file(tmp_path / "real" / "model.safetensors")["model.norm.weight"].tolist() == [1] * 64
+
+
+LATE = """
+import sys
+from hybridtrain.virtual_gpu import VirtualGpu
+assert "safetensors.torch" not in sys.modules
+with VirtualGpu("rtx-4090"):
+    import torch
+    from safetensors.torch import save_file
+    save_file({"weight": torch.empty(2**20, device="cuda")}, sys.argv[1])
+"""
+
+
+def test_a_library_may_be_imported_inside(tmp_path: Path) -> None:
+    file = tmp_path / "late.safetensors"
+    subprocess.run([sys.executable, "-c", LATE, str(file)], check=True)
+    with safetensors.safe_open(file, framework="pt") as saved:
+        assert "hybridtrain_virtual" in saved.metadata()
+        assert saved.get_slice("weight").get_shape() == [2**20]

@@ -1,11 +1,12 @@
 """What a script may ask of a virtual card: places, known values, stand-ins, autocast, attention."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, cuda_paths, find_card
 
@@ -93,6 +94,64 @@ def test_what_follows_from_data_is_known(gpu: VirtualGpu) -> None:
     assert gpu.stand_ins() == ()
 
 
+@pytest.mark.usefixtures("gpu")
+def test_values_are_known_where_the_cpu_has_no_kernel_for_their_type() -> None:
+    counts = torch.histc(torch.tensor([0, 2, 2, 3], dtype=torch.int32, device="cuda"), bins=4, min=0, max=3)
+    assert counts.dtype is torch.int32  # CUDA counts whole numbers, the CPU none
+    assert counts.tolist() == [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "sizes", [((8, 16), (2, 16, 20)), ((16, 8), (8, 24)), ((2, 8, 16), (16, 8)), ((2, 8, 16), (2, 16, 8))]
+)
+@pytest.mark.usefixtures("gpu")
+def test_grouped_matmuls_run_in_every_type(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def multiply(device: str, dtype: torch.dtype) -> Tensor:
+        one = torch.empty(sizes[0], device=device, dtype=dtype)
+        other = torch.empty((*sizes[1][:-2], *sizes[1][:-3:-1]), device=device, dtype=dtype).mT
+        is_batch = one.dim() == other.dim() == 3
+        offs = None if is_batch else torch.tensor([2, 6], dtype=torch.int32).to(device)
+        found: Tensor = torch.ops.aten._grouped_mm(one, other, offs)
+        return found
+
+    true = multiply("meta", torch.bfloat16)
+    half, single = multiply("cuda", torch.bfloat16), multiply("cuda", torch.float32)
+    assert (half.device.type, half.shape, half.stride(), half.dtype) == ("cuda", true.shape, true.stride(), true.dtype)
+    assert (single.shape, single.dtype) == (true.shape, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda values, rows: values[rows],
+        lambda values, rows: values.index_select(0, rows),
+        lambda values, rows: values.gather(0, rows[:, None].expand(-1, 64)),
+        lambda values, _rows: values.topk(2)[0],
+    ],
+)
+def test_gradients_of_chosen_elements_are_put_into_zeros_in_place(gpu: VirtualGpu, pick: Callable[..., Tensor]) -> None:
+    values = torch.zeros(512, 64, device="cuda", requires_grad=True)
+    pick(values, torch.arange(8, device="cuda")).sum().backward()
+    assert values.grad is not None
+    sizes = gpu.ledger.trace().sizes
+    assert sizes.count(values.nbytes) == 2  # itself and its gradient
+
+
+def test_a_tensor_may_have_other_data_wherever_they_came_from() -> None:
+    read = nn.Parameter(torch.ones(4, 2))  # as from a file: with values
+    with VirtualGpu(CARD):
+        layer = nn.Linear(8192, 2)
+        held = read
+        read.data = layer.weight.data
+        assert held is read
+        assert (read.shape, read.device.type, read.requires_grad, type(read)) == (
+            (2, 8192), "cpu", True, nn.Parameter
+        )  # fmt: skip
+        layer.weight.data = torch.from_numpy(np.ones((3, 2), dtype=np.float32))
+        assert layer.weight.shape == (3, 2)
+        assert layer.weight.tolist() == [[1.0, 1.0]] * 3
+
+
 def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: VirtualGpu) -> None:
     loss = torch.randn(2**20, device="cuda").square().mean()
     assert (loss.item(), float(loss), f"{loss:.1f}") == (1.0, 1.0, "1.0")
@@ -102,6 +161,16 @@ def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: Virtua
     assert not loss > 10
     places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.stand_ins()}
     assert ("test_virtual_values.py", "aten._local_scalar_dense.default") in places
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (2.5, 3.0)])  # the second by rejection from a uniform distribution
+@pytest.mark.usefixtures("gpu")
+def test_truncated_samples_are_drawn_once(bounds: tuple[float, float]) -> None:
+    weight = torch.empty(64, 128, device="cuda")
+    with warnings.catch_warnings(action="ignore"):
+        assert nn.init.trunc_normal_(weight, a=bounds[0], b=bounds[1]) is weight
+    assert torch.isnan(weight).any().item() is False
+    assert (weight > 0).any().item() is True  # elsewhere an unknown boolean is true as before
 
 
 def test_experts_are_chosen_evenly(gpu: VirtualGpu) -> None:
