@@ -112,6 +112,9 @@ def _libraries() -> Iterator[tuple[Any, str, Any]]:
         yield functional, "get_paged", _get_paged
         for name in ("prefetch_tensor", "fill", "_mul"):
             yield functional, name, _do_nothing
+        # Tables that are kept as long as the process: those of one virtual card are nowhere on the next.
+        yield functional, "name2qmap", {}
+        yield import_module("bitsandbytes.backends.utils"), "_code_4bit_cache", {}
 
 
 def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
@@ -553,7 +556,14 @@ class _TorchFunctions:
 
 
 def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
-    """Return what was to be compiled as it is: a virtual card runs eager code."""
+    """Return what was to be compiled as it is: a virtual card runs eager code.
+
+    One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
+    into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
+    """
+    module = getattr(model, "__module__", None) or ""
+    if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
+        return _do_nothing
     return (lambda found: found) if model is None else model
 
 

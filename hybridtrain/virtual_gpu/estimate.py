@@ -46,7 +46,7 @@ class MemoryEstimate:
     @cached_property
     def run(self) -> CardRun:
         """Steps, peaks, holders and times; on a card that is large enough where the one asked for is not."""
-        return (self._on(_boundless(self.card))._gpu if self.oom else self._gpu).report()
+        return (self._on(boundless(self.card))._gpu if self.oom else self._gpu).report()
 
     @property
     def peak_bytes(self) -> int:
@@ -253,6 +253,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
-def _boundless(card: Card) -> Card:
+def boundless(card: Card) -> Card:
     """Return the card with more memory than any step takes."""
     return replace(card, memory_mib=2**40)

@@ -163,7 +163,8 @@ class VirtualGpu:
 
     def _enter_module(self, module: nn.Module, _args: object) -> None:
         if not self._depth:
-            if self._between_steps:
+            # A forward pass inside of a backward pass recomputes, also where an optimizer has stepped in that pass.
+            if self._between_steps and torch._C._current_graph_task_id() == -1:
                 self.begin_step()
             if module not in self._names:
                 self._name(module)

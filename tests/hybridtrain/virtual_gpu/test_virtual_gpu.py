@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer
+from torch.utils.checkpoint import checkpoint
 
 import hybridtrain.virtual_gpu
 from hybridtrain.errors import ConfigError
@@ -88,6 +89,23 @@ def test_the_loop_over_tensors_takes_less_than_the_foreach_update() -> None:
     assert run.peak.requested_bytes == 4 * PARAMS + INPUT + temporaries + 2 * CUBLAS
 
 
+def test_updates_inside_of_the_backward_pass_belong_to_its_step() -> None:
+    with VirtualGpu(CARD) as gpu:
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).cuda() for _ in range(3)]
+        for parameter in (parameter for block in blocks for parameter in block.parameters()):
+            sgd = torch.optim.SGD([parameter])
+            parameter.register_post_accumulate_grad_hook(lambda _, sgd=sgd: sgd.step())
+        for _ in range(2):
+            hidden = torch.empty(BATCH, WIDTH, device="cuda", requires_grad=True)
+            for block in blocks:  # each is run again in the backward pass, after the next one was updated
+                hidden = checkpoint(block, hidden, use_reentrant=False)
+            hidden.sum().backward()
+    run = gpu.report()
+    assert len(run.steps) == 2
+    assert run.time.flops == 3 * 4 * 2 * BATCH * WIDTH * WIDTH  # forward, again, and two in the backward pass
+    assert gpu.without_gradient == ()
+
+
 def test_the_time_of_a_step_follows_the_cards_rates() -> None:
     run = watched(torch.optim.AdamW, foreach=True)
     matmul_flops = 5 * 2 * BATCH * WIDTH * HIDDEN  # two forward, three backward: the batch needs no gradient
@@ -147,6 +165,29 @@ def test_without_a_step_it_says_what_is_missing() -> None:
         gpu.report()
     with pytest.raises(ConfigError, match="rtx-4090"):
         VirtualGpu("rtx-4091")
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu", "meta"])
+def test_what_is_made_in_the_scope_of_a_device_lies_there(name: str) -> None:
+    with VirtualGpu(CARD):
+        assert torch.get_default_device() == torch.tensor([1.0]).device == torch.device("cpu")
+        with torch.device(name):
+            found = torch.get_default_device(), torch.tensor([1.0]).device, torch.zeros(2).device
+        assert [device.type for device in found] == [name] * 3
+
+
+def test_what_torchao_compiles_into_one_kernel_holds_nothing() -> None:
+    def single_param_adam(parameter: torch.Tensor) -> None:
+        parameter.copy_(parameter.double())
+
+    with VirtualGpu(CARD):
+        parameter = torch.empty(2**20, device="cuda")
+        torch.compile(single_param_adam, fullgraph=True)(parameter)
+        assert torch.cuda.max_memory_allocated() > 2 * parameter.nbytes  # anything else is run as it is
+        torch.cuda.reset_peak_memory_stats()
+        single_param_adam.__module__ = "torchao.optim.adam"
+        torch.compile(single_param_adam, fullgraph=True)(parameter)
+        assert torch.cuda.max_memory_allocated() == parameter.nbytes
 
 
 def test_torch_is_as_it_was_afterwards() -> None:

@@ -363,8 +363,8 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "evidence", "bench",
-    "study", "train", "gate", "report", "records", "list", "doctor",
+    "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "peers", "evidence",
+    "bench", "study", "train", "gate", "report", "records", "list", "doctor",
 )  # fmt: skip
 
 

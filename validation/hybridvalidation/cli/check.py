@@ -26,7 +26,8 @@ def gate(*scenarios: ScenarioName, accept: Flag = False, common: Recorded = RECO
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        scenarios: Default: every scenario; 'kernels' compiles all Triton kernels for every card instead.
+        scenarios: Default: every scenario, and 'recorded', the errors of committed plans of what others measured;
+            'kernels' compiles all Triton kernels for every card.
         accept: Record today's figures as the new baselines.
     """
     from hybridvalidation.gate.command import gate_all

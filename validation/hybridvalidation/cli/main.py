@@ -32,7 +32,7 @@ APP = App(
 )  # fmt: skip
 _VERBS: dict[str, Callable[..., Answer]] = {
     "validate": run.validate, "dry-run": plan.dry_run, "virtual": plan.virtual, "execute": run.execute,
-    "dummy-weights": plan.dummy_weights, "recommend": plan.recommend, "recorded": plan.recorded,
+    "dummy-weights": plan.dummy_weights, "recommend": plan.recommend, "recorded": plan.recorded, "peers": plan.peers,
     "evidence": run.evidence, "bench": check.bench, "study": run.study, "train": run.train,
     "gate": check.gate, "report": check.report, "records": check.records,
     "list": check.list_names, "doctor": check.doctor,

@@ -188,3 +188,29 @@ def recorded(
     )
     paths = write_recorded(files, common.results) if record else []
     return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+
+
+def peers(
+    scenario: str | None = None, /, *, record: Flag = False, jobs: Count = 1, common: Recorded = RECORDED
+) -> Answer:
+    """Run others' trainers beside ours: planned on the virtual card, executed small, measured where there is a card.
+
+    Runs that have a record are read; the others need the packages of their engine.
+
+    Example: hybridtrain peers 8b-full-24gb
+
+    Args:
+        scenario: A file of scenarios/peers/ by its name; default: all.
+        record: Append what is run now to the records, and rebuild the tables.
+        jobs: Processes at a time.
+    """
+    from hybridvalidation.peers.command import peers_command
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.peers import write_peers
+
+    files = scenario_folder(common.scenarios)
+    report = peers_command(
+        files=files, results=common.results, scenario=scenario, record=record, jobs=jobs, say=common.note
+    )
+    paths = write_peers(files, common.results) if record else []
+    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())

@@ -1,4 +1,4 @@
-"""``hybridtrain gate``: dry runs and compiled kernels of today against committed baselines."""
+"""``hybridtrain gate``: dry runs, compiled kernels and recorded plans of today against committed baselines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,16 @@ from tqdm import tqdm
 from hybridkernels.ahead_of_time import KERNELS
 from hybridkernels.compile_case import CAPABILITIES
 from hybridtrain.config.encode import encode
-from hybridvalidation.gate import kernel_gate
+from hybridvalidation.gate import kernel_gate, recorded_gate
 from hybridvalidation.gate.gate import Finding, GateExit, drop_replacements, run_gate, worst_exit, write_baselines
 from hybridvalidation.gate.kernel_gate import KernelBaseline, run_kernel_gate
+from hybridvalidation.gate.recorded_gate import run_recorded_gate
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.scenario_files import ScenarioFiles
 
 T = TypeVar("T")
+_OTHERS = frozenset({kernel_gate.NAME, recorded_gate.NAME})
+"""What can be named beside scenarios."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +59,8 @@ class GateReport:
 def gate_all(
     files: ScenarioFiles, names: Sequence[str], folder: Path, *, accept: bool, progress: bool
 ) -> GateReport:  # fmt: skip
-    """Compare dry runs and, where named, compiled kernels with the baselines in ``folder``."""
-    scenarios = [name for name in names or files.scenario_names() if name != kernel_gate.NAME]
+    """Compare dry runs, errors of recorded figures and, where named, compiled kernels with those in ``folder``."""
+    scenarios = [name for name in names or files.scenario_names() if name not in _OTHERS]
     findings: list[Finding] = []
     replacements: dict[str, object] = {}
     said = []
@@ -68,6 +71,12 @@ def gate_all(
         findings += result.findings
         replacements |= result.replacements
         said.append(f"{result.num_runs} dry runs of {len(scenarios)} scenarios")
+    if not names or recorded_gate.NAME in names:
+        errors = run_recorded_gate(files.folder, folder.parent / "records", folder)
+        if errors is not None:
+            findings += errors.findings
+            replacements[recorded_gate.NAME] = errors.replacement
+            said.append(f"{errors.num_errors} errors of recorded figures")
     if kernel_gate.NAME in names:
         baseline, num_compiled = _gate_kernels(folder, findings, shown=progress)
         replacements |= {} if baseline is None else {kernel_gate.NAME: baseline}

@@ -1,11 +1,9 @@
 """``hybridtrain recorded``: plan what others measured, and say how far off the plans are."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
 from tabulate import tabulate
@@ -20,13 +18,12 @@ from hybridvalidation.recorded.planned import (
     read_planned,
     rows_of,
     scores,
-    versions_of,
 )
 from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
-from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
+from hybridvalidation.runs.child import Child, Ended
+from hybridvalidation.runs.foreign import header, missing_package, run_jobs, versions_of
 
 _LIMIT_S = 1800.0
 
@@ -71,25 +68,20 @@ def recorded_command(
     notes, missing = [], list[RecordedJob]()
     for name, found in sources.items():
         wanted = [job for job in _jobs(name, found) if not any(r.key == job.key for r in valid)]
-        try:
-            versions_of(found.packages)
-        except metadata.PackageNotFoundError as absent:
-            if wanted:
-                notes.append(
-                    f"{name}: {len(wanted)} runs are shown as last recorded, for {absent.name} is not installed "
-                    "(pip install hybridtrain[peers])"
-                )
-            continue
-        missing += wanted
+        absent = missing_package(found.packages)
+        if absent and wanted:
+            notes.append(
+                f"{name}: {len(wanted)} runs are shown as last recorded, for {absent} is not installed "
+                "(pip install hybridtrain[peers])"
+            )
+        missing += [] if absent else wanted
     made = []
-    for job, ended in run_side_by_side(missing, _start, jobs):
-        planned = _record(job, ended, sources[job.source])
+    for job, planned in run_jobs(
+        missing, _start, lambda job, ended: _record(job, ended, sources[job.source]), jobs, store if record else None,
+        lambda planned: append_planned(store.folder, planned),
+    ):  # fmt: skip
         made.append(planned)
-        if record:
-            if ended.program is not None:
-                store.append_program(ended.program)
-            append_planned(store.folder, planned)
-        say(f"{job.source} {job.run}: {planned.outcome.value} {planned.message} in {ended.seconds:.0f} s")
+        say(f"{job.source} {job.run}: {planned.outcome.value} {planned.message} in {planned.duration_s:.0f} s")
     rows = rows_of(sources, [*known, *made])
     return RecordedReport(rows=tuple(rows), made=len(made), notes=tuple(notes))
 
@@ -109,7 +101,7 @@ def score_table(rows: Sequence[Row], style: str) -> str:
 
 def work(job: RecordedJob) -> PlannedFigures:
     """Plan one run; the child's side."""
-    engine = import_module(f"hybridvalidation.recorded.engines.{job.engine}")
+    engine = import_module(f"hybridvalidation.engines.{job.engine}")
     return PlannedFigures(figures=engine.plan(json.loads(job.common), json.loads(job.config), job.card))
 
 
@@ -126,11 +118,7 @@ def _start(job: RecordedJob) -> Child[PlannedFigures]:
 
 
 def _record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
-    started = datetime.fromtimestamp(time.time() - ended.seconds, UTC)
     return PlannedRun(
-        key=job.key, evidence=Evidence.PLANNED, outcome=Outcome.ERROR if ended.answer is None else Outcome.OK,
-        message=ended.fault, started_at=started.isoformat(timespec="seconds"), duration_s=ended.seconds,
-        environment=read_environment(), program="" if ended.program is None else ended.program.digest,
-        source=job.source, run=job.run, figures={} if ended.answer is None else ended.answer.figures,
-        packages=versions_of(source.packages),
+        **header(job.key, Evidence.PLANNED, ended), source=job.source, run=job.run,
+        figures={} if ended.answer is None else ended.answer.figures, packages=versions_of(source.packages),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import mean
 
@@ -142,11 +141,6 @@ def read_planned(records: Path) -> list[PlannedRun]:
 def append_planned(records: Path, record: PlannedRun) -> None:
     """Add a record and wait until it is on disk."""
     append_line(records / _FILE, record)
-
-
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return installed versions; raises ``PackageNotFoundError``, with its name, for the first one missing."""
-    return {name: metadata.version(name) for name in packages}
 
 
 def _row(name: str, run: RecordedRun, quantity: str, value: float, record: PlannedRun | None) -> Row:

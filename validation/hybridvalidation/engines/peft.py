@@ -1,5 +1,9 @@
-"""PEFT's method comparison (method_comparison/MetaMathQA/run.py): one model, every method, lengths as in the corpus.
+"""PEFT: adapters on a frozen model, trained by transformers' Trainer, or by the loop of its method comparison.
 
+``train``: settings are ``adapter`` (``peft_type`` and the arguments of its configuration), ``quantize`` (arguments of
+``BitsAndBytesConfig``; none: in the task's precision), and ``trainer`` (``TrainingArguments``).
+
+``plan`` is that comparison (method_comparison/MetaMathQA/run.py): one model, every method, lengths as in the corpus.
 The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass, outputs
 (logits and the cache of keys and values) alive until the next step overwrites them, the allocator's cache emptied after
 every tenth step. Six steps stand for the twenty of a bucket.
@@ -13,10 +17,13 @@ from typing import Any
 import peft
 import torch
 from peft.optimizers import create_lorafa_optimizer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridvalidation.engines.hf_model import build_model
+from hybridvalidation.engines.task import Task
+from hybridvalidation.engines.transformers import run_trainer
 
 _EMPTY_EVERY = 10
 _BUCKET = 20
@@ -34,7 +41,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
         model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)
         model = model.to("cuda")
         if config.get("adapter"):
-            model = _with_adapter(model, config["adapter"], settings)
+            model = _with_adapter(model, config["adapter"], is_wide=settings["autocast_adapter_dtype"])
         optimizer = _make_optimizer(model, settings)
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if config.get("adapter"):
@@ -58,6 +65,26 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     return {
         "allocated_mean": allocated, "reserved_mean": reserved, "reserved_max": largest, "trainable_params": trainable,
     }  # fmt: skip
+
+
+def train(task: Task) -> list[float]:
+    """Run the steps; return the loss of each."""
+    settings = task.settings
+    model = _quantized(task, settings["quantize"]) if settings.get("quantize") else build_model(task)
+    if settings.get("quantize"):
+        is_checkpointed = bool(settings["trainer"].get("gradient_checkpointing"))
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=is_checkpointed)
+    return run_trainer(task, _with_adapter(model, settings["adapter"]), settings["trainer"])
+
+
+def _quantized(task: Task, settings: Mapping[str, Any]) -> Any:
+    """Return what ``from_pretrained`` makes with a ``BitsAndBytesConfig``, of random weights instead of a file's."""
+    whole = build_model(task)
+    kind, config, weights = type(whole), whole.config, whole.state_dict()
+    return kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=whole.dtype, device_map={"": task.device},
+        quantization_config=BitsAndBytesConfig(**settings),
+    )  # fmt: skip
 
 
 def bucket_lengths(tokens_per_sample: float, spread: float, batch_size: int) -> list[int]:
@@ -94,7 +121,8 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, settings: Mapping[str, A
     return outputs
 
 
-def _with_adapter(model: Any, adapter: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def _with_adapter(model: Any, adapter: Mapping[str, Any], *, is_wide: bool = True) -> Any:
+    """Return the model with an adapter, in fp32 (PEFT's default) or in the element type of its weights."""
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[adapter["peft_type"]]
     known = {field.name for field in dataclasses.fields(kind)}
     wanted = {name: value for name, value in adapter.items() if name != "peft_type"}
@@ -102,7 +130,7 @@ def _with_adapter(model: Any, adapter: Mapping[str, Any], settings: Mapping[str,
     if unknown:
         raise ValueError(f"peft {peft.__version__} has no {', '.join(unknown)} in {kind.__name__}")
     found = kind(**wanted, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, found, autocast_adapter_dtype=settings["autocast_adapter_dtype"])
+    return peft.get_peft_model(model, found, autocast_adapter_dtype=is_wide)
 
 
 def _make_optimizer(model: Any, settings: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -1,0 +1,91 @@
+"""What an engine is asked to train: one model, the tokens of a step, and a recipe in the engine's own words."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
+
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig
+from hybridvalidation.scenario import Stack
+
+Precision = Literal["bf16", "mixed"]
+"""``bf16``: weights, gradients and optimizer state are bf16. ``mixed``: they are fp32, and autocast runs in bf16."""
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "hybridtrain": ("torch",),
+    "torch": ("torch", "transformers"),
+    "transformers": ("torch", "transformers", "accelerate"),
+    "trl": ("torch", "transformers", "accelerate", "trl"),
+    "peft": ("torch", "transformers", "accelerate", "peft"),
+    "litgpt": ("torch", "lightning", "litgpt"),
+}
+"""A file of this folder by its name, and the packages that it always needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One recipe, on whatever device there is."""
+
+    engine: str
+    model: ModelConfig
+    workload: BatchWorkload
+    """Of one optimizer step."""
+    micro_batches: int = 1
+    """Parts of equal size that the batch is cut into."""
+    precision: Precision = "bf16"
+    config: str = "{}"
+    """JSON, in the words of the engine."""
+    stack: Stack | None = None
+    """Of our own engine."""
+    num_steps: int = 2
+    """The first makes the optimizer's state, the second runs beside it."""
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """``config`` as data."""
+        found: dict[str, Any] = json.loads(self.config)
+        return found
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.workload.batch_size // self.micro_batches
+
+    @property
+    def sample(self) -> list[int]:
+        """Tokens of a sequence; every one is the same, so that a model which learns can be told from one which not."""
+        return [13 * place % self.model.vocab_size for place in range(self.workload.seq_len)]
+
+    @property
+    def batches(self) -> list[list[list[int]]]:
+        """Tokens of the micro-batches of a step."""
+        return [[self.sample] * self.micro_batch_size] * self.micro_batches
+
+    def small(self) -> "Task":
+        """Return the same recipe at a size that a processor trains in a second."""
+        shape = self.model
+        kv_heads = max(1, 4 * shape.num_kv_heads // shape.num_heads)
+        model = replace(
+            shape, vocab_size=512, max_seq_len=64, num_blocks=2, width=128, num_heads=4, num_kv_heads=kv_heads,
+            ffn_width=256,
+        )  # fmt: skip
+        workload = BatchWorkload(batch_size=2 * self.micro_batches, seq_len=32)
+        return replace(self, model=model, workload=workload, num_steps=5, device="cpu")
+
+
+def train(task: Task) -> list[float]:
+    """Run the steps of a task; return the loss of each."""
+    return engine_of(task).train(task)  # type: ignore[no-any-return]
+
+
+def engine_of(task: Task) -> Any:
+    """Return the engine's module."""
+    return import_module(f"hybridvalidation.engines.{task.engine}")
+
+
+def by_path(path: str) -> Callable[..., Any]:
+    """Return what a dotted path names, as ``torch.optim.AdamW``."""
+    module, _, name = path.rpartition(".")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found

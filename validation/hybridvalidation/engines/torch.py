@@ -1,0 +1,64 @@
+"""A plain PyTorch loop around transformers' model: no trainer, the optimizer by its name.
+
+Settings: ``optimizer`` (a dotted path: of torch.optim, torchao.optim, bitsandbytes.optim), ``arguments`` of it
+(``optimizer_class`` among them is a path too), ``gradient_checkpointing``, and ``update_in_backward``: an optimizer for
+each parameter, stepped as soon as its gradient is there; one micro-batch
+(pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridvalidation.engines.hf_model import build_model
+from hybridvalidation.engines.task import Task, by_path
+
+
+def train(task: Task) -> list[float]:
+    """Run the steps; return the loss of each."""
+    settings = task.settings
+    model = build_model(task).to(task.device).train()
+    if settings.get("gradient_checkpointing"):
+        model.gradient_checkpointing_enable()
+    update = _updater(model, settings)
+    return [_step(model, task, update) for _ in range(task.num_steps)]
+
+
+def _step(model: Any, task: Task, update: Callable[[], None]) -> float:
+    total = 0.0
+    for batch in task.batches:
+        ids = torch.tensor(batch).to(task.device)
+        with torch.autocast(task.device, dtype=torch.bfloat16, enabled=task.precision == "mixed"):
+            loss = model(input_ids=ids, labels=ids).loss / task.micro_batches
+        loss.backward()
+        total += loss.item()
+        del loss
+    update()
+    return total
+
+
+def _updater(model: nn.Module, settings: dict[str, Any]) -> Callable[[], None]:
+    make, arguments = by_path(settings["optimizer"]), dict(settings.get("arguments", {}))
+    if "optimizer_class" in arguments:
+        arguments["optimizer_class"] = by_path(arguments["optimizer_class"])
+    if not settings.get("update_in_backward"):
+        optimizer = make(model.parameters(), **arguments)
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+    for parameter in model.parameters():
+        _update_in_backward(parameter, make([parameter], **arguments))
+    return lambda: None
+
+
+def _update_in_backward(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    def update(_parameter: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]

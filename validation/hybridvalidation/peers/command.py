@@ -1,0 +1,104 @@
+"""``hybridtrain peers``: run every recipe that has no record, and show all beside each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridvalidation.peers.figures import (
+    PeerFigures,
+    PeerRecord,
+    Row,
+    append_peer_record,
+    read_peer_records,
+    rows_of,
+)
+from hybridvalidation.peers.scenario import PeerJob, PeerRun, PeerScenario, jobs_of, read_peers
+from hybridvalidation.peers.table import peer_table, row_mapping
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
+from hybridvalidation.runs.foreign import header, missing_package, run_jobs, versions_of
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.tables import TERMINAL
+
+_LIMIT_S = 1800.0
+_EAGER = {"TORCHDYNAMO_DISABLE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""torchao compiles its update for minutes, for a step of a tiny model, and a virtual card runs eager code anyway; what
+threads load is not seen by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersReport:
+    """Every scenario with its rows."""
+
+    scenarios: tuple[tuple[PeerScenario, tuple[Row, ...]], ...]
+    made: int
+    notes: tuple[str, ...]
+
+    def as_list(self) -> list[dict[str, object]]:
+        """Return the rows as plain data."""
+        return [row_mapping(scenario.name, row) for scenario, rows in self.scenarios for row in rows]
+
+    def as_text(self) -> str:
+        """Return a table for each scenario, and what could not be run."""
+        tables = [f"{scenario.title}\n\n{peer_table(rows, TERMINAL)}\n" for scenario, rows in self.scenarios]
+        return "\n".join([*tables, *self.notes, f"{self.made} runs made now"])
+
+
+def peers_command(
+    *, files: ScenarioFiles, results: Path, scenario: str | None, record: bool, jobs: int, say: Callable[[str], None]
+) -> PeersReport:
+    """Run what has no record that holds, and return all rows.
+
+    Args:
+        files: Scenario files.
+        results: Folder of results; records are read from it.
+        scenario: One only.
+        record: Append what is made to the records.
+        jobs: Processes at a time; on a card one.
+        say: Told what is done.
+
+    Raises:
+        ConfigError: No such scenario, or a faulty file.
+    """
+    scenarios = read_peers(files, scenario)
+    store = RecordStore(results / "records")
+    known = read_peer_records(store.folder)
+    valid = {found.key for found, fault in zip(known, store.faults(known), strict=True) if not fault}
+    has_card = torch.cuda.is_available()
+    kinds = [Evidence.PLANNED, Evidence.EXECUTED, *([Evidence.MEASURED] if has_card else [])]
+    wanted = [pair for found in scenarios.values() for pair in jobs_of(found, files, kinds) if pair[1].key not in valid]
+    notes = [
+        f"{job.scenario} {run.id}: not {job.evidence.value} now, for {absent} is not installed "
+        "(pip install hybridtrain[peers])"
+        for run, job in wanted
+        if (absent := missing_package(run.packages))
+    ]
+    made = []
+    for (_, job), found in run_jobs(
+        [pair for pair in wanted if not missing_package(pair[0].packages)], _start, _record, 1 if has_card else jobs,
+        store if record else None, lambda found: append_peer_record(store.folder, found),
+    ):  # fmt: skip
+        made.append(found)
+        say(
+            f"{job.scenario} {job.run}: {job.evidence.value}, {found.outcome.value} {found.message} "
+            f"in {found.duration_s:.0f} s"
+        )
+    rows = [(one, tuple(rows_of(one, files, [*known, *made]))) for one in scenarios.values()]
+    return PeersReport(scenarios=tuple(rows), made=len(made), notes=tuple(notes))
+
+
+def _start(pair: tuple[PeerRun, PeerJob]) -> Child[PeerFigures]:
+    eager = {} if pair[1].evidence is Evidence.MEASURED else _EAGER
+    environment = ONE_THREAD | eager
+    return Child("hybridvalidation.peers.run:work", pair[1], PeerFigures, limit_s=_LIMIT_S, environment=environment)
+
+
+def _record(pair: tuple[PeerRun, PeerJob], ended: Ended[PeerFigures]) -> PeerRecord:
+    run, job = pair
+    return PeerRecord(
+        **header(job.key, job.evidence, ended), scenario=job.scenario, run=job.run, figures=ended.answer,
+        packages=versions_of(run.packages),
+    )  # fmt: skip
