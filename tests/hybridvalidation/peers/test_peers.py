@@ -319,6 +319,8 @@ def test_the_command_runs_what_is_missing_and_writes_the_page(
     assert [row["id"] for row in rows] == ["AdamW", "ours", "elsewhere", "ZeRO"]
     assert [row["planned"] is not None for row in rows] == [True, True, False, False]
     assert rows[0]["executed"]["losses"][-1] < rows[0]["executed"]["losses"][0]
+    assert main(["peers", "tiny", "--planned", "--json", *common]) == 0
+    assert [row["executed"] for row in json.loads(capsys.readouterr().out)] == [None] * 4
     assert not (tmp_path / "results").exists()
     assert main(["peers", "--record", *common]) == 0
     out = capsys.readouterr().out

@@ -191,7 +191,13 @@ def recorded(
 
 
 def peers(
-    scenario: str | None = None, /, *, record: Flag = False, jobs: Count = 1, common: Recorded = RECORDED
+    scenario: str | None = None,
+    /,
+    *,
+    planned: Flag = False,
+    record: Flag = False,
+    jobs: Count = 1,
+    common: Recorded = RECORDED,
 ) -> Answer:
     """Run others' trainers beside ours: planned on the virtual card, executed small, measured where there is a card.
 
@@ -201,6 +207,7 @@ def peers(
 
     Args:
         scenario: A file of scenarios/peers/ by its name; default: all.
+        planned: Plan alone; nothing is executed or measured.
         record: Append what is run now to the records, and rebuild the tables.
         jobs: Processes at a time.
     """
@@ -210,7 +217,8 @@ def peers(
 
     files = scenario_folder(common.scenarios)
     report = peers_command(
-        files=files, results=common.results, scenario=scenario, record=record, jobs=jobs, say=common.note
-    )
+        files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
+        say=common.note,
+    )  # fmt: skip
     paths = write_peers(files, common.results) if record else []
     return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())

@@ -48,14 +48,16 @@ class PeersReport:
 
 
 def peers_command(
-    *, files: ScenarioFiles, results: Path, scenario: str | None, record: bool, jobs: int, say: Callable[[str], None]
-) -> PeersReport:
+    *, files: ScenarioFiles, results: Path, scenario: str | None, planned: bool, record: bool, jobs: int,
+    say: Callable[[str], None],
+) -> PeersReport:  # fmt: skip
     """Run what has no record that holds, and return all rows.
 
     Args:
         files: Scenario files.
         results: Folder of results; records are read from it.
         scenario: One only.
+        planned: Plan alone; nothing is executed or measured.
         record: Append what is made to the records.
         jobs: Processes at a time; on a card one.
         say: Told what is done.
@@ -68,7 +70,8 @@ def peers_command(
     known = read_peer_records(store.folder)
     valid = {found.key for found, fault in zip(known, store.faults(known), strict=True) if not fault}
     has_card = torch.cuda.is_available()
-    kinds = [Evidence.PLANNED, Evidence.EXECUTED, *([Evidence.MEASURED] if has_card else [])]
+    real = [Evidence.EXECUTED, *([Evidence.MEASURED] if has_card else [])]
+    kinds = [Evidence.PLANNED, *([] if planned else real)]
     wanted = [pair for found in scenarios.values() for pair in jobs_of(found, files, kinds) if pair[1].key not in valid]
     notes = [
         f"{job.scenario} {run.id}: not {job.evidence.value} now, for {absent} is not installed "
