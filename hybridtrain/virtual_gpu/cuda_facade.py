@@ -274,6 +274,7 @@ class _TensorMethods:
                 self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
         else:
             made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
             torch.utils.swap_tensors(tensor, made)
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:

@@ -142,8 +142,10 @@ def test_a_tensor_may_have_other_data_wherever_they_came_from() -> None:
     with VirtualGpu(CARD):
         layer = nn.Linear(8192, 2)
         held = read
+        read.blocksize = 64  # type: ignore[attr-defined]  what a class of a library keeps with its data
         read.data = layer.weight.data
         assert held is read
+        assert vars(read) == {"blocksize": 64}
         assert (read.shape, read.device.type, read.requires_grad, type(read)) == (
             (2, 8192), "cpu", True, nn.Parameter
         )  # fmt: skip
