@@ -57,9 +57,8 @@ def task(case: str, **changes: object) -> Task:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run torchao's updates eagerly, load weights in this thread, and let accelerate look for a device anew."""
+    """Run torchao's updates eagerly, and let accelerate look for a device anew."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     yield
     if find_spec("accelerate") is not None:
         from accelerate.state import AcceleratorState  # noqa: PLC0415

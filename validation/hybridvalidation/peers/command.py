@@ -24,9 +24,8 @@ from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import TERMINAL
 
 _LIMIT_S = 1800.0
-_EAGER = {"TORCHDYNAMO_DISABLE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""torchao compiles its update for minutes, for a step of a tiny model, and a virtual card runs eager code anyway; what
-threads load is not seen by it."""
+_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""torchao compiles its update for minutes, for a step of a tiny model, and a virtual card runs eager code anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
