@@ -1,4 +1,4 @@
-"""Sessions: tests, lint, types, gate, records, report, validate, and one named session per scenario."""
+"""Sessions: tests, lint, docs, types, gate, records, report, validate, and one named session per scenario."""
 
 import shutil
 from pathlib import Path
@@ -7,11 +7,19 @@ import nox
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["tests", "lint", "types", "gate"]
+nox.options.sessions = ["tests", "lint", "docs", "types", "gate"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 KERNEL_ENV = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-PEERS = {"litgpt": ["tests/peers/test_litgpt.py"], "trl": ["tests/peers/test_trl.py", "tests/peers/test_engines.py"]}
+PEERS = {
+    "litgpt": ["tests/peers/test_litgpt.py"],
+    "trl": [
+        "tests/peers/test_trl.py",
+        "tests/peers/test_engines.py",
+        "tests/peers/test_peft.py",
+        "tests/peers/test_nf4.py",
+    ],
+}
 SCENARIOS = sorted(path.stem for path in Path("scenarios").glob("*.toml") if path.stem != "targets")
 
 
@@ -48,6 +56,16 @@ def tests_peers(session: nox.Session, peer: str) -> None:
     session.run("pytest", *(session.posargs or PEERS[peer]), env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session(name="tests-browser", default=False)
+def tests_browser(session: nox.Session) -> None:
+    """Open the whole HTML report in a headless Chromium of this machine (apt-get install chromium)."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser"))):
+        session.error("no Chromium on this machine, nothing was tested; apt-get install chromium")
+    install(session, "browser")
+    page = "tests/hybridvalidation/show/test_web_browser.py"
+    session.run("pytest", *(session.posargs or [page]), env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and the direction of imports."""
@@ -55,6 +73,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the guide into build/site, strictly: a broken link, a missing macro or setting fails."""
+    install(session, "docs")
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
@@ -83,7 +108,7 @@ def records(session: nox.Session) -> None:
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Rebuild tables and plots from committed records."""
-    install(session)
+    session.install("--constraint", "constraints.txt", "--editable", ".[html]")
     session.run("hybridtrain", "report", *session.posargs)
 
 
@@ -118,6 +143,13 @@ def study(session: nox.Session) -> None:
     """Compare ways to train, time to loss, resumable: nox -s study -- NAME [--jobs N]."""
     install(session)
     session.run("hybridtrain", "study", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Damage, kill and cut off by the thousand, hours of it: nox -s faults -- [NAME ...] [--count N] [--seed N]."""
+    install(session, "test")
+    session.run("python", "-m", "hybridvalidation.faults", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

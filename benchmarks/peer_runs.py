@@ -8,9 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from hybridtrain.dry_runs import dry_run
-from hybridtrain.models.model_config import ModelConfig, Workload
+import numpy as np
+from torch import Tensor
+
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.dry_runs import record_steps
+from hybridtrain.memory import formats
+from hybridtrain.memory.state_store import StateSlot, StateStore
+from hybridtrain.memory.transfer import VirtualTransfer
+from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
@@ -22,16 +30,18 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.units import GIB
+from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import Efficiency, StepTime, estimate_step
 
 SHORT = 2
 """Micro-batches of the shorter recorded step; the longer one has one more."""
-VIEWS = frozenset({"aten._unsafe_view.default"})
-"""Ops that move nothing, although the op costs count them."""
 Tables = Mapping[str, Any]
+_AS_RECORDED: Mapping[Lane, float] = {}
+_WHOLE_UPDATE = {Lane.COPY_IN: 2.0, Lane.COPY_OUT: 1.5}
+"""Weights and gradients too come from the host, and weights go back, where ours streams two moments in and out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +51,6 @@ class Steps:
     ops: dict[int, Sequence[OpRecord]]
     first: dict[int, int]
     """Number of the step's first op."""
-    device_bytes: int
-    host_bytes: int
 
     def under(self, rules: "Rules") -> "Steps":
         """Return the ops that are timed."""
@@ -59,16 +67,13 @@ class PeerRun:
 
     facts: Tables
     model: ModelConfig
-
-    @property
-    def is_test(self) -> bool:
-        """Whether it is predicted, not fitted."""
-        return bool(self.facts["role"] == "test")
+    card: Card
+    host: Host
 
     @property
     def family(self) -> str:
         """Cards that share one efficiency."""
-        return find_card(self.facts["card"]).family
+        return self.card.family
 
     @property
     def kept_blocks(self) -> int:
@@ -80,6 +85,37 @@ class PeerRun:
     def embed_head_share(self) -> float:
         """Share of the parameters outside the blocks."""
         return self.model.vocab_size * self.model.width * (2 - self.model.tied) / self.model.num_params
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether weights and gradients of blocks travel; ml_dataflow's do if the used memory has no room for all."""
+        facts, model = self.facts, self.model
+        if facts["system"] != "ml_dataflow":
+            return bool(facts["weights_home"] == "host")
+        outside = self.embed_head_share * model.num_params
+        kept = facts["resident_layers"] * self.bytes_of_level["full"] * facts["micro_batch_size"] * facts["seq_len"]
+        return bool(facts["vram_used_gib"] * GIB < kept + 8 * outside + 4 * (model.num_params - outside))
+
+    @property
+    def bytes_of_level(self) -> dict[str, int]:
+        """Bytes a token that a block keeps by ml_dataflow's three levels; its column of used memory agrees to 0.1 %."""
+        model = self.model
+        width, kv_width = model.width, model.num_kv_heads * model.head_dim
+        attention = 2 * (2 * width + 2 * kv_width) + 4 * model.num_heads + 8
+        return {
+            "full": attention + 2 * (2 * width + 2 * model.ffn_width),
+            "inp_attn": attention,
+            "inp_only": 2 * (width + 2 * kv_width) + 4,
+        }
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that a block sends to the host in a micro-batch, on average and beside recorded block inputs."""
+        facts, model = self.facts, self.model
+        total = sum(facts[f"host_layers_{level}"] * num_bytes for level, num_bytes in self.bytes_of_level.items())
+        total -= 2 * model.width * (model.num_blocks - self.kept_blocks)
+        blocks = model.num_blocks - facts["resident_layers"]
+        return int(max(total, 0) * facts["micro_batch_size"] * facts["seq_len"] / max(blocks, 1))
 
     def stack(self, micro_batches: int) -> list[Optimization]:
         """Return the recipe in our terms."""
@@ -94,21 +130,27 @@ class PeerRun:
             stack.append(GradientCheckpointing(recompute_every=1, kept_blocks=self.kept_blocks))
             if facts["system"] == "ml_dataflow" or "--offload-residual" in facts["flags"]:
                 stack.append(ActivationOffload())
-        if facts["weights_home"] == "host":
+        if self.is_streamed:
             stack.append(WeightStreaming())
         if facts["optimizer_home"] == "host":
-            stack.append(OptimizerOffload(offload_grads=facts["grads_home"] == "host"))
+            stack.append(OptimizerOffload(offload_grads=facts["grads_home"] == "host" and self.is_streamed))
         return stack
 
     def record(self, *counts: int) -> Steps:
         """Run steps of the given numbers of micro-batches dry, on the virtual card."""
-        steps = Steps({}, {}, 0, 0)
-        workload = Workload(micro_batch_size=self.facts["micro_batch_size"], seq_len=self.facts["seq_len"])
-        for count in counts:
-            found = dry_run(self.model, compose(self.stack(count)), find_card(self.facts["card"]), workload)
-            steps.ops[count] = found.trace.step_ops(1)
-            steps.first[count] = found.trace.steps[1].op
-            steps = replace(steps, device_bytes=found.device_used_bytes, host_bytes=found.host_peak_bytes)
+        steps = Steps({}, {})
+        empty = np.zeros((self.facts["micro_batch_size"], self.facts["seq_len"]), dtype=np.int64)
+        batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
+        # One step is recorded, whose state has values as in any later one. Rounding by chance is left out: eight ops a
+        # slice, four fifths of all, where the peers' update is one kernel (update_bytes).
+        with (
+            mock.patch.object(formats, "round_stochastically", _round_to_nearest),
+            mock.patch.object(StateStore, "_allocate", _allocate_with_values),
+        ):
+            for count in counts:
+                plan = compose(self.stack(count))
+                trace = record_steps(self.model, plan, [[batch] * count], VirtualTransfer())
+                steps.ops[count], steps.first[count] = trace.step_ops(0), trace.steps[0].op
         return steps
 
     def tokens_per_s(self, steps: Steps, efficiency: Efficiency) -> float:
@@ -120,8 +162,23 @@ class PeerRun:
     def step_time(self, steps: Steps, count: int, efficiency: Efficiency) -> StepTime:
         """Return the estimate for a recorded step of so many micro-batches."""
         tokens = count * self.facts["micro_batch_size"] * self.facts["seq_len"]
-        card, first = find_card(self.facts["card"]), steps.first[count]
-        return estimate_step(steps.ops[count], card, upload_bytes=16 * tokens, first=first, efficiency=efficiency)
+        first = steps.first[count]
+        return estimate_step(
+            steps.ops[count], self.card, upload_bytes=16 * tokens, first=first, host=self.host, efficiency=efficiency
+        )
+
+
+_ALLOCATE = StateStore._allocate
+
+
+def _allocate_with_values(self: StateStore, unit: str, slots: Sequence[StateSlot]) -> None:
+    _ALLOCATE(self, unit, slots)
+    for slot in slots:
+        slot.is_fresh = False
+
+
+def _round_to_nearest(value_P: Tensor, target_P: Tensor) -> None:
+    target_P.copy_(value_P)
 
 
 def recompute_share(model: ModelConfig, kept_blocks: int) -> float:
@@ -134,13 +191,16 @@ def recompute_share(model: ModelConfig, kept_blocks: int) -> float:
     return (again + model.num_blocks * scores) / (again + once)
 
 
-def peers_schedule(ops: Sequence[OpRecord], first: int, *, embed_head_share: float) -> list[OpRecord]:
+def peers_schedule(
+    ops: Sequence[OpRecord], first: int, *, embed_head_share: float, update_streams: Mapping[Lane, float] = _AS_RECORDED
+) -> list[OpRecord]:
     """Fetch a gradient from the beginning of its block's backward visit on; keep embedding and head on the card.
 
     Args:
         ops: Of one step.
         first: Number of the first one.
         embed_head_share: Share of the parameters that the update need not stream; 0: embedding and head are streamed.
+        update_streams: What the update's copies move, over what ours do.
     """
     changed: list[OpRecord] = []
     visit, start = (Stage.BUILD, ""), -1
@@ -152,12 +212,61 @@ def peers_schedule(ops: Sequence[OpRecord], first: int, *, embed_head_share: flo
         elif embed_head_share and op.unit in {"embedding", "head"}:
             new = replace(op, lane=Lane.COMPUTE, bytes_moved=0, waits=())
         elif op.stage is Stage.BUILD:  # the update's streams: nobody says what they belong to
-            new = replace(op, bytes_moved=round(op.bytes_moved * (1 - embed_head_share)))
+            share = (1 - embed_head_share) * update_streams.get(op.lane, 1.0)
+            new = replace(op, bytes_moved=round(op.bytes_moved * share))
         elif op.lane is Lane.COPY_IN and any(_is_stored_gradient(ops, wait - first) for wait in op.waits):
             stores = [wait for wait in op.waits if _is_stored_gradient(ops, wait - first)]
             new = replace(op, waits=(start, *stores))
         changed.append(new)
     return changed
+
+
+def send_activations(ops: Sequence[OpRecord], first: int, *, blocks: int, slots: int, num_bytes: int) -> list[OpRecord]:
+    """Send what a block keeps to the host after its forward visit, and fetch it for its backward one.
+
+    Args:
+        ops: Of one step.
+        first: Number of the first one.
+        blocks: Number of first blocks whose activations travel; the others stay.
+        slots: Places on the card: a forward visit waits for the one that it takes, a fetch until one is free.
+        num_bytes: Of one block.
+    """
+    changed: list[OpRecord] = []
+    numbers: list[int] = []
+    stored: dict[int, int] = {}
+    fetched: dict[int, int] = {}
+    visit, last = (Stage.BUILD, ""), -1
+
+    def copy(lane: Lane, block: int) -> int:
+        changed.append(
+            OpRecord(
+                name=lane.value, event=0, stage=visit[0], unit=f"block.{block}", is_matmul=False, flops=0,
+                bytes_moved=num_bytes, dtype="", lane=lane, waits=(last,),
+            )
+        )  # fmt: skip
+        return first + len(changed) - 1
+
+    for op in ops:
+        waits = tuple(wait if wait < first else numbers[wait - first] for wait in op.waits)
+        if op.lane is Lane.COMPUTE:
+            if (op.stage, op.unit) != visit:
+                done = _block(visit[1])
+                if visit[0] is Stage.FORWARD and 0 <= done < blocks:
+                    stored[done] = copy(Lane.COPY_OUT, done)
+                elif visit[0] is Stage.BACKWARD and 0 <= done - slots < blocks:
+                    fetched[done - slots] = copy(Lane.COPY_IN, done - slots)
+                visit = (op.stage, op.unit)
+                begun, before = _block(op.unit), stored if op.stage is Stage.FORWARD else fetched
+                needed = before.pop(begun - slots if op.stage is Stage.FORWARD else begun, None)
+                waits += () if needed is None else (needed,)
+            last = first + len(changed)
+        numbers.append(first + len(changed))
+        changed.append(replace(op, waits=waits))
+    return changed
+
+
+def _block(unit: str) -> int:
+    return int(unit[6:]) if unit.startswith("block.") else -1
 
 
 def _is_stored_gradient(ops: Sequence[OpRecord], index: int) -> bool:
@@ -181,32 +290,44 @@ def fuse(ops: Sequence[OpRecord], shares: Mapping[str, float], update_bytes: flo
     ]
 
 
-def free(ops: Sequence[OpRecord], names: frozenset[str]) -> list[OpRecord]:
-    """Let the named ops move nothing."""
-    return [replace(op, bytes_moved=0) if op.name in names else op for op in ops]
-
-
-def rules_of(run: PeerRun, protocol: Tables) -> dict[str, Rules]:
-    """Return the rules of each column."""
+def rules_of(run: PeerRun, protocol: Tables) -> Rules:
+    """Return what the peers' kernels and schedule do otherwise."""
     share = run.embed_head_share if run.facts["embed_head_home"] == "card" else 0.0
     if run.facts["optimizer_home"] == "card":
         share = 0.0  # nothing is streamed, nothing is left out
     update = protocol["update_bytes"] * run.model.num_params
+    slots = run.facts.get("resident_layers", run.model.num_blocks)
+    streams = _WHOLE_UPDATE if run.facts["system"] == "ml_dataflow" and not run.is_streamed else _AS_RECORDED
 
     def peers(ops: Sequence[OpRecord], first: int) -> list[OpRecord]:
-        return fuse(peers_schedule(ops, first, embed_head_share=share), protocol["fused_share"], update)
+        scheduled = peers_schedule(ops, first, embed_head_share=share, update_streams=streams)
+        changed = fuse(scheduled, protocol["fused_share"], update)
+        if slots == run.model.num_blocks:
+            return changed
+        blocks = run.model.num_blocks - slots
+        return send_activations(changed, first, blocks=blocks, slots=slots, num_bytes=run.activation_bytes)
 
-    def eager(ops: Sequence[OpRecord], first: int) -> list[OpRecord]:
-        return free(peers_schedule(ops, first, embed_head_share=share), VIEWS)
+    return peers
 
-    return {"peers": peers, "eager": eager, "ours": lambda ops, _first: free(ops, VIEWS)}
+
+def machine_of(facts: Tables) -> str:
+    """Return the name of the machine that a run was made on."""
+    return f"{'mdf' if facts['system'] == 'ml_dataflow' else facts['system']}-{facts['card']}"
 
 
 def load_runs(path: Path) -> tuple[Tables, list[PeerRun]]:
     """Return the protocol and the runs in the order of the file."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    cards = {name: Card(**table) for name, table in tables["cards"].items()}
     runs = [
-        PeerRun(facts, ModelConfig(**tables["models"][facts["model"]], max_seq_len=facts["seq_len"]))
+        PeerRun(
+            facts,
+            ModelConfig(**tables["models"][facts["model"]], max_seq_len=facts["seq_len"]),
+            cards.get(facts["card"]) or find_card(facts["card"]),
+            Host(
+                memory_gbps=tables["protocol"]["host_share"] * tables["machines"][machine_of(facts)]["host_dram_gbps"]
+            ),
+        )
         for facts in tables["run"]
     ]
     return tables["protocol"], runs

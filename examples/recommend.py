@@ -16,4 +16,4 @@ answer = recommend(question, on_try=lambda name: print("tried", name))
 # %% The stack is a list of optimizations like any other.
 for optimization in answer.chosen.optimizations():
     print(optimization)
-print(f"{answer.run.tokens_per_s:,.0f} tokens/s, {answer.run.bound} binds (estimated)")
+print(f"{answer.way.tokens_per_s:,.0f} tokens/s, {answer.way.bound} binds (estimated)")

@@ -2,11 +2,14 @@
 
     compose           a stack of optimizations becomes a checked memory plan
     dry_run           a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
+    fit               every way to train a model on a card: what fits, how fast, in seconds
     recommend         the fastest stack that fits a card and a machine
     estimate_memory   anyone's model: what a training step takes of such a card, does it fit, the largest batch
     VirtualGpu        anyone's training code, unmodified, on such a card
     Trainer           the reference trainer: real steps under the same plan
     load_config       a training file: model, stack, optimizer, schedule
+    find_model        the shape that a preset, a file, a folder of Hugging Face or a hub id means
+    open_folder       the weights of such a folder, a Trainer's ``source``; export_folder writes one
 
 >>> from hybridtrain import Workload, compose, dry_run, find_card, model_preset
 >>> from hybridtrain.optimizations import GradientCheckpointing, Int8Optimizer
@@ -24,15 +27,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hybridtrain.candidates import Question as Question
     from hybridtrain.dry_runs import DryRun as DryRun
     from hybridtrain.dry_runs import dry_run as dry_run
+    from hybridtrain.fitting import Way as Way
+    from hybridtrain.fitting import fit as fit
     from hybridtrain.memory.transfer import DirectTransfer as DirectTransfer
+    from hybridtrain.models.find_model import find_model as find_model
     from hybridtrain.models.model_config import ModelConfig as ModelConfig
     from hybridtrain.models.model_config import Workload as Workload
     from hybridtrain.models.model_config import model_preset as model_preset
     from hybridtrain.plan.compose import compose as compose
     from hybridtrain.plan.memory_plan import MemoryPlan as MemoryPlan
-    from hybridtrain.recommendation import Question as Question
     from hybridtrain.recommendation import recommend as recommend
     from hybridtrain.trainer import Trainer as Trainer
     from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
@@ -41,18 +47,25 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu import VirtualGpu as VirtualGpu
     from hybridtrain.virtual_gpu import estimate_memory as estimate_memory
     from hybridtrain.virtual_gpu import find_card as find_card
+    from hybridtrain.weights.export import export_folder as export_folder
+    from hybridtrain.weights.hf_source import open_folder as open_folder
 
 _NAMES = {
+    "candidates": ("Question",),
     "dry_runs": ("DryRun", "dry_run"),
+    "fitting": ("Way", "fit"),
     "memory.transfer": ("DirectTransfer",),
+    "models.find_model": ("find_model",),
     "models.model_config": ("ModelConfig", "Workload", "model_preset"),
     "plan.compose": ("compose",),
     "plan.memory_plan": ("MemoryPlan",),
-    "recommendation": ("Question", "recommend"),
+    "recommendation": ("recommend",),
     "trainer": ("Trainer",),
     "trainer_config": ("TrainerConfig",),
     "training_file": ("TrainFile", "load_config"),
     "virtual_gpu": ("VirtualGpu", "estimate_memory", "find_card"),
+    "weights.export": ("export_folder",),
+    "weights.hf_source": ("open_folder",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

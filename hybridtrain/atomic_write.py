@@ -1,29 +1,24 @@
-"""Writing a file so that a reader sees the old content or the new one, never a part, also after a power cut."""
+"""Writing files and folders so that a reader sees the old content or the new, never a part, also after a power cut."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replaced_file(path: Path, *, keep: Path | None = None) -> Iterator[Path]:
+def replaced_file(path: Path) -> Iterator[Path]:
     """Give a path beside ``path`` to write to, and move it there in one step at the end.
 
     Missing folders are made. An error inside, or an interruption, leaves ``path`` as it was. Content and names have
     reached the disk when this ends.
-
-    Args:
-        path: The file.
-        keep: Where the old file goes, in the same folder; between the two moves there is this one only.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
         _sync(partial)  # ext4 may else move the name first, and a power cut leaves an empty file under it
-        if keep is not None and path.exists():
-            path.replace(keep)
         partial.replace(path)
         _sync(path.parent)
     finally:
@@ -36,10 +31,43 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
-def remove_partials(path: Path) -> None:
-    """Remove what killed processes left of writing ``path``; nobody may be writing it now."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
-        partial.unlink(missing_ok=True)
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a folder beside ``path`` to fill, and move it there in one step at the end; an error leaves nothing.
+
+    Args:
+        path: Absent, or an empty folder.
+    """
+    make_folder(path.parent)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        partial.replace(path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; the disk has their names when this ends."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync(folder.parent)
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what killed processes left of files and folders being written in ``folder``; nobody may write there."""
+    for partial in folder.glob(".*.partial"):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.memory.group import Group
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
 from hybridtrain.phase import Phase
@@ -18,7 +19,9 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.replay import replay_on_card
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -65,14 +68,15 @@ def record_steps(
     transfer: Transfer,
     config: TrainerConfig | None = None,
     hybrid: HybridConfig | None = None,
+    group: Group | None = None,
 ) -> LedgerTrace:
     """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
 
     With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
     """
     ledger = StorageLedger()
-    with ledger:
-        trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger)
+    with lean_meta_rules(), ledger:
+        trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
         runner = HybridTrainer(trainer, hybrid, lambda _: batches[0])
         for step_batches in batches:
             if runner.phase is Phase.PREDICT:  # what leaves the device for it belongs to the step before
@@ -103,10 +107,12 @@ def dry_run(
     config: TrainerConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
+    group: Group | None = None,
 ) -> DryRun:
     """Run optimizer steps of a model on the virtual card.
 
-    The first step allocates the optimizer state, a later one is the steady state; time is estimated for the last. A
+    The first step allocates the optimizer state, a later one is the steady state, whose reserved bytes are those that
+    it settles at when it is repeated; time is estimated for the last. A
     plan that keeps a slow average is run through a whole cycle instead: WARMUP, FULL, PREDICT, CORRECT.
 
     Args:
@@ -119,20 +125,25 @@ def dry_run(
         config: Optimizer and schedule; None: AdamW.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
+        group: A ``VirtualGroup``: what one rank of several does and holds; None: one card alone. The first rank holds
+            the most: a range that does not divide evenly is shorter on the last ones.
 
     Raises:
-        ConfigError: the workload does not suit the model.
+        ConfigError: the workload does not suit the model, or the plan the ranks.
     """
     check_workload(model, workload)
-    accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
+    all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
+    accum_steps = all_steps if group is None else max(all_steps // group.world, 1)
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()
     phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
     num_steps = len(phases) or num_steps
     hybrid = cycle_config() if phases else None
-    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid)
-    uncapped, capped = replay_on_card(trace, card, config=allocator, record_history=record_history)
+    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid, group)
+    uncapped, capped = replay_on_card(
+        trace, card, config=allocator, record_history=record_history, repeats=SETTLING_STEPS
+    )
     return DryRun(
         num_params=model.num_params,
         card=card,
@@ -146,7 +157,7 @@ def dry_run(
             first=trace.steps[-1].op,
             host=host,
         ),
-        tokens_per_step=accum_steps * empty.size,
+        tokens_per_step=all_steps * empty.size,
         host=host or Host(),
         host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
         host_by_class=transfer.tiers.by_class(Placement.HOST),

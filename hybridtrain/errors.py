@@ -31,7 +31,22 @@ class DataError(HybridTrainError):
 
 
 class DivergenceError(HybridTrainError):
-    """The loss or the gradient norm is no longer a number."""
+    """The loss or the gradient norm is no longer a number.
+
+    Args:
+        message: As of every error.
+        layers: Parameters whose gradients are no finite numbers, as far as they are known.
+        is_applied: Parts of the model were updated before it was found: only a saved state brings them back.
+        step: After which it was found in what was to be saved; None: in the step at work.
+    """
+
+    def __init__(
+        self, message: str, *, layers: Iterable[str] = (), is_applied: bool = False, step: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.layers = tuple(layers)
+        self.is_applied = is_applied
+        self.step = step
 
 
 class SpikeError(DivergenceError):
@@ -46,12 +61,20 @@ class HostMemoryError(HybridTrainError):
     """Host memory is too small, or its limit too low, for what was asked."""
 
 
+class RankError(HybridTrainError):
+    """A rank of several that train together ended, did not come, or did not answer in time."""
+
+
 class DiskSpaceError(HybridTrainError):
     """A disk is too small for what was asked."""
 
 
 class DiskTierError(HybridTrainError):
     """A file of the disk tier cannot be made, read or written: no permission, a failing disk, a file cut short."""
+
+
+class StateError(HybridTrainError):
+    """A saved state cannot be written: no permission, a failing disk."""
 
 
 class RecordError(HybridTrainError):

@@ -5,34 +5,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
+from hybridtrain.engine.first_values import FirstValues
+from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.step import StepLimits, StepResult, StepSettings
-from hybridtrain.engine.step_visit import DeviceBatch
+from hybridtrain.engine.ranks import require_ranks
+from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepShare
+from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import StoredWeight
+from hybridtrain.memory.group import Group
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
-from hybridtrain.memory.weight_slots import packed_blocks, placeholder_scope
+from hybridtrain.memory.weight_slots import block_number, packed_blocks, placeholder_scope
 from hybridtrain.memory.weight_store import WeightStore
+from hybridtrain.models.adapter import attach_adapters
 from hybridtrain.models.block_model import Unit
 from hybridtrain.models.build import build_model
-from hybridtrain.models.layers import fill_initial
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optim.optimizer import Role, StepHook
+from hybridtrain.models.weight_source import WeightSource
+from hybridtrain.optim.optimizer import StepHook
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
-from hybridtrain.plan.placement import Placement
+from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
@@ -46,6 +50,12 @@ class Trainer:
         config: Optimizer, schedule, seed.
         transfer: The device, and the way to it.
         observer: Told what each tensor is for.
+        source: Where first values are read from; None: random ones by the seed.
+        group: The ranks that train together, this one among them; None: this process alone.
+
+    Raises:
+        ConfigError: the plan does not keep what the optimizer remembers, adapters are meant for a matrix that is not
+            there, or the source cannot be read.
     """
 
     def __init__(
@@ -55,6 +65,9 @@ class Trainer:
         config: TrainerConfig,
         transfer: Transfer,
         observer: MemoryObserver | None = None,
+        *,
+        source: WeightSource | None = None,
+        group: Group | None = None,
     ) -> None:
         has_hook = config.optimizer.step_hook(1, config.schedule.total_steps) is not None
         check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
@@ -68,9 +81,16 @@ class Trainer:
         self._observer = observer or NullObserver()
         self._hook: StepHook | None = None
         self._limits: StepLimits | None = None
+        self._share = StepShare(0, ())
         self.previous_norm: Tensor | None = None
         """Of the last step's gradients, where updates are clipped by it."""
-        self.copies = CopyEngine(transfer, self._observer)
+        is_half = any(plan.for_phase(phase).compute_dtype is Codec.FLOAT16 for phase in Phase)
+        self.loss_scale = LossScale() if is_half else None
+        """Factor of the loss, where gradients are float16 in some phase."""
+        self.copies = CopyEngine(transfer, self._observer, group)
+        self.group = self.copies.group
+        if self.group.shares > 1:
+            require_ranks(self.group, plan, config.optimizer)
         packed = packed_blocks(self.plan, model_config.num_blocks)
 
         def block_scope(block: int) -> AbstractContextManager[None]:
@@ -79,8 +99,18 @@ class Trainer:
         compute_dtype = to_torch_dtype(self.plan.compute_dtype)
         with self._observer.region(Stage.BUILD, ""):
             self.model = build_model(model_config, compute_dtype, transfer.device, block_scope)
-        self._engine = PlanEngine(self.model, plan, config.optimizer, self.copies, self._observer)
-        self._initialize(self._engine.units)
+            if self.plan.adapter_rank:
+                with torch.device(transfer.device):
+                    attach_adapters(self.model, self.plan, compute_dtype)
+        self.shards = Shards(self.copies, self.plan.zero_stage)
+        self._engine = PlanEngine(
+            self.model, plan, config.optimizer, self.copies, self._observer, wants_norm=self._wants_norm,
+            shards=self.shards,
+        )  # fmt: skip
+        FirstValues(
+            self.model, self._engine.weights, self._engine.states, config.optimizer, self.copies, self._observer,
+            seed=config.seed, source=source, codec=self.plan.weight.codec,
+        ).write(self._engine.units)  # fmt: skip
 
     @property
     def weights(self) -> WeightStore:
@@ -101,32 +131,6 @@ class Trainer:
     def parameters(self) -> ParameterPass:
         """Passes over weights and state: updates, and what an extension does besides."""
         return self._engine.parameters
-
-    @torch.no_grad()
-    def _initialize(self, units: Sequence[Unit]) -> None:
-        index = 0
-        for unit in units:
-            with self._observer.region(Stage.UPDATE, unit.name):
-                weights = self.weights.acquire_stored(unit.name, unit.tensors, reads=False)
-            for (name, parameter), weight in zip(unit.parameters, weights, strict=True):
-                self._initialize_parameter(unit.name, name, parameter, weight, index)
-                index += 1
-            with self._observer.region(Stage.UPDATE, unit.name):
-                self.weights.initialized(unit.name, unit.tensors)
-
-    def _initialize_parameter(
-        self, unit: str, name: str, parameter: nn.Parameter, weight: StoredWeight, index: int
-    ) -> None:
-        if not self.weights.is_packed(unit):
-            self._observer.label(parameter, TensorClass.WEIGHT, unit)
-        with self._observer.region(Stage.UPDATE, unit):
-            initial = weight[0]
-            if initial.dtype != torch.float32 or len(weight) > 1:
-                initial = torch.empty(parameter.shape, dtype=torch.float32, device=self.transfer.device)
-            generator = self.transfer.generator(random_key(self.config.seed, index))
-            fill_initial(name, initial, self.model.config, generator)
-            role = Role(tuple(parameter.shape), in_block=unit.startswith("block."))
-            self.states.initialize(unit, parameter, initial, weight, self.config.optimizer.state(role))
 
     def enter_phase(self, phase: Phase) -> None:
         """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
@@ -149,7 +153,8 @@ class Trainer:
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
-        return self.config.optimizer.lr * self.config.schedule.factor(step)
+        micro_batches = self.plan.grad_accum_steps if self.plan.scale_lr else 1
+        return self.config.optimizer.lr * self.config.schedule.factor(step) * micro_batches
 
     def step(
         self,
@@ -162,7 +167,7 @@ class Trainer:
         """Run one optimizer step over the micro-batches of one batch.
 
         Args:
-            batches: One per accumulation step.
+            batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order.
             hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
             limits: Loss and gradient norm beyond which the step is refused.
             lr_factor: Of the scheduled learning rate.
@@ -172,77 +177,141 @@ class Trainer:
             DivergenceError: loss or gradient norm is not finite; weights and optimizer state are those before the step,
                 unless updates are fused into the backward pass and clipped by the previous norm.
         """
-        assert len(batches) == self.plan.grad_accum_steps, "one batch per accumulation step"
+        assert len(batches) * self.group.world == self.plan.grad_accum_steps, "one batch per accumulation step"
         assert self.phase is not Phase.PREDICT, "a predicted step needs no gradients; enter another phase first"
         number = self.steps_done + 1
         lr = self.lr_at(number) * lr_factor
         device_batches = self._upload(batches)
+        targets = self.group.gather_numbers([batch.num_targets for batch in device_batches])
+        self._share = StepShare(self.group.rank * len(batches), tuple(map(int, targets)))
         self._limits = limits
         self._hook = self.config.optimizer.step_hook(number, self.config.schedule.total_steps) if hook is None else hook
         self.parameters.last = None  # what a border rounds from now on is not a visit's
         run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
+        if self.loss_scale is not None:
+            self.loss_scale.succeeded()
         self.steps_done = number
-        num_tokens = sum(batch.token_ids_BT.size for batch in batches)
+        num_tokens = int(sum(self.group.gather_numbers([batch.token_ids_BT.size for batch in batches])))
         return StepResult(number, loss, lr, grad_norm, num_tokens)
 
     def loss(self, batches: Sequence[TokenBatch]) -> float:
         """Return the mean loss of batches in nats per token, without dropout; weights and random streams stay."""
         self.model.eval()
+        uploaded = self._upload(batches)
         try:
-            losses = [self.executor.loss(batch) for batch in self._upload(batches)]
+            losses = [self.executor.loss(batch) for batch in uploaded]
         finally:
             self.model.train()
-        return sum(self.transfer.read(loss) for loss in losses) / len(losses)
+        return mean_loss([self.transfer.read(loss) for loss in losses], [batch.num_targets for batch in uploaded])
 
     def _upload(self, batches: Sequence[TokenBatch]) -> list[DeviceBatch]:
         with self._observer.region(Stage.LOAD, ""):
-            return [
-                DeviceBatch(self.transfer.upload(batch.token_ids_BT), self.transfer.upload(batch.target_ids_BT))
-                for batch in batches
-            ]
+            return [upload_batch(batch, self.transfer) for batch in batches]
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Gather all gradients, then update."""
-        losses = self.executor.forward_backward(batches, seed=self._dropout_key(number))
-        batches.clear()
+        losses = self._run_backward(batches, number)
+        if self.loss_scale is None:
+            batches.clear()
         grads = self.executor.grads
-        norm = self.parameters.norm(grads) if self.config.optimizer.max_grad_norm else None
-        factor = None if norm is None else self.parameters.clip_factor(norm)
+        norm = self.parameters.norm(grads) if self._wants_norm else None
+        if norm is not None:
+            while self._has_overflowed(norm):
+                self.executor.drop()
+                losses = self._run_backward(batches, number)
+                norm = self.parameters.norm(grads)
+        factor = self._factor(norm)
         loss, grad_norm = self._checked(number, losses, norm)
         self.parameters.update(grads, self._settings(number, lr, factor))
         return loss, grad_norm
 
     def _fused_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Update each block at the end of its backward visit."""
-        factor, optimizer = None, self.config.optimizer
-        if optimizer.max_grad_norm:
-            norm = self.previous_norm if optimizer.clip == "previous" else None
-            factor = self.parameters.clip_factor(self._norm_alone(batches, number) if norm is None else norm)
+        factor, optimizer, looks = None, self.config.optimizer, not isinstance(self.transfer, VirtualTransfer)
+        if self._wants_norm:
+            # What overflows must be known before the first block is updated.
+            is_known = optimizer.clip == "previous" and self.loss_scale is None
+            norm = self.previous_norm if is_known else None
+            looks = looks and norm is not None
+            factor = self._factor(self._norm_alone(batches, number) if norm is None else norm)
         settings = self._settings(number, lr, factor)
         grads = self.executor.grads
-        losses = self.executor.forward_backward(
-            batches,
-            seed=self._dropout_key(number),
-            on_block_done=lambda unit: self.parameters.update(grads, settings, [unit]),
-        )
+        updated: list[Unit] = []
+
+        def look(*units: Unit) -> None:
+            if looks and not grads.are_finite([unit.name for unit in units]):
+                raise self._refusal(number, "a gradient is no finite number", is_applied=bool(updated))
+
+        def update(unit: Unit) -> None:
+            look(unit)
+            self.parameters.update(grads, settings, [unit])
+            updated.append(unit)
+
+        losses = self._run_backward(batches, number, on_block_done=update)
         batches.clear()
-        norm = self.parameters.norm(grads) if optimizer.max_grad_norm else None
+        outside = [unit for unit in self.parameters.units if not self._is_block(unit)]
+        look(*outside)
+        norm = self.parameters.norm(grads) if self._wants_norm else None
         loss, grad_norm = self._checked(number, losses, norm, is_applied=True)
         self.previous_norm = norm
-        self.parameters.update(grads, settings, [unit for unit in self.parameters.units if not self._is_block(unit)])
+        self.parameters.update(grads, settings, outside)
         return loss, grad_norm
 
     def _norm_alone(self, batches: list[DeviceBatch], number: int) -> Tensor:
         """Run the step's forward and backward pass for the norm of its gradients; same random numbers, same sums."""
         grads = self.executor.grads
-        losses = self.executor.forward_backward(
-            batches, seed=self._dropout_key(number), on_block_done=lambda unit: grads.discard(unit.name)
-        )
-        norm = self.parameters.norm(grads)
-        self._checked(number, losses, norm)
+        while True:
+            losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.discard(unit.name))
+            norm = self.parameters.norm(grads)
+            if not self._has_overflowed(norm):
+                break
+            self.executor.drop()
+        try:
+            self._checked(number, losses, norm)
+        except SpikeError:
+            raise
+        except DivergenceError as error:  # once more, to look at what was let go
+            layers: list[str] = []
+
+            def look(unit: Unit) -> None:
+                layers.extend(grads.non_finite([unit.name]))
+                grads.discard(unit.name)
+
+            self._run_backward(batches, number, on_block_done=look)
+            error.layers = (*layers, *grads.non_finite())
+            self.executor.drop()
+            raise
         grads.drop()
         return norm
+
+    def _run_backward(
+        self, batches: Sequence[DeviceBatch], number: int, *, on_block_done: BlockDone | None = None
+    ) -> list[Tensor]:
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return self.executor.forward_backward(
+            batches, seed=self._dropout_key(number), share=self._share, on_block_done=on_block_done, loss_scale=scale
+        )
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self.config.optimizer.max_grad_norm > 0 or self.loss_scale is not None
+
+    def _has_overflowed(self, norm: Tensor) -> bool:
+        """Return whether the step is to be run again with a smaller loss scale."""
+        if self.loss_scale is None or isinstance(self.transfer, VirtualTransfer):
+            return False
+        return not math.isfinite(self.transfer.read(norm)) and self.loss_scale.overflowed()
+
+    def _factor(self, norm: Tensor | None) -> Tensor | None:
+        """Return what gradients of this norm, loss scale included, are multiplied with; None: they stay as they are."""
+        if norm is None or self.loss_scale is None:
+            return None if norm is None else self.parameters.clip_factor(norm)
+        with self._observer.region(Stage.UPDATE, ""):
+            clips = self.config.optimizer.max_grad_norm > 0
+            true_norm = norm / self.loss_scale.value
+            factor = self.parameters.clip_factor(true_norm) if clips else torch.ones_like(norm)
+            return factor / self.loss_scale.value
 
     def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
         return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._hook)
@@ -256,29 +325,43 @@ class Trainer:
 
     @staticmethod
     def _is_block(unit: Unit) -> bool:
-        return unit.name.startswith("block.")
+        return block_number(unit.name) >= 0
 
     def _checked(
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
     ) -> tuple[float, float | None]:
         """Return loss and norm as numbers; raise when one of them is none."""
-        loss = sum(self.transfer.read(value) for value in losses) / len(losses)
+        found = self.group.gather_numbers([self.transfer.read(value) for value in losses])
+        loss = mean_loss(found, self._share.num_targets)
         grad_norm = None if norm is None else self.transfer.read(norm)
+        if grad_norm is not None and self.loss_scale is not None:
+            grad_norm /= self.loss_scale.value
         if isinstance(self.transfer, VirtualTransfer):
             return loss, grad_norm
         limits = self._limits or StepLimits(math.inf, math.inf)
         for name, value, limit in (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm)):
-            if value is not None and not (math.isfinite(value) and value <= limit):
-                self.executor.drop()
-                applied = (
-                    "Blocks were updated already; go on from the last saved state."
-                    if is_applied
-                    else "The step was not applied."
-                )
-                kind = SpikeError if math.isfinite(value) else DivergenceError
-                allowed = f"at most {limit:.4g}" if math.isfinite(value) else "a finite number"
-                raise kind(
-                    f"step {step}: {name} is {value}; it must be {allowed}. {applied} "
-                    f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data."
-                )
+            if value is None or (math.isfinite(value) and value <= limit):
+                continue
+            kind = SpikeError if math.isfinite(value) else DivergenceError
+            allowed = f"at most {limit:.4g}" if math.isfinite(value) else "a finite number"
+            raise self._refusal(step, f"{name} is {value}; it must be {allowed}", is_applied=is_applied, kind=kind)
+        if norm is None and not self.executor.grads.are_finite():
+            raise self._refusal(step, "a gradient is no finite number", is_applied=is_applied)
         return loss, grad_norm
+
+    def _refusal(
+        self, step: int, what: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
+    ) -> DivergenceError:
+        """Return the error of a step that is not to be applied; its gradients are forgotten."""
+        layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
+        self.executor.drop()
+        applied = (
+            "Blocks were updated already; go on from the last saved state."
+            if is_applied
+            else "The step was not applied."
+        )
+        return kind(
+            f"step {step}: {what}. {applied} "
+            f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",
+            layers=layers, is_applied=is_applied,
+        )  # fmt: skip

@@ -12,10 +12,13 @@ class LrSchedule:
     """Shape of the learning rate, relative to its peak."""
 
     kind: Literal["cosine", "constant"] = "cosine"
+    """cosine: falls to ``final_fraction``. constant: stays."""
     warmup_steps: int = 100
+    """Steps of linear growth from 0."""
     total_steps: int = 1000
     """Step at which cosine reaches ``final_fraction``."""
     final_fraction: float = 0.1
+    """Of the peak, at the end of cosine."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -38,6 +41,26 @@ class LrSchedule:
             return 1.0
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """What a run does about a step whose loss or gradients are no numbers, or whose loss leaps."""
+
+    on_nan: Literal["stop", "skip", "roll_back"] = "stop"
+    """skip: nothing of the batch is applied, it is left out; roll_back: to the last saved state, without that batch."""
+    on_spike: Literal["say", "stop", "skip", "roll_back"] = "say"
+    """say: a line, and on."""
+    spike_nats: float = 2.0
+    """A loss is a spike where it is so far above the median of those of the last 64 steps."""
+    max_faults: int = 8
+    """Batches that a run leaves out, over all its parts; one more ends it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.spike_nats < math.inf:
+            raise ValueError(f"spike_nats: {self.spike_nats} must be a finite number above 0")
+        if self.max_faults < 1:
+            raise ValueError(f"max_faults: {self.max_faults} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

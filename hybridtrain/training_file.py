@@ -1,21 +1,23 @@
-"""The configuration file of a training run: model, stack, optimizer, schedule, and the cycle if there is one."""
+"""The configuration file of a training run: model, stack, optimizer, schedule, text, and the cycle if there is one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from hybridtrain.config.decode import Unions, load_toml
-from hybridtrain.config.rules import below_least
+from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.data.data_config import DataConfig
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
 from hybridtrain.hybrid.watch import LossWatch
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.trainer_config import LrSchedule
+from hybridtrain.trainer_config import GuardConfig, LrSchedule
 
 _UNIONS: Final[Unions] = {
     Optimization: OPTIMIZATIONS,
@@ -47,22 +49,57 @@ class TrainFile:
     model: ModelSpec
     workload: BatchWorkload
     optimizations: tuple[Optimization, ...] = ()
+    """What makes the stack; each is a table of its own."""
     optimizer: Optimizer = field(default_factory=AdamWConfig)
+    """AdamW where no kind is given."""
     schedule: LrSchedule = field(default_factory=LrSchedule)
     hybrid: HybridConfig | None = None
     """Hybrid predictive training; None: every step is a true one."""
-    seed: int = 0
+    adapter_from: Path | None = None
+    """Folder of PEFT with the first values of adapters; None: they begin as nothing."""
+    seed: Annotated[int, Most(2**63 - 1)] = 0
+    """Of first weights, order of the text, dropout and stochastic rounding."""
     num_steps: int = 1000
     """True steps."""
     save_every: int = 200
     """True steps between saved states; one is always written at the end."""
+    save_minutes: float = 30.0
+    """Minutes after which a state is saved besides; 0: only by steps."""
+    keep_last: int = 2
+    """Newest saved states that are kept."""
+    keep_hourly: int = 24
+    """Hours of which one saved state is kept besides, as long as there is room."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What happens to a step that is no number, and to one whose loss leaps."""
+    data: DataConfig | None = None
+    """What to train on; None: what the command names."""
+    eval_every: int = 0
+    """True steps between looks at what is held out; 0: one at the end, where there is a [data] table."""
     sample_prompt: str = "\n"
-    sample_tokens: int = 200
+    """What the sample at the end begins with."""
+    sample_tokens: Annotated[int, Most(2**16)] = 200
+    """Tokens of it; 0: none."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("num_steps", "save_every")) + below_least(self, ("sample_tokens", "seed"), least=0)
+        faults = below_least(self, ("num_steps", "save_every", "keep_last")) + below_least(
+            self, ("sample_tokens", "seed", "eval_every", "keep_hourly", "save_minutes"), least=0
+        )
+        faults += above_most(self)
+        if (
+            self.eval_every
+            and self.data is not None
+            and self.data.validation is None
+            and not self.data.held_out_percent
+        ):
+            faults.append(
+                f"eval_every: {self.eval_every} needs something to validate on; set data.validation, a "
+                "data.validation_percent above 0, or eval_every = 0"
+            )
         try:
-            steps = compose(self.optimizations).for_phase(Phase.FULL).grad_accum_steps
+            plan = compose(self.optimizations).for_phase(Phase.FULL)
+            steps = plan.grad_accum_steps
+            if self.adapter_from is not None and not plan.adapter_rank:
+                faults.append(f"adapter_from: {self.adapter_from} needs adapters; add lora to [[optimizations]]")
         except ValueError as error:
             faults += str(error).splitlines()
             steps = 1
@@ -78,6 +115,11 @@ class TrainFile:
         faults += _state_faults(self)
         if self.hybrid is not None:
             faults += rival_faults(self.optimizer, self.hybrid)
+            if self.guard.on_spike != "say":
+                faults.append(
+                    f"guard.on_spike: '{self.guard.on_spike}' is for plain runs, a hybrid one has a guard of its own; "
+                    "set 'say'"
+                )
             faults += _budget_faults(self.hybrid, self.seed)
         if faults:
             raise ValueError("\n".join(faults))

@@ -17,6 +17,7 @@ from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_orig
 
 from hybridtrain.config.encode import tag_of
 from hybridtrain.errors import ConfigError, near_name
+from hybridtrain.plain_file import read_plain
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
         ConfigError: the file is missing, a folder, unreadable, not UTF-8, not TOML, or has faults.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_plain(path).decode("utf-8")
         if deep := _DEEP_KEY.search(text):
             line = text.count("\n", 0, deep.start()) + 1
             raise ConfigError(str(path), [f"line {line}: a key of more than 64 parts; write tables less deep"])
@@ -206,14 +207,25 @@ class _Decoder:
         assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
         hints = get_type_hints(cls)
         known = {field.name: field for field in fields(cls) if field.init}
+        value = self._with_preset(cls, value, path)
         self._check_keys(cls, known, value, path)
         arguments: dict[str, object] = {}
         for name, field in known.items():
             if name in value:
                 arguments[name] = self.value(hints[name], value[name], _child(path, name))
             elif field.default is MISSING and field.default_factory is MISSING:
-                arguments[name] = self._fault(_child(path, name), f"is missing; {_words(hints[name])} is required")
+                needed = describe_hint(hints[name])
+                arguments[name] = self._fault(_child(path, name), f"is missing; {needed} is required")
         return _FAILED if _FAILED in arguments.values() else self._build(cls, arguments, path)
+
+    def _with_preset(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
+        """Return a table with what its ``preset`` stands for; keys of the table itself win."""
+        presets: Mapping[str, Mapping[str, object]] = getattr(cls, "PRESETS", {})
+        if not presets or "preset" not in value:
+            return value
+        name = self._choice(tuple(presets), value["preset"], f"{path}.preset")
+        chosen = presets[name] if isinstance(name, str) else {}
+        return {**chosen, **{key: item for key, item in value.items() if key != "preset"}}
 
     def _check_keys(
         self, cls: type, known: Mapping[str, Field[object]], value: Mapping[str, object], path: str
@@ -223,7 +235,7 @@ class _Decoder:
         if tag is not None and "kind" in value:
             self._choice((tag,), value["kind"], f"{path}.kind")
         for key in sorted(value.keys() - known.keys() - ({"kind"} if tag is not None else set())):
-            allowed = f"allowed: {', '.join(known)}" if known else "no key is allowed here"
+            allowed = f"allowed: {', '.join([*known, *_preset_key(cls)])}" if known else "no key is allowed here"
             near = near_name(key, known)
             self._fault(_child(path, key), f"is an unknown key (found {_show(value[key])}); {allowed}{near}")
 
@@ -239,7 +251,7 @@ class _Decoder:
 
     def _wrong(self, hint: object, value: object, path: str) -> object:
         """Note a value of the wrong type."""
-        return self._fault(path, f"found {_found(value)}; {_words(hint)} is required")
+        return self._fault(path, f"found {_found(value)}; {describe_hint(hint)} is required")
 
     def _fault(self, path: str, sentence: str) -> object:
         """Note one fault."""
@@ -259,14 +271,14 @@ def _plain_type(choice: object) -> type:
     return str if isinstance(choice, StrEnum) else type(choice)
 
 
-def _words(hint: object) -> str:
+def describe_hint(hint: object) -> str:
     """Return what an annotation allows, in words."""
     if isinstance(hint, type) and hint in _SCALARS:
         return _SCALARS[hint][0]
     if choices := _choices(hint):
         return f"one of {_list(choices)}"
     if get_origin(hint) in {Union, UnionType}:
-        return _words(get_args(hint)[0])
+        return describe_hint(get_args(hint)[0])
     return "an array" if get_origin(hint) is tuple else "a table"
 
 
@@ -285,6 +297,10 @@ def _show(value: object) -> str:
     except (RecursionError, ValueError):  # nested beyond the stack; an integer of more digits than Python writes
         return "a value too large to show"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _preset_key(cls: type) -> list[str]:
+    return ["preset"] if getattr(cls, "PRESETS", None) else []
 
 
 def _list(choices: tuple[object, ...] | list[str]) -> str:

@@ -1,8 +1,48 @@
 """Value rules that many configuration classes share."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeVar, cast, get_type_hints
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """Largest value of a field, beside its type: ``num_blocks: Annotated[int, Most(4096)]``.
+
+    It is far beyond what anybody trains on a card, and near enough that nothing hangs or overflows before it is told.
+    """
+
+    value: int
+
+
+def young(default: T) -> T:
+    """Declare a field that the first files and records did not know: it is written only where it is not ``default``."""
+    return field(default=default, metadata={"is_left_out_at_default": True})
 
 
 def below_least(owner: object, names: Iterable[str], least: int = 1) -> list[str]:
     """Return a fault for each named field of ``owner`` that is below ``least``."""
     return [f"{name}: {value} must be at least {least}" for name in names if (value := getattr(owner, name)) < least]
+
+
+def above_most(owner: object) -> list[str]:
+    """Return a fault for each field of ``owner`` that is above the ``Most`` of its declaration."""
+    return [
+        f"{name}: {value} must be at most {most}"
+        for name, most in _declared_most(cast("Hashable", type(owner))).items()
+        if (value := getattr(owner, name)) is not None and value > most
+    ]
+
+
+@cache
+def _declared_most(cls: type) -> Mapping[str, int]:
+    hints = get_type_hints(cls, include_extras=True).items()
+    return {
+        name: bound.value
+        for name, hint in hints
+        for bound in getattr(hint, "__metadata__", ())
+        if isinstance(bound, Most)
+    }

@@ -8,12 +8,16 @@ runs with one seed see the same tokens, and four micro-batches of two hold the s
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.errors import DataError
+
+IGNORED: Final = -100
+"""Target of an input whose prediction does not count: torch's ``ignore_index``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +27,18 @@ class TokenBatch:
     token_ids_BT: npt.NDArray[np.int64]
     """(B, T) token ids."""
     target_ids_BT: npt.NDArray[np.int64]
-    """(B, T): the token after each input."""
+    """(B, T): the token after each input; ``IGNORED`` where none is asked for."""
+    document_ids_BT: npt.NDArray[np.int32] | None = None
+    """(B, T): number of the document that each input is of, counted from 0 in each row; None: attention reaches over
+    the whole row."""
+
+
+def document_positions(document_ids_BT: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return (B, T): how many tokens of its document stand before each token in its row."""
+    columns_T = np.arange(document_ids_BT.shape[1])
+    is_first_BT = np.diff(document_ids_BT, axis=1, prepend=-1) != 0
+    starts_BT = np.maximum.accumulate(np.where(is_first_BT, columns_T, 0), axis=1)
+    return np.asarray(columns_T - starts_BT, dtype=np.int64)
 
 
 class BatchSampler:

@@ -21,6 +21,7 @@ from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray, encode_bytes
 from hybridtrain.data.token_file import open_token_file
 from hybridtrain.errors import DataError
+from hybridtrain.plain_file import read_plain
 from hybridtrain.units import MIB
 
 EMBEDDED_BYTES: Final = 8 * MIB
@@ -197,12 +198,12 @@ def text_corpus(path: Path) -> Corpus:
     try:
         return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+        raise DataError(f"{error.filename or path} cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _file_corpus(path: Path) -> Corpus:
     """Return one file as a corpus of one document."""
-    content = path.read_bytes()
+    content = read_plain(path)
     if not content:
         raise DataError(f"{path} is empty; name a file with text")
     fault = _text_fault(content)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hybridtrain.atomic_write import replaced_file
 from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import TokenArray
+from hybridtrain.data.file_array import open_array
 from hybridtrain.errors import DataError
 
 TokenDtype: TypeAlias = Literal["uint16", "uint32"]
@@ -102,8 +103,8 @@ def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = N
     try:
         token_format = _detect(path, dtype)
         layout = _LAYOUTS[token_format]
-        num_tokens = _count_tokens(path, layout)
-        tokens: TokenArray = np.memmap(path, dtype=layout.stored, mode="r", offset=layout.offset, shape=(num_tokens,))
+        _check_length(path, layout)
+        tokens: TokenArray = open_array(path, layout.stored, offset=layout.offset)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     return TokenFile(path=path, tokens=tokens, format=token_format, digest=_check(tokens, layout, path, vocab_size))
@@ -161,8 +162,8 @@ def _header_of(path: Path) -> tuple[int, int, int]:
     return int(magic), int(version), int(count)
 
 
-def _count_tokens(path: Path, layout: _Layout) -> int:
-    """Return how many tokens a file holds; refuses a length that cannot be right."""
+def _check_length(path: Path, layout: _Layout) -> None:
+    """Refuse a length that cannot be right."""
     num_bytes = path.stat().st_size
     if layout.magic is not None:
         _, _, declared = _header_of(path)
@@ -180,7 +181,6 @@ def _count_tokens(path: Path, layout: _Layout) -> int:
         )
     if num_tokens < _MIN_TOKENS:
         raise DataError(f"{path} holds {num_tokens} tokens; at least {_MIN_TOKENS} are needed")
-    return num_tokens
 
 
 def _check(tokens: TokenArray, layout: _Layout, path: Path, vocab_size: int) -> str:

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from hybridtrain.dtypes import to_torch_dtype
+from hybridtrain.engine.step import StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, StepVisit
 from hybridtrain.memory.boundary_store import BoundaryStore
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.layers import ATTENTION
-from hybridtrain.plan.memory_plan import PhasePlan, Schedule
+from hybridtrain.models.linear import Linear
+from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, Schedule
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 
@@ -34,6 +37,7 @@ class Executor:
         wants_norm: Whether the global norm of the gradients will be asked for.
         copies: The device, and the way to the other tiers.
         observer: Told what each tensor is for.
+        shards: What of gradients this rank keeps; None: everything.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Executor:
         wants_norm: bool,
         copies: CopyEngine,
         observer: MemoryObserver,
+        shards: Shards | None = None,
     ) -> None:
         self.plan = plan
         self._model = model
@@ -52,11 +57,15 @@ class Executor:
         self.observer = observer
         self.units = model.units()
         self.num_blocks = len(model.blocks)
-        self.is_tied = model.config.tied
-        self.draws = model.config.dropout > 0
+        self.trains_tied = model.config.tied and model.head.weight.requires_grad
+        experts = model.config.experts
+        self.balances = experts is not None and experts.balance_coefficient > 0
+        self.scale_loss = model.scale_loss
+        self.draws = model.config.dropout > 0 or plan.adapter_dropout > 0
         self.weights = weights
         self._wants_norm = wants_norm
         self._copies = copies
+        self._shards = shards or Shards(copies)
         self._arrange(plan)
         self._served = plan
         """Plan that gradients and boundaries are stored by: the last one with backward passes."""
@@ -80,6 +89,8 @@ class Executor:
     def _arrange(self, plan: PhasePlan) -> None:
         """Set how attention is computed, and lay out the segments of blocks that are recomputed together."""
         self._model.compute_attention(ATTENTION[plan.attention])
+        for linear in (module for module in self._model.blocks.modules() if isinstance(module, Linear)):
+            linear.is_ternary = plan.linear is LinearKind.TERNARY
         self.num_recomputed = max(self.num_blocks - plan.kept_blocks, 0) if plan.recompute_every else 0
         interval = plan.recompute_every or 1
         self.segments = [
@@ -99,21 +110,32 @@ class Executor:
             wants_norm=self._wants_norm,
             copies=self._copies,
             observer=self.observer,
+            shards=self._shards,
+            grad_accum_steps=plan.grad_accum_steps,
         )
 
     def forward_backward(
-        self, batches: Sequence[DeviceBatch], *, seed: int, on_block_done: BlockDone | None = None
+        self,
+        batches: Sequence[DeviceBatch],
+        *,
+        seed: int,
+        share: StepShare | None = None,
+        on_block_done: BlockDone | None = None,
+        loss_scale: float = 1.0,
     ) -> list[Tensor]:
-        """Return the loss of each micro-batch; add 1/len(batches) times their gradients to ``grads``.
+        """Return the loss of each micro-batch; add the gradients of the mean over all their targets to ``grads``.
 
         Args:
             batches: The micro-batches of one optimizer step.
             seed: Key of the step's random streams (dropout).
+            share: Which of the step's micro-batches these are; None: all of them.
             on_block_done: Called after a block's last visit, while its weights are on the device.
+            loss_scale: Factor of the gradients.
 
         Returns:
             Scalars float32 on the device, mean cross entropy in nats per token.
         """
+        share = share or StepShare(0, tuple(batch.num_targets for batch in batches))
         groups = self._groups(len(batches))
         calls = on_block_done is not None
         self.weights.plan_visits(
@@ -122,7 +144,10 @@ class Executor:
         losses: list[Tensor] = []
         with self.transfer.keyed_random():
             for group in groups:
-                visit = StepVisit(self, batches, group, seed, is_last=group is groups[-1], on_block_done=on_block_done)
+                visit = StepVisit(
+                    self, batches, group, seed, share=share, is_last=group is groups[-1], on_block_done=on_block_done,
+                    loss_scale=loss_scale,
+                )  # fmt: skip
                 losses += visit.run()
         return losses
 
@@ -139,11 +164,11 @@ class Executor:
     def loss(self, batch: DeviceBatch) -> Tensor:
         """Return the mean cross entropy of a batch in nats per token, a scalar float32; nothing is kept."""
         self.weights.plan_visits([Visit(block) for block in range(self.num_blocks)])
-        hidden_BTD = self.weights.acquire_embedding()(batch.token_ids_BT)
+        hidden_BTD = self.weights.acquire_embedding()(batch.token_ids_BT, batch.documents)
         for block in range(self.num_blocks):
-            hidden_BTD = self.weights.acquire(block)(hidden_BTD)
+            hidden_BTD = self.weights.acquire(block)(hidden_BTD, batch.documents)
         loss: Tensor = self.weights.acquire_head()(
-            hidden_BTD, batch.target_ids_BT, chunk_tokens=self.plan.loss_chunk_tokens
+            hidden_BTD, batch.target_ids_BT, chunk_tokens=self.plan.loss_chunk_tokens, num_targets=batch.num_targets
         )
         return loss
 

@@ -19,10 +19,12 @@ from hybridtrain.engine.step import StepSettings
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import SLICE_ELEMENTS, ExactWeight, StoredWeight, weight_part
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.slices import StateSlice, WeightSlice
 from hybridtrain.memory.state_store import ParameterState, StateSlot, StateStore
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTensor, piece_bytes
+from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
@@ -88,7 +90,9 @@ class _Item:
 
     unit: Unit
     work: Callable[[Sequence[StoredWeight], Sequence[Tensor]], None]
-    """Given what is stored of the unit's weights, and the pieces asked for."""
+    """Given what is stored of the unit's weights, of cut ones the own ranges, and the pieces asked for."""
+    key: tuple[int, ...] = ()
+    """Of its random numbers, within the unit's; empty: it draws on after the one before."""
 
 
 class ParameterPass:
@@ -102,6 +106,7 @@ class ParameterPass:
         copies: The way to the other tiers.
         observer: Told what new tensors are for.
         on_host: Whether the processor does the work, on state and gradients in host memory.
+        shards: Which range of each parameter this rank works on; None: all.
     """
 
     def __init__(
@@ -114,7 +119,9 @@ class ParameterPass:
         observer: MemoryObserver,
         *,
         on_host: bool = False,
+        shards: Shards | None = None,
     ) -> None:
+        self._shards = shards or Shards(copies)
         self.units = tuple(units)
         self.optimizer = optimizer
         self.last: PassSettings | None = None
@@ -173,23 +180,33 @@ class ParameterPass:
             del entries
             while groups:
                 yield from self._group_items(unit, groups.pop(0), settings)
+            if self._shards.cuts_state:  # what others updated is gathered, also where nothing is this rank's
+                yield _Item(unit, _nothing), []
 
     def _group_items(
         self, unit: Unit, group: list[_Entry], settings: StepSettings
     ) -> Iterator[tuple[_Item, list[Piece]]]:
-        exact = [entry for entry in group if self._is_exact(unit, entry)]
+        exact = [entry for entry in group if self._is_exact(unit, entry) and entry.state.count]
         if exact:
             yield _Item(unit, partial(self._update_exact, exact, settings)), []
         for entry in (entry for entry in group if not self._is_exact(unit, entry)):
             if self.optimizer.needs_whole(_role(unit, entry.state)):
                 yield _Item(unit, partial(self._update_whole, entry, settings)), []
                 continue
-            for part in _parts(entry.state.parameter.numel(), streamed=_is_streamed(entry)):
+            for part, key in self._keyed_parts(entry):
                 yield (
-                    _Item(unit, partial(self._update_slice, entry, part, settings)),
+                    _Item(unit, partial(self._update_slice, entry, part, settings), key),
                     _update_pieces(entry, part, settings),
                 )
             _written(entry.state, settings)
+
+    def _keyed_parts(self, entry: _Entry) -> Iterator[tuple[slice, tuple[int, ...]]]:
+        """Yield the slices that are updated here; the first of a share draws from a key of its own, if there are."""
+        for share, held in self._shards.held(entry.state.parameter.numel()):
+            for part in _parts(held.stop - held.start, streamed=_is_streamed(entry)):
+                is_keyed = self._shards.shares > 1 and not part.start
+                key = (entry.index, share) if is_keyed else ()
+                yield slice(held.start + part.start, held.start + part.stop), key
 
     def _step(self, state: ParameterState, settings: StepSettings) -> UpdateStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""
@@ -241,8 +258,7 @@ class ParameterPass:
     ) -> None:
         grad_P, *rest = tensors
         companion_P = rest.pop() if entry.state.companion is not None else None
-        if settings.factor is not None:
-            grad_P.mul_(settings.factor)
+        grad_P = _scaled(grad_P, settings.factor)
         count = part.stop - part.start
         state = _take_slices(entry.state.slots, rest, count)
         extra = _take_slices(entry.state.extra if settings.hook else (), rest, count)
@@ -294,9 +310,7 @@ class ParameterPass:
     ) -> None:
         """Update a parameter in one piece: what waits elsewhere comes whole; extra state goes by in slices."""
         state, step = entry.state, entry.step
-        grad = self._fetch(entry.grad)
-        if settings.factor is not None:
-            grad.mul_(settings.factor)
+        grad = _scaled(self._fetch(entry.grad), settings.factor)
         companion = None if state.companion is None else self._fetch(state.companion)
         brought = [[self._fetch(t, self._fill(slot, i)) for i, t in enumerate(slot.tensors)] for slot in state.slots]
         slices = [
@@ -349,7 +363,7 @@ class ParameterPass:
                 state, grad_P = states[index], _on_host(taken[index])
                 if settings.factor is not None:
                     factor = settings.factor.cpu() if factor is None else factor
-                    grad_P.mul_(factor)
+                    grad_P = _scaled(grad_P, factor)
                 slices = [_host_slice(slot, state) for slot in state.slots]
                 extra = [_host_slice(slot, state) for slot in state.extra] if settings.hook else []
                 everything = slice(0, grad_P.numel())
@@ -367,6 +381,7 @@ class ParameterPass:
     @torch.no_grad()
     def visit(self, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
         """Call ``work`` on every slice: predicted steps, their undoing, snapshots."""
+        assert not self._shards.cuts_state, "a rank that holds ranges alone is not asked for whole parameters"
         if settings.writes_weights and settings.loads_values:
             self.last = settings
         # A slot that is not written anew must hold what is stored afterwards.
@@ -382,7 +397,7 @@ class ParameterPass:
                 (
                     piece_bytes(self._visit_pieces(state, next(_parts(state.parameter.numel())), settings))
                     for unit in self.units
-                    for state in self._states.acquire(unit)
+                    for state in self._visited_states(unit, settings)
                 ),
                 default=0,
             )
@@ -399,11 +414,17 @@ class ParameterPass:
     ) -> Iterator[tuple[_Item, list[Piece]]]:
         for unit in self.units:
             with self._observer.region(Stage.UPDATE, unit.name):
-                states = self._states.acquire(unit)
+                states = self._visited_states(unit, settings)
             for index, state in enumerate(states):
                 for part in _parts(state.parameter.numel()):
                     visited = partial(self._visit_slice, unit, index, part, work, settings)
                     yield _Item(unit, visited), self._visit_pieces(state, part, settings)
+
+    def _visited_states(self, unit: Unit, settings: PassSettings) -> list[ParameterState]:
+        """Return the states of a unit; moments that never were are made only where someone looks at them."""
+        if settings.reads_second_moment or settings.uses_extra:
+            return self._states.acquire(unit)
+        return self._states.settled(unit.name)
 
     def _second_slots(self, state: ParameterState, settings: PassSettings) -> list[StateSlot]:
         names = self.optimizer.second_moment_names if settings.reads_second_moment else ()
@@ -458,7 +479,7 @@ class ParameterPass:
             weight.write(nearest=settings.rounds_to_nearest)
 
     def _visit_on_host(self, unit: Unit, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
-        states = self._states.acquire(unit)
+        states = self._visited_states(unit, settings)
         stored = [t for state in states for t in state.stored() if isinstance(t, TierTensor)]
         num_bytes = sum(2 * state.parameter.numel() * state.parameter.dtype.itemsize for state in states)
         num_bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored)
@@ -508,14 +529,24 @@ class ParameterPass:
             with self._observer.region(Stage.UPDATE, item.unit.name):
                 if item.unit is not current:
                     if current is not None and writes:
-                        self._weights.write_back(current.name)
+                        self._write_back(current)
                     current = item.unit
                     self._copies.transfer.seed(random_key(seed, self._numbers[current.name]))
-                    weights = self._weights.acquire_stored(current.name, current.tensors, reads=reads)
+                    stored = self._weights.acquire_stored(current.name, current.tensors, reads=reads)
+                    weights = [self._shards.own_weight(weight) for weight in stored]
+                if item.key:
+                    self._copies.transfer.seed(random_key(seed, self._numbers[item.unit.name], *item.key))
                 item.work(weights, tensors)
             del item, tensors
         if current is not None and writes:
-            self._weights.write_back(current.name)
+            self._write_back(current)
+
+    def _write_back(self, unit: Unit) -> None:
+        """Say that a unit's weights were changed, once all ranks have what each of them changed."""
+        if self._shards.cuts_state and not self._weights.is_cut(unit.name):
+            with self._observer.region(Stage.UPDATE, unit.name):
+                self._shards.gather(self._weights.acquire_stored(unit.name, unit.tensors, reads=True))
+        self._weights.write_back(unit.name)
 
     def _work_on_host(
         self,
@@ -542,7 +573,7 @@ class ParameterPass:
 
 
 def _role(unit: Unit, state: ParameterState) -> Role:
-    return Role(tuple(state.parameter.shape), in_block=unit.name.startswith("block."))
+    return Role(tuple(state.parameter.shape), in_block=block_number(unit.name) >= 0)
 
 
 def _parts(count: int, *, streamed: bool = True) -> Iterator[slice]:
@@ -560,6 +591,17 @@ def _update_pieces(entry: _Entry, part: slice, settings: StepSettings) -> list[P
     if state.companion is not None:
         pieces.append(Piece(state.companion, part))
     return pieces
+
+
+def _nothing(_weights: Sequence[StoredWeight], _tensors: Sequence[Tensor]) -> None:
+    pass
+
+
+def _scaled(grad_P: Tensor, factor: Tensor | None) -> Tensor:
+    """Return a gradient times a factor; one in float16 is widened, for what its loss scale hides is below its range."""
+    if factor is None:
+        return grad_P
+    return (grad_P.float() if grad_P.dtype == torch.float16 else grad_P).mul_(factor)
 
 
 def _take_slices(slots: Iterable[StateSlot], tensors: list[Tensor], count: int) -> list[StateSlice]:

@@ -4,7 +4,8 @@ from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.parameter_pass import ParameterPass, PassSettings
 from hybridtrain.engine.weight_move import WeightMove
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import WeightFormats, weight_formats
+from hybridtrain.memory.formats import WeightFormats, adapter_formats, weight_formats
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import BlockModel
@@ -23,13 +24,23 @@ class PlanEngine:
         optimizer: Updates the weights.
         copies: The device, and the way to the other tiers.
         observer: Told what each tensor is for.
+        wants_norm: Whether the norm of the gradients will be asked for.
+        shards: What of everything this rank holds.
 
     Raises:
         ValueError: a phase stores weights as nothing could train them.
     """
 
     def __init__(
-        self, model: BlockModel, plans: MemoryPlan, optimizer: Optimizer, copies: CopyEngine, observer: MemoryObserver
+        self,
+        model: BlockModel,
+        plans: MemoryPlan,
+        optimizer: Optimizer,
+        copies: CopyEngine,
+        observer: MemoryObserver,
+        *,
+        wants_norm: bool,
+        shards: Shards,
     ) -> None:
         self.plan = plans.for_phase(Phase.FULL)
         self._formats = {phase: _formats(plans.for_phase(phase)) for phase in Phase}
@@ -37,15 +48,16 @@ class PlanEngine:
         self._model = model
         self._optimizer = optimizer
         self._copies = copies
+        self._shards = shards
         self._observer = observer
         with observer.region(Stage.BUILD, ""):
-            self.weights = WeightStore(model, self.plan, copies, observer)
+            self.weights = WeightStore(model, self.plan, copies, observer, shards=shards)
         self.units = model.units()
-        self.states = StateStore(self.plan, self._formats[Phase.FULL], copies, observer)
+        self.states = StateStore(self.plan, self._formats[Phase.FULL], copies, observer, shards)
         self._stored_as = Phase.FULL
         """Phase whose plan says how weights are stored, and where companions are unless they were stored away."""
         self.executor = Executor(
-            model, self.weights, self.plan, wants_norm=optimizer.max_grad_norm > 0, copies=copies, observer=observer
+            model, self.weights, self.plan, wants_norm=wants_norm, copies=copies, observer=observer, shards=shards
         )
         self._connect()
 
@@ -106,9 +118,12 @@ class PlanEngine:
         units, on_host = self.units, self.plan.update_on is UpdateDevice.HOST
         self.executor.weights = self.weights
         self.parameters = ParameterPass(
-            units, self.weights, self.states, self._optimizer, self._copies, self._observer, on_host=on_host
-        )
+            units, self.weights, self.states, self._optimizer, self._copies, self._observer, on_host=on_host,
+            shards=self._shards,
+        )  # fmt: skip
 
 
 def _formats(plan: PhasePlan) -> WeightFormats:
+    if plan.adapter_rank:
+        return adapter_formats(plan.master.codec, plan.compute_dtype)
     return weight_formats(plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales)

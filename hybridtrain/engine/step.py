@@ -30,6 +30,16 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class StepShare:
+    """Which micro-batches of a step this rank has."""
+
+    first: int
+    """Number of its first one, by which random numbers are keyed."""
+    num_targets: tuple[int, ...]
+    """Of every micro-batch of the step, those of other ranks included."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepSettings:
     """Settings of one optimizer step."""
 

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
 from hybridtrain.engine.random_key import random_key
+from hybridtrain.engine.step import StepShare
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models.block_model import Unit
+from hybridtrain.models.block_model import Documents, Unit
 from hybridtrain.models.layers import Head
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
@@ -28,14 +31,11 @@ class BlockGraph:
     """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing."""
 
 
-def run_block(block: nn.Module, hidden_BTD: Tensor, *, computes_output: bool = True) -> tuple[BlockGraph, Tensor]:
-    """Run ``block`` on a detached input; return its graph and its detached hidden_BTD.
-
-    Without ``computes_output`` the block's last projection is left out: nothing in the backward pass reads its result.
-    """
+def run_block(block: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> tuple[BlockGraph, Tensor]:
+    """Run ``block`` on a detached input; return its graph and its detached hidden_BTD."""
     hidden_in_BTD = hidden_BTD.detach().requires_grad_()
     with torch.enable_grad():
-        hidden_out_BTD = block(hidden_in_BTD) if computes_output else block(hidden_in_BTD, computes_output=False)
+        hidden_out_BTD = block(hidden_in_BTD)
     return BlockGraph(hidden_in_BTD, get_gradient_edge(hidden_out_BTD)), hidden_out_BTD.detach()
 
 
@@ -45,6 +45,17 @@ def differentiate_block(
     """Return the gradient by the block's input and those by its parameters; the graph is used up."""
     grad_in_BTD, *grads = torch.autograd.grad(graph.output, (graph.hidden_in_BTD, *parameters), grad_BTD)
     return grad_in_BTD, tuple(grads)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One micro-batch on the compute device, int64."""
+
+    token_ids_BT: Tensor
+    target_ids_BT: Tensor
+    num_targets: int
+    """Those that count; the loss is the mean over them."""
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ def differentiate_head(
     head: Head,
     unit: Unit,
     hidden_BTD: Tensor,
-    target_ids_BT: Tensor,
+    batch: DeviceBatch,
     *,
     scale: float,
     chunk_tokens: int,
@@ -73,18 +84,22 @@ def differentiate_head(
     """Run the head and differentiate ``scale`` times its loss."""
     hidden_BTD = hidden_BTD.detach().requires_grad_()
     own = unit.tensors
-    is_tied = all(parameter is not head.weight for parameter in own)
-    weight_VD = head.weight.detach() if is_tied and not wants_tied else head.weight
-    inputs = [hidden_BTD, *own, *([head.weight] if is_tied and wants_tied else [])]
+    is_owner = any(parameter is head.weight for parameter in own)
+    wants_tied = wants_tied and not is_owner and head.weight.requires_grad
+    weight_VD = head.weight if is_owner or wants_tied else head.weight.detach()
+    inputs = [hidden_BTD, *own, *([head.weight] if wants_tied else [])]
     with torch.enable_grad():
-        loss = head(hidden_BTD, target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD)
+        loss = head(
+            hidden_BTD, batch.target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD,
+            num_targets=batch.num_targets,
+        )  # fmt: skip
     grad_BTD, *grads = torch.autograd.grad(loss, inputs, torch.full_like(loss, scale))
-    tied_grad_VD = grads.pop() if is_tied and wants_tied else None
+    tied_grad_VD = grads.pop() if wants_tied else None
     return HeadStep(loss.detach(), grad_BTD, tuple(grads), tied_grad_VD)
 
 
 def differentiate_tied_weight(
-    head: Head, hidden_BTD: Tensor, target_ids_BT: Tensor, *, scale: float, chunk_tokens: int
+    head: Head, hidden_BTD: Tensor, batch: DeviceBatch, *, scale: float, chunk_tokens: int
 ) -> Tensor:
     """Return the gradient by the tied weight alone, from the head's input.
 
@@ -95,7 +110,10 @@ def differentiate_tied_weight(
     with torch.no_grad():
         normed_BTD = head.norm(hidden_BTD)
     with torch.enable_grad():
-        loss = head.projection_loss(normed_BTD, target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=head.weight)
+        loss = head.projection_loss(
+            normed_BTD, batch.target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=head.weight,
+            num_targets=batch.num_targets,
+        )  # fmt: skip
     (grad_VD,) = torch.autograd.grad(loss, (head.weight,), torch.full_like(loss, scale))
     return grad_VD
 
@@ -103,12 +121,25 @@ def differentiate_tied_weight(
 BlockDone = Callable[[Unit], None]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """One micro-batch on the compute device, int64."""
+def upload_batch(batch: TokenBatch, transfer: Transfer) -> DeviceBatch:
+    """Return a micro-batch on the device."""
+    documents = None
+    if batch.document_ids_BT is not None:
+        positions_BT = document_positions(batch.document_ids_BT)
+        documents = Documents(transfer.upload(batch.document_ids_BT), transfer.upload(positions_BT))
+    return DeviceBatch(
+        token_ids_BT=transfer.upload(batch.token_ids_BT),
+        target_ids_BT=transfer.upload(batch.target_ids_BT),
+        num_targets=int((batch.target_ids_BT != IGNORED).sum()),
+        documents=documents,
+    )
 
-    token_ids_BT: Tensor
-    target_ids_BT: Tensor
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """Return the mean over all targets of micro-batches, given that of each and its number of targets."""
+    if len(set(counts)) == 1:
+        return sum(losses) / len(losses)
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
 class ModelRun(Protocol):
@@ -121,12 +152,19 @@ class ModelRun(Protocol):
     num_blocks: int
     num_recomputed: int
     """Blocks before this number are recomputed, the others keep their graphs."""
-    is_tied: bool
+    trains_tied: bool
+    """The head's weight is the token embedding, and trained."""
+    balances: bool
+    """Blocks add losses of their own, by what ``scale_loss`` says."""
     draws: bool
     weights: WeightStore
     boundaries: BoundaryStore
     grads: GradStore
     segments: list[range]
+
+    def scale_loss(self, share: float) -> None:
+        """Say what the loss of the next micro-batch is multiplied with."""
+        ...
 
 
 class StepVisit:
@@ -139,8 +177,10 @@ class StepVisit:
         group: Sequence[int],
         seed: int,
         *,
+        share: StepShare,
         is_last: bool,
         on_block_done: BlockDone | None,
+        loss_scale: float,
     ) -> None:
         self._run = run
         self._batches = batches
@@ -148,8 +188,11 @@ class StepVisit:
         self._seed = seed
         self._is_last = is_last
         self._on_block_done = on_block_done
-        self._scale = 1.0 / len(batches)
-        self._defers_tied = run.is_tied and len(group) > 1
+        self._first = share.first
+        num_targets = sum(share.num_targets)
+        loss_scale *= 1 if run.plan.normalize_gradients else len(share.num_targets)
+        self._scales = [loss_scale * (batch.num_targets / num_targets) for batch in batches]
+        self._defers_tied = run.trains_tied and len(group) > 1
         self._embedded: dict[int, GradientEdge] = {}
         self._graphs: dict[tuple[int, int], BlockGraph] = {}
         self._hidden: dict[int, Tensor] = {}
@@ -180,19 +223,20 @@ class StepVisit:
 
     def _seed_unit(self, micro_batch: int, unit: int) -> None:
         if self._run.draws:
-            self._run.transfer.seed(random_key(self._seed, micro_batch, unit))
+            self._run.transfer.seed(random_key(self._seed, self._first + micro_batch, unit))
 
     def _embed(self, micro_batch: int) -> None:
-        run = self._run
+        run, batch = self._run, self._batches[micro_batch]
         with run.observer.region(Stage.FORWARD, "embedding"):
             self._seed_unit(micro_batch, 0)
             with torch.enable_grad():
-                embedded_BTD = run.weights.acquire_embedding()(self._batches[micro_batch].token_ids_BT)
-        self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
+                embedded_BTD = run.weights.acquire_embedding()(batch.token_ids_BT, batch.documents)
+        if embedded_BTD.requires_grad:
+            self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
         self._hidden[micro_batch] = embedded_BTD.detach()
 
     def _forward_block(self, micro_batch: int, block: int, *, is_boundary: bool) -> None:
-        run = self._run
+        run, documents = self._run, self._batches[micro_batch].documents
         hidden_BTD = self._hidden.pop(micro_batch)
         with run.observer.region(Stage.FORWARD, f"block.{block}"):
             module = run.weights.acquire(block)
@@ -201,10 +245,11 @@ class StepVisit:
                 if is_boundary:
                     run.boundaries.store(micro_batch, block, hidden_BTD)
                 with torch.no_grad():
-                    self._hidden[micro_batch] = module(hidden_BTD)
+                    self._hidden[micro_batch] = module(hidden_BTD, documents)
             else:
                 run.boundaries.note(block, hidden_BTD)
-                self._graphs[micro_batch, block], self._hidden[micro_batch] = run_block(module, hidden_BTD)
+                found = run_block(partial(module, documents=documents), hidden_BTD)
+                self._graphs[micro_batch, block], self._hidden[micro_batch] = found
 
     def _head(self, micro_batch: int) -> Tensor:
         run = self._run
@@ -212,7 +257,7 @@ class StepVisit:
         with run.observer.region(Stage.BACKWARD, "head"):
             step = differentiate_head(
                 run.weights.acquire_head(), run.units[-1], hidden_BTD,
-                self._batches[micro_batch].target_ids_BT, scale=self._scale,
+                self._batches[micro_batch], scale=self._scales[micro_batch],
                 chunk_tokens=run.plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
             )  # fmt: skip
             run.grads.accumulate("head", step.unit_grads)
@@ -225,7 +270,9 @@ class StepVisit:
         return step.loss
 
     def _backward_segment(self, micro_batch: int, segment: range) -> None:
-        run = self._run
+        run, documents = self._run, self._batches[micro_batch].documents
+        if run.balances:
+            run.scale_loss(self._scales[micro_batch])
         if segment.start < run.num_recomputed:
             with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
                 hidden_BTD = run.boundaries.fetch(micro_batch, segment.start)
@@ -233,7 +280,9 @@ class StepVisit:
                 with run.observer.region(Stage.BACKWARD, f"block.{block}"):
                     module = run.weights.acquire(block)
                     self._seed_unit(micro_batch, block + 1)
-                    graph, hidden_BTD = run_block(module, hidden_BTD, computes_output=block != segment[-1])
+                    # The last output is of no use: nothing in the backward pass reads it.
+                    again = partial(module, documents=documents, computes_output=block != segment[-1])
+                    graph, hidden_BTD = run_block(again, hidden_BTD)
                 self._graphs[micro_batch, block] = graph
                 del graph
             del hidden_BTD
@@ -267,11 +316,15 @@ class StepVisit:
     def _embed_backward(self, micro_batch: int) -> None:
         run = self._run
         unit = run.units[0]
+        if not unit.parameters:
+            del self._grad[micro_batch]
+            run.grads.accumulate(unit.name, ())
+            return
         with run.observer.region(Stage.BACKWARD, unit.name):
             grads = list(
                 torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))
             )
-            if run.is_tied:
+            if run.trains_tied:
                 grads[0] = self._tied_grad(micro_batch).add_(grads[0])
             run.grads.accumulate(unit.name, grads)
 
@@ -283,7 +336,7 @@ class StepVisit:
         return differentiate_tied_weight(
             run.weights.acquire_head(),
             run.boundaries.fetch(micro_batch, HEAD_INPUT),
-            self._batches[micro_batch].target_ids_BT,
-            scale=self._scale,
+            self._batches[micro_batch],
+            scale=self._scales[micro_batch],
             chunk_tokens=run.plan.loss_chunk_tokens,
         )

@@ -13,7 +13,7 @@ from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import SLICE_ELEMENTS, StoredWeight, WeightFormat, WeightFormats, weight_part
 from hybridtrain.memory.state_store import ParameterState, StateStore
-from hybridtrain.memory.tier_tensor import Stored, TierTensor
+from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, write_slice
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
@@ -98,7 +98,7 @@ class WeightMove:
             return
         kept = self._make(companion.shape, companion.dtype, unit)
         for part in _parts(companion.numel()):
-            self._write(kept, part, self._read(companion, part))
+            write_slice(kept, part, self._read(companion, part), self._copies)
         self._replace(state, kept)
 
     def _convert(
@@ -121,7 +121,7 @@ class WeightMove:
             value_P = old.load(weight_part(source, part), companion_P)
             created_P = self._store(new, value_P, weight_part(target, part))
             if kept is not None and created_P is not None and kept is not companion:
-                self._write(kept, part, created_P)
+                write_slice(kept, part, created_P, self._copies)
             del companion_P, value_P, created_P
         self._replace(state, kept)
 
@@ -138,13 +138,7 @@ class WeightMove:
         state.companion = kept
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, unit: str) -> Stored:
-        if self._master is Placement.DEVICE:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._copies.transfer.device)
-            self._observer.label(tensor, TensorClass.MASTER, unit)
-            return tensor
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        buffer = self._copies.allocate(num_bytes, self._master, TensorClass.MASTER, unit)
-        return TierTensor(buffer, 0, tuple(shape), dtype)
+        return new_stored(shape, dtype, self._master, TensorClass.MASTER, unit, self._copies, self._observer)
 
     def _read(self, stored: Stored, part: slice) -> Tensor:
         if isinstance(stored, Tensor):
@@ -153,13 +147,6 @@ class WeightMove:
         offset = stored.offset + part.start * stored.dtype.itemsize
         self._copies.wait(self._copies.fetch(tensor_P, stored.buffer, offset, [self._copies.mark()]))
         return tensor_P
-
-    def _write(self, stored: Stored, part: slice, value_P: Tensor) -> None:
-        if isinstance(stored, Tensor):
-            stored.view(-1)[part].copy_(value_P)
-            return
-        offset = stored.offset + part.start * stored.dtype.itemsize
-        self._copies.wait(self._copies.store(value_P, stored.buffer, offset))
 
 
 def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, target: StoredWeight) -> bool:

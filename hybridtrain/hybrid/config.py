@@ -52,6 +52,7 @@ class HybridConfig:
     monitor: Literal["off", "probe", "every_step"] = "off"
     """Forwards on the probe split: around every ``probe_every``-th jump, or around each and per predicted step."""
     probe_every: int = 10
+    """Jumps between looks of monitor = "probe"."""
     rollback: Literal["undo", "copy"] = "undo"
     """undo: the jump is recomputed and taken back, to the last bit of rounding. copy: weights are kept on the host."""
     fuse: bool = True

@@ -127,16 +127,21 @@ class HybridTrainer(Stateful):
         """The phase of the next call."""
         return Phase.FULL if self.controller is None else self.controller.phase
 
-    def advance(self, load_batches: LoadBatches) -> HybridResult:
+    def advance(self, load_batches: LoadBatches, limits: StepLimits | None = None) -> HybridResult:
         """Run the next phase step.
 
+        Args:
+            load_batches: Of the training data.
+            limits: Beyond which a step of plain training is refused; a cycle has its own.
+
         Raises:
+            SpikeError: a limit is exceeded; nothing was applied.
             DivergenceError: loss or gradient norm is not finite, and it was not a jump's fault; weights and optimizer
                 state are those before the step.
         """
         begin = time.perf_counter()
         if self.controller is None:
-            result = _plain(self.trainer.step(load_batches(self.trainer.steps_done)))
+            result = _plain(self.trainer.step(load_batches(self.trainer.steps_done), limits=limits))
         elif self.phase is Phase.PREDICT:
             result = self._predict(self.controller)
         else:

@@ -1,9 +1,10 @@
 """Copies between the tiers: counted by the ledger, ordered by tickets, done by the transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.tier import Ticket, TierBuffer, page_rounded
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.plan.placement import Placement
@@ -15,10 +16,16 @@ class CopyEngine:
     """Allocates buffers below the device and copies between them and device tensors.
 
     A copy is only started here; what needs its result waits for its ticket.
+
+    Args:
+        transfer: The way between the tiers.
+        observer: Told which lane works.
+        group: The way to other ranks; None: there are none.
     """
 
-    def __init__(self, transfer: Transfer, observer: MemoryObserver) -> None:
+    def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
         self.transfer = transfer
+        self.group: Group = group or DirectGroup()
         self._observer = observer
 
     def allocate(self, num_bytes: int, placement: Placement, tensor_class: TensorClass, name: str) -> TierBuffer:
@@ -61,6 +68,12 @@ class CopyEngine:
         ticket = Ticket(op, self.transfer.store(source, target.content, offset))
         target.last_store = ticket
         return ticket
+
+    def exchange(self, collective: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
+        """Let a collective of the group fill ``target``; what the compute queue is given next waits for it."""
+        op = self._observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self._observer.mark()])
+        collective(target, source)
+        self._observer.join(op)
 
     def mark(self) -> Ticket:
         """Return a ticket for everything the compute queue was given so far."""

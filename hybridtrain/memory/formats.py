@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize, quantize
-from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups
+from hybridkernels.nf4 import Nf4Sizes, nf4_dequantize, nf4_quantize
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.plan.placement import Codec
 
@@ -45,6 +46,11 @@ class TensorSpec:
 class StateFormat(Protocol):
     """Stores state that has one value per element of a parameter."""
 
+    @property
+    def name(self) -> str:
+        """Of the format in a saved state, one of ``STATE_FORMATS``."""
+        ...
+
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """Return the stored tensors of a parameter of this shape."""
         ...
@@ -67,6 +73,11 @@ class PlainState:
     """One tensor of floating point values; fewer than 32 bits are rounded stochastically (1710.03740)."""
 
     dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """Of the element type."""
+        return str(self.dtype).removeprefix("torch.")
 
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """Return one tensor of the parameter's shape."""
@@ -93,6 +104,11 @@ class DynamicInt8State:
     """8-bit codes of the dynamic map (Dettmers et al., 2110.02861) and one float32 scale per group of 256."""
 
     signed: bool
+
+    @property
+    def name(self) -> str:
+        """With the map that codes are looked up in."""
+        return "int8_signed" if self.signed else "int8_unsigned"
 
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """Return codes, uint8, and scales, float32, of whole groups."""
@@ -122,6 +138,13 @@ class DynamicInt8State:
         scales.copy_(new_scales)
 
 
+STATE_FORMATS: dict[str, StateFormat] = {
+    storage.name: storage
+    for storage in (PlainState(), PlainState(torch.bfloat16), DynamicInt8State(True), DynamicInt8State(False))
+}  # fmt: skip
+"""By name."""
+
+
 def state_format(codec: Codec, num_elements: int, *, signed: bool) -> StateFormat:
     """Return the format of a plan's codec for a tensor of this size; raises ``ValueError`` for one that holds none."""
     match codec:
@@ -144,7 +167,77 @@ def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
     target_P.view(torch.int16).copy_(upper_P)
 
 
+# ---- codes
+
+
+class CodeFormat(Protocol):
+    """How matrices are stored in fewer bits than they are computed with."""
+
+    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
+        """Return the stored tensors of a matrix of this many elements."""
+        ...
+
+    def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
+        """Write the nearest codes of (P,) float32 values, all of a matrix."""
+        ...
+
+    def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
+        """Write the values that codes stand for, (P,), in the dtype of ``out_P``."""
+        ...
+
+
+class Int8Codes:
+    """Symmetric 8-bit codes and a float32 scale per 256 of them."""
+
+    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
+        """Return codes and scales."""
+        return TensorSpec((num_elements,), torch.int8), TensorSpec((num_groups(num_elements),), torch.float32)
+
+    def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
+        """Round to nearest."""
+        codes, scales = stored
+        int8_quantize(value_P, codes, scales, stochastic=False)
+
+    def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
+        """Multiply."""
+        codes, scales = stored
+        int8_dequantize(codes, scales, out_P)
+
+
+class Nf4Codes:
+    """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits a value."""
+
+    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
+        """Return codes, codes of scales, their scales and the mean scale."""
+        sizes = Nf4Sizes.of(num_elements)
+        codes, scale_codes = (TensorSpec((size,), torch.uint8) for size in (sizes.codes, sizes.scale_codes))
+        return codes, scale_codes, TensorSpec((sizes.scales,), torch.float32), TensorSpec((1,), torch.float32)
+
+    def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
+        """Take the nearest quantiles."""
+        codes, scale_codes, scales, mean = stored
+        nf4_quantize(value_P, codes, scale_codes, scales, mean)
+
+    def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
+        """Look up and multiply."""
+        codes, scale_codes, scales, mean = stored
+        nf4_dequantize(codes, scale_codes, scales, mean, out_P)
+
+
+CODE_FORMATS: dict[Codec, CodeFormat] = {Codec.INT8_BLOCKS: Int8Codes(), Codec.NF4: Nf4Codes()}
+
+
 # ---- weights
+
+
+class Typed(Protocol):
+    """A tensor, on the device or below it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        ...
+
 
 StoredWeight = tuple[Tensor, ...]
 """What is stored of a weight: its values, or int8 codes and one float32 scale per 256 of them."""
@@ -163,6 +256,8 @@ class WeightFormat(Protocol):
     """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
     is_coded: bool
     """Stored as codes and scales."""
+    saved_as: str
+    """What of it a saved state holds: the widest values, codes where there are none, both where codes are kept too."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Write fp32 ``initial`` into ``weight``; return the companion to keep, or None."""
@@ -187,6 +282,7 @@ class _ValueFormat:
     companion_dtype: torch.dtype | None = None
     rounds_stochastically = False
     is_coded = False
+    saved_as = "float32"
 
 
 class ExactWeight(_ValueFormat):
@@ -268,6 +364,7 @@ class StochasticWeight(_ValueFormat):
     """The weight is all there is: each update is rounded up or down with the odds that keep its mean (1710.03740)."""
 
     rounds_stochastically = True
+    saved_as = "bfloat16"
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
@@ -303,6 +400,7 @@ class Int8Weight:
     def __init__(self, *, static_scales: bool) -> None:
         self.is_static = static_scales
         self.rounds_stochastically = not static_scales  # the op takes new scales
+        self.saved_as = "int8_static" if static_scales else "int8"
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
@@ -336,6 +434,7 @@ class Int8OfMaster(Int8Weight):
     def __init__(self, *, static_scales: bool) -> None:
         super().__init__(static_scales=static_scales)
         self.rounds_stochastically = False
+        self.saved_as = f"float32_{self.saved_as}"
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Keep ``initial`` itself."""
@@ -361,7 +460,7 @@ class WeightFormats:
     values: WeightFormat
     codes: WeightFormat
 
-    def of(self, weight: Sequence[Tensor]) -> WeightFormat:
+    def of(self, weight: Sequence[Typed]) -> WeightFormat:
         """Return the one that suits how a weight is stored: codes are int8."""
         return self.codes if weight[0].dtype == torch.int8 else self.values
 
@@ -369,6 +468,12 @@ class WeightFormats:
     def reads_weight(self) -> bool:
         """Whether an update must fetch what is stored."""
         return self.values.reads_weight or self.codes.reads_weight
+
+
+def adapter_formats(master: Codec, compute_dtype: Codec) -> WeightFormats:
+    """Return the formats of what is trained beside frozen weights: values of the compute dtype."""
+    values = ExactWeight() if compute_dtype is Codec.FLOAT32 else _value_format(compute_dtype, master)
+    return WeightFormats(values, values)
 
 
 def weight_formats(weight: Codec, master: Codec, compute_dtype: Codec, *, static_scales: bool = False) -> WeightFormats:
@@ -400,14 +505,18 @@ def _value_format(weight: Codec, master: Codec) -> WeightFormat:
         }
         if master in formats:
             return formats[master]
+    if weight is Codec.FLOAT16 and master is Codec.FLOAT32:
+        return Float32Master()
     raise ValueError(
         f"master.codec: {master} cannot accompany {weight} weights; allowed: absent with float32 weights, "
-        f"float32, split16 or absent with bfloat16 weights"
+        f"float32, split16 or absent with bfloat16 weights, float32 with float16 weights"
     )
 
 
 def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:
     """Return a range of a stored weight's elements; of codes it must begin at a multiple of 256."""
     values, *scales = weight
+    if part == slice(0, values.numel()) and values.dim() == 1:
+        return weight
     groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     return values.view(-1)[part], *(scale[groups] for scale in scales)

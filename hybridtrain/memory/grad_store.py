@@ -1,13 +1,18 @@
 """Gradients of parameters, from the backward pass until the update."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.shards import Shards, ranges_of
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor, lay_out, padded
+from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
@@ -25,6 +30,8 @@ class GradStore:
         wants_norm: Whether ``norm`` will be asked for.
         copies: The way there.
         observer: Told that the tensors are gradients.
+        shards: Who sums and keeps which range; None: everything is here.
+        grad_accum_steps: Micro-batches of the step on all ranks; as many sums as shards are made of them.
     """
 
     def __init__(
@@ -37,7 +44,17 @@ class GradStore:
         wants_norm: bool,
         copies: CopyEngine,
         observer: MemoryObserver,
+        shards: Shards | None = None,
+        grad_accum_steps: int = 1,
     ) -> None:
+        self._shards = shards or Shards(copies)
+        self._per_sum = grad_accum_steps // self._shards.shares
+        """Micro-batches that are added before their sum is added to that of others."""
+        self._folds = self._shards.shares > 1 and not self._shards.sums
+        """Whether this process adds sums as ranks would."""
+        self._added: Counter[str] = Counter()
+        self._sums: dict[str, list[Tensor]] = {}
+        """Of whole shares, where this process adds them as ranks would."""
         self._units = {unit.name: unit for unit in units}
         self._sum_dtype = sum_dtype
         self._kept_dtype = kept_dtype
@@ -47,7 +64,10 @@ class GradStore:
         self._copies = copies
         self._observer = observer
         self._grads: dict[str, list[Tensor]] = {}
-        self._norms: dict[str, list[Tensor]] = {}
+        self._norms: dict[str, list[list[Tensor]]] = {}
+        """Of the ranges of each parameter of a unit, range by range; of the own one alone where gradients are cut."""
+        self._is_finite: dict[str, Tensor] = {}
+        """Of each unit, a bool of the device, where no norm tells it."""
         self._buffers: dict[str, TierBuffer] = {}
         self._away: dict[str, list[TierTensor]] = {}
         self._leaving: list[tuple[Ticket, list[Tensor]]] = []
@@ -66,32 +86,85 @@ class GradStore:
         held = self._grads.get(unit)
         if held is None:
             self._grads[unit] = [self._label(grad.to(self._sum_dtype), unit) for grad in grads]
+        else:
+            for index, (total, grad) in enumerate(zip(held, grads, strict=True)):
+                held[index] = self._label(total.to(self._sum_dtype), unit).add_(grad)
+        if self._folds:
+            self._fold(unit)
+
+    def _fold(self, unit: str) -> None:
+        """Add the sum of a whole share to those before it."""
+        self._added[unit] += 1
+        if self._added[unit] % self._per_sum:
             return
-        for index, (total, grad) in enumerate(zip(held, grads, strict=True)):
-            held[index] = self._label(total.to(self._sum_dtype), unit).add_(grad)
+        part = self._grads.pop(unit)
+        if unit not in self._sums:
+            self._sums[unit] = part
+        else:
+            for total, grad in zip(self._sums[unit], part, strict=True):
+                total.add_(grad)
 
     def finish_visit(self, unit: str, *, is_last: bool) -> None:
         """Say that a visit of ``unit`` has ended; after the last one of the step its gradients are complete."""
-        grads = self._grads[unit]
+        if is_last and self._folds:
+            self._grads[unit] = self._sums.pop(unit)
+        elif is_last and self._shards.sums and self._grads[unit]:
+            self._grads[unit] = self._summed(self._grads[unit])
+        grads = self._grads.get(unit)
+        if grads is None:  # its share is complete, and another one begins
+            return
         for index, grad in enumerate(grads):
             grads[index] = self._label(grad.to(self._kept_dtype), unit)
         if is_last and self._wants_norm:
-            self._norms[unit] = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
+            self._norms[unit] = [
+                list(torch._foreach_norm(part, 2, dtype=torch.float32)) if part else [] for part in self._parts(grads)
+            ]
+        elif is_last and grads and not isinstance(self._copies.transfer, VirtualTransfer):
+            with _disable_current_modes():  # two numbers a tensor, for a moment: no ledger's
+                self._is_finite[unit] = torch.stack([_is_finite(grad) for grad in grads]).all()
         if self._offloads and grads:
             self._store(unit, self._grads.pop(unit))
 
     def norm(self) -> Tensor:
         """Return the global L2 norm, a scalar float32; every unit must have had its last visit."""
-        norms = [norm for name in self._units for norm in self._norms[name]]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2)
+        shares = range(max(map(len, self._norms.values()), default=1))
+        norms = [norm for share in shares for name in self._units for norm in self._norms[name][share]]
+        norm: Tensor = torch.linalg.vector_norm(self._shards.gather_all(torch.stack(norms)), 2)
         self._norms.clear()
         return norm
 
+    def are_finite(self, units: Sequence[str] | None = None) -> bool:
+        """Return whether the gradients of units, all by default, are numbers; after their last visit. Waits for them.
+
+        With norms those tell it, until ``norm`` was asked for.
+        """
+        with _disable_current_modes():
+            for unit in self._units if units is None else units:
+                norms = [norm for part in self._norms.get(unit, ()) for norm in part]
+                found = [torch.stack(norms).isfinite().all()] if norms else []
+                found += [self._is_finite[unit]] if unit in self._is_finite else []
+                if not all(bool(value) for value in found):
+                    return self._shards.agree(False)
+        return self._shards.agree(True)
+
+    def non_finite(self, units: Sequence[str] | None = None) -> tuple[str, ...]:
+        """Return the names of parameters whose gradients are held and are no finite numbers; reads all of them."""
+        self._copies.transfer.finish()
+        names: list[str] = []
+        with _disable_current_modes():
+            for unit in map(self._units.__getitem__, self._units if units is None else units):
+                held: Sequence[Stored] = self._grads.get(unit.name) or self._away.get(unit.name) or ()
+                values = (grad if isinstance(grad, Tensor) else _read(grad) for grad in held)
+                names += [
+                    name for (name, _), grad in zip(unit.parameters, values, strict=False) if not _is_finite(grad)
+                ]
+        everything = [name for unit in self._units.values() for name, _ in unit.parameters]
+        return self._shards.agree_on(names, everything)
+
     def take(self, unit: str) -> list[Stored]:
         """Return the gradients of ``unit`` and forget them; raises ``KeyError`` when there are none."""
-        if unit in self._away:
-            return list(self._away.pop(unit))
-        return list(self._grads.pop(unit))
+        held: list[Stored] = list(self._away.pop(unit)) if unit in self._away else list(self._grads.pop(unit))
+        return held if self._shards.cuts_grads else [self._own(grad) for grad in held]
 
     def discard(self, unit: str) -> None:
         """Forget the gradients of ``unit``; their norm stays known."""
@@ -107,7 +180,10 @@ class GradStore:
     def drop(self) -> None:
         """Forget everything, as after a step that must not be applied."""
         self._grads.clear()
+        self._added.clear()
+        self._sums.clear()
         self._norms.clear()
+        self._is_finite.clear()
         self._away.clear()
         for tickets in self._arriving.values():
             for ticket in tickets:
@@ -120,6 +196,38 @@ class GradStore:
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])
+
+    def _summed(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return gradients summed: own ranges where they are cut, else whole ones, of which some are unset."""
+        parts = self._shards.sum(grads)
+        if self._shards.cuts_grads:
+            return parts
+        for grad, part in zip(grads, parts, strict=True):
+            grad.view(-1)[self._shards.range(grad.numel())].copy_(part)
+        if not self._shards.cuts_state:
+            self._shards.gather([(grad.view(-1),) for grad in grads])
+        return grads
+
+    def _parts(self, grads: list[Tensor]) -> list[list[Tensor]]:
+        """Return what norms are taken of: the ranges that were summed here, share by share."""
+        if self._shards.shares == 1 or self._shards.cuts_grads:
+            return [grads]
+        if self._shards.cuts_state:
+            return [[grad.view(-1)[self._shards.range(grad.numel())] for grad in grads]]
+        cuts = [ranges_of(grad.numel(), self._shards.shares) for grad in grads]
+        return [
+            [grad.view(-1)[cut[share]] for grad, cut in zip(grads, cuts, strict=True)]
+            for share in range(self._shards.shares)
+        ]
+
+    def _own(self, grad: Stored) -> Stored:
+        """Return the range of a whole gradient that is updated here."""
+        own = self._shards.own(grad.numel())
+        if not self._shards.cuts_state:
+            return grad
+        if isinstance(grad, Tensor):
+            return grad.view(-1)[own]
+        return replace(grad, offset=grad.offset + own.start * grad.dtype.itemsize, shape=(own.stop - own.start,))
 
     def _store(self, unit: str, grads: list[Tensor]) -> None:
         layout = lay_out((tuple(grad.shape), grad.dtype) for grad in grads)
@@ -150,3 +258,16 @@ class GradStore:
     def _label(self, grad: Tensor, unit: str) -> Tensor:
         self._observer.label(grad, TensorClass.GRAD, unit)
         return grad
+
+
+def _is_finite(grad: Tensor) -> Tensor:
+    if not grad.numel():
+        return torch.ones((), dtype=torch.bool, device=grad.device)
+    return torch.stack(torch.aminmax(grad)).isfinite().all()
+
+
+def _read(stored: TierTensor) -> Tensor:
+    assert stored.buffer.content is not None, "a dry run has no values"
+    values = torch.empty(stored.shape, dtype=stored.dtype)
+    stored.buffer.content.read(stored.offset, values)
+    return values

@@ -76,5 +76,7 @@ class StateSlice:
 
     def part(self, part: slice) -> "StateSlice":
         """Return a range of the elements."""
+        if part == slice(0, self.num_elements) and all(tensor.dim() == 1 for tensor in self.stored):
+            return self
         stored = tuple(tensor.view(-1)[self.storage.part(i, part)] for i, tensor in enumerate(self.stored))
         return StateSlice(self.storage, stored, part.stop - part.start)

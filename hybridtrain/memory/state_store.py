@@ -1,6 +1,7 @@
 """What an update needs of a parameter beside weight and gradient: companion, optimizer state and what goes with it."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -16,10 +17,12 @@ from hybridtrain.memory.formats import (
     TensorSpec,
     WeightFormats,
     state_format,
+    weight_part,
 )
+from hybridtrain.memory.shards import Shards, overlap
 from hybridtrain.memory.slices import StateSlice, StateSpec
 from hybridtrain.memory.tier import Ticket, TierBuffer
-from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, padded
+from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, new_stored, padded, write_slice
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
@@ -55,6 +58,12 @@ class StateSlot:
             for i, (spec, tensor) in enumerate(zip(self.specs, self.tensors, strict=True))
         ]
 
+    def reset(self) -> None:
+        """Be as before the first update: what is below the device keeps its place."""
+        self.is_fresh = True
+        if self.placement is Placement.DEVICE:
+            self.tensors = ()
+
     def slice_of(self, tensors: Sequence[Tensor], num_elements: int) -> StateSlice:
         """Return what the device, or the host, holds of it for a slice."""
         return StateSlice(self.storage, tuple(tensors), num_elements)
@@ -66,7 +75,7 @@ class ParameterState:
 
     parameter: nn.Parameter
     companion: Stored | None
-    """The weight format's, shape of the parameter."""
+    """The weight format's, shape of the parameter, or flat where this rank holds a range of it."""
     slots: tuple[StateSlot, ...]
     """Of the optimizer."""
     extra: tuple[StateSlot, ...] = ()
@@ -75,6 +84,13 @@ class ParameterState:
     """On the way back from another tier; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
     """Where they come from, given back once they are here."""
+    own: slice | None = None
+    """Range of the parameter's elements that state is held of; None: all."""
+
+    @property
+    def count(self) -> int:
+        """Elements that state is held of."""
+        return self.parameter.numel() if self.own is None else self.own.stop - self.own.start
 
     @property
     def exists(self) -> bool:
@@ -95,14 +111,19 @@ class StateStore:
         formats: How exact weights are kept.
         copies: The way to the other tiers.
         observer: Told what the tensors are for.
+        shards: Which range of each parameter this rank holds state of; None: all.
     """
 
-    def __init__(self, plan: PhasePlan, formats: WeightFormats, copies: CopyEngine, observer: MemoryObserver) -> None:
+    def __init__(
+        self, plan: PhasePlan, formats: WeightFormats, copies: CopyEngine, observer: MemoryObserver,
+        shards: Shards | None = None,
+    ) -> None:  # fmt: skip
         self.formats = formats
+        self._shards = shards or Shards(copies)
         self._plan = plan
         self._copies = copies
         self._observer = observer
-        self._states: dict[str, list[ParameterState]] = {}
+        self._states: defaultdict[str, list[ParameterState]] = defaultdict(list)
         self._away: list[tuple[ParameterState, str]] = []
         self._master_is_away = False
         self.born_after = 0
@@ -123,21 +144,58 @@ class StateStore:
         """
         companion: Stored | None = self.formats.of(weight).create(initial, weight)
         if isinstance(companion, Tensor):
+            if self._shards.cuts_state:
+                companion = companion.view(-1)[self._shards.own(companion.numel())].clone()
             self._observer.label(companion, TensorClass.MASTER, unit)
             if self._plan.master.placement is not Placement.DEVICE:
                 companion = self._store(companion, self._plan.master.placement, TensorClass.MASTER, unit)
-        shape, cell = tuple(parameter.shape), self._plan.optim_state
-        slots = tuple(self._slot(spec, shape, cell) for spec in specs)
+        self._add(unit, parameter, companion, specs)
+
+    @torch.no_grad()
+    def initialize_slices(
+        self,
+        unit: str,
+        parameter: nn.Parameter,
+        slices: Iterable[tuple[slice, Tensor]],
+        weight: StoredWeight,
+        specs: Sequence[StateSpec],
+    ) -> None:
+        """Do as ``initialize`` with float32 values that come slice by slice, and never whole."""
+        storage = self.formats.of(weight)
+        companion: Stored | None = None
+        for part, value_P in slices:
+            created_P = storage.create(value_P, weight_part(weight, part))
+            if created_P is not None:
+                if companion is None:
+                    companion = new_stored(
+                        self._shape(parameter), created_P.dtype, self._plan.master.placement, TensorClass.MASTER, unit,
+                        self._copies, self._observer,
+                    )  # fmt: skip
+                found, kept = overlap(part, self._shards.own(parameter.numel()))
+                if kept.stop > kept.start:
+                    write_slice(companion, kept, created_P[found], self._copies)
+        self._add(unit, parameter, companion, specs)
+
+    def _add(self, unit: str, parameter: nn.Parameter, companion: Stored | None, specs: Sequence[StateSpec]) -> None:
+        shape, cell = self._shape(parameter), self._plan.optim_state
+        slots = tuple(self._slot(spec, shape, cell, parameter.numel()) for spec in specs)
         history = Cell(placement=cell.placement, codec=self._plan.history_codec)
         names = (f"history{number}" for number in range(self._plan.history_tensors))
-        extra = tuple(self._slot(StateSpec(name), shape, history) for name in names)
-        self._states.setdefault(unit, []).append(ParameterState(parameter, companion, slots, extra))
+        extra = tuple(self._slot(StateSpec(name), shape, history, parameter.numel()) for name in names)
+        own = self._shards.own(parameter.numel()) if self._shards.cuts_state else None
+        self._states[unit].append(ParameterState(parameter, companion, slots, extra, own=own))
 
-    def _slot(self, spec: StateSpec, shape: tuple[int, ...], cell: Cell) -> StateSlot:
+    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Return the shape of what is held of a parameter's state."""
+        own = self._shards.own(parameter.numel())
+        return (own.stop - own.start,) if self._shards.cuts_state else tuple(parameter.shape)
+
+    def _slot(self, spec: StateSpec, shape: tuple[int, ...], cell: Cell, count: int) -> StateSlot:
+        """Return a slot for state of a shape; ``count``: elements of the whole parameter, which say how it is kept."""
         if spec.shape is not None:  # next to nothing: it stays at hand, and exact
             small, on_host = PlainState(), self._plan.update_on is UpdateDevice.HOST
             return StateSlot(spec, small, small.specs(spec.shape), Placement.HOST if on_host else Placement.DEVICE)
-        storage = state_format(cell.codec, torch.Size(shape).numel(), signed=spec.signed)
+        storage = state_format(cell.codec, count, signed=spec.signed)
         return StateSlot(spec, storage, storage.specs(shape), cell.placement)
 
     def acquire(self, unit: Unit) -> list[ParameterState]:
@@ -163,7 +221,7 @@ class StateStore:
 
     def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
         """Return what a range of ``num_elements`` of a parameter's state takes in a slot, padding included."""
-        share = min(1.0, num_elements / max(state.parameter.numel(), 1))
+        share = min(1.0, num_elements / max(state.count, 1))
         specs = [
             s for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE for s in slot.specs
         ]
@@ -176,14 +234,6 @@ class StateStore:
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
         """Yield unit names and states as they are, for saving and loading."""
         yield from self._states.items()
-
-    def loaded(self, *, is_fresh: bool, extra_is_fresh: bool) -> None:
-        """Say that saved values were written into what exists; state that never was is allocated anew."""
-        for state in (state for _, states in self.items() for state in states):
-            for slots, never_written in ((state.slots, is_fresh), (state.extra, extra_is_fresh)):
-                for slot in slots:
-                    slot.is_fresh = never_written
-                    slot.tensors = () if is_fresh else slot.tensors
 
     def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
         """Give slots tensors of zeros on the device, or unset ones in one buffer below it."""
@@ -285,7 +335,8 @@ class StateStore:
 
     def _widen(self, slot: StateSlot, state: ParameterState, unit: str) -> None:
         """Turn codes that ``_squeeze`` made back into what the plan says."""
-        home = self._slot(slot.spec, tuple(state.parameter.shape), self._plan.optim_state)
+        shape = tuple(state.parameter.shape)
+        home = self._slot(slot.spec, shape, self._plan.optim_state, state.parameter.numel())
         if slot.tensors and home.storage != slot.storage:
             self._convert(slot, home.storage, home.specs, state, unit)
 

@@ -1,6 +1,7 @@
 """Memory below the device: buffers in host memory or in files, and an exact account of their bytes."""
 
 import mmap
+import resource
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from torch import Tensor
 from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory.disk_tier import DiskFile
 from hybridtrain.plan.placement import Placement
-from hybridtrain.units import KIB, format_bytes
+from hybridtrain.units import KIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _PAGE = mmap.PAGESIZE
+_THREAD_BYTES = 80 * MIB
+"""Addresses: glibc sets 64 MiB aside for a thread's heap where it finds them, and Python maps its first frames."""
 
 
 class TierAccount:
@@ -166,6 +169,21 @@ def available_host_bytes() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * KIB for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def has_room_for_threads(count: int = 1) -> bool:
+    """Return whether this process can have the memory of more threads: their stacks, heaps and first frames.
+
+    One that gets none dies before its first line, and ``Thread.start`` waits for it forever.
+    """
+    stack_bytes = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    try:
+        mmap.mmap(
+            -1, count * ((8 * MIB if stack_bytes == resource.RLIM_INFINITY else stack_bytes) + _THREAD_BYTES)
+        ).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
+from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
@@ -93,6 +94,32 @@ class TierTensor:
 Stored = Tensor | TierTensor
 
 
+def new_stored(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placement: Placement,
+    tensor_class: TensorClass,
+    unit: str,
+    copies: CopyEngine,
+    observer: MemoryObserver,
+) -> Stored:
+    """Return an unset tensor on the device, or in a buffer of its own below it."""
+    if placement is Placement.DEVICE:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=copies.transfer.device)
+        observer.label(tensor, tensor_class, unit)
+        return tensor
+    buffer = copies.allocate(prod(shape) * dtype.itemsize, placement, tensor_class, unit)
+    return TierTensor(buffer, 0, tuple(shape), dtype)
+
+
+def write_slice(stored: Stored, part: slice, value_P: Tensor, copies: CopyEngine) -> None:
+    """Write a range of a stored tensor's elements, and wait until it is there."""
+    if isinstance(stored, Tensor):
+        stored.view(-1)[part].copy_(value_P)
+        return
+    copies.wait(copies.store(value_P, stored.buffer, stored.offset + part.start * stored.dtype.itemsize))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A range of a stored tensor's elements that one step of work reads, and maybe writes."""
@@ -116,6 +143,8 @@ class SliceStream:
         self._copies = copies
         self._observer = observer
         self._slots: list[Tensor] = []
+        self._views: dict[tuple[int, Field], Tensor] = {}
+        """Of the slots: the same few again and again."""
         self._leaving: list[Ticket | None] = [None] * _NUM_SLOTS
 
     def run(self, items: Iterable[Sequence[Piece]], slot_bytes: int) -> Iterator[list[Tensor]]:
@@ -144,6 +173,7 @@ class SliceStream:
                 arriving = None if following is None else self._fetch(following, 1 - number)
             item, number = following, 1 - number
             tensors, tickets = arriving or ([], [])
+        self._views.clear()
         for index, leaving in enumerate(self._leaving):
             if leaving is not None:  # the slots' memory may be used for something else after this
                 self._copies.wait(leaving)
@@ -151,6 +181,7 @@ class SliceStream:
 
     def _grow(self, num_bytes: int) -> None:
         if num_bytes and (not self._slots or self._slots[0].nbytes < num_bytes):
+            self._views.clear()
             self._slots = []
             for index in range(_NUM_SLOTS):
                 slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
@@ -171,7 +202,10 @@ class SliceStream:
             if isinstance(stored, Tensor):
                 tensors.append(stored.view(-1)[piece.part])
                 continue
-            tensor = next(fields).view(self._slots[number])
+            field = next(fields)
+            known = self._views.get((number, field))
+            tensor = field.view(self._slots[number]) if known is None else known
+            self._views[number, field] = tensor
             tensors.append(tensor)
             if piece.fill is None:
                 offset = stored.offset + piece.part.start * stored.dtype.itemsize

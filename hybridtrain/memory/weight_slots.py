@@ -3,18 +3,30 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.formats import CODE_FORMATS, CodeFormat, StoredWeight
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
+from hybridtrain.models.widening import Widen, set_widening
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.plan.placement import Placement
+
+
+class Holds(Enum):
+    """What a slot holds of a block that is cut among ranks."""
+
+    ROW = 0
+    """Nothing but the row of this rank."""
+    OWN = 1
+    """The own ranges, in their place."""
+    WHOLE = 2
 
 
 @dataclass(slots=True)
@@ -27,6 +39,10 @@ class WeightSlot:
     """Whose content is inside or on its way."""
     arriving: Ticket | None = None
     leaving: Ticket | None = None
+    row: Tensor | None = None
+    """This rank's part on its way, uint8, where weights are cut."""
+    holds: Holds = Holds.WHOLE
+    """What of the block is in its place, where weights are cut."""
 
     def settle(self, copies: CopyEngine) -> None:
         """Wait for the copies under way."""
@@ -39,31 +55,82 @@ class WeightSlot:
 _T = TypeVar("_T", Tensor, TierTensor)
 
 
-def grouped(tensors: Iterable[_T]) -> Iterator[tuple[_T, ...]]:
-    """Yield the stored parts of each parameter: codes are followed by their scales."""
-    rest = iter(tensors)
-    for tensor in rest:
-        yield (tensor, next(rest)) if tensor.dtype == torch.int8 else (tensor,)
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """Where what is stored of each parameter of a block lies in a run of bytes."""
+
+    layout: ByteLayout
+    counts: tuple[int, ...]
+    """Stored tensors of each parameter: one of values, or those of a code format."""
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, codes: CodeFormat | None) -> "StoredLayout":
+        """Return codes of each matrix if there is a format for them, and values of all else."""
+        found = [
+            [(spec.shape, spec.dtype) for spec in codes.specs(torch.Size(shape).numel())]
+            if codes is not None and len(shape) > 1
+            else [(shape, dtype)]
+            for shape in shapes
+        ]
+        return cls(lay_out(tensor for tensors in found for tensor in tensors), tuple(map(len, found)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Padding included."""
+        return self.layout.num_bytes
+
+    def grouped(self, tensors: Iterable[_T]) -> list[tuple[_T, ...]]:
+        """Return the stored tensors by parameter."""
+        rest = iter(tensors)
+        return [tuple(next(rest) for _ in range(count)) for count in self.counts]
+
+    def views(self, flat: Tensor) -> list[StoredWeight]:
+        """Return what is stored of each parameter in ``flat``."""
+        return self.grouped(self.layout.views(flat))
 
 
-def code_layout(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> ByteLayout:
-    """Return codes and scales of each matrix, and values of each vector."""
-    tensors: list[tuple[tuple[int, ...], torch.dtype]] = []
-    for shape in shapes:
-        if len(shape) < 2:
-            tensors.append((shape, dtype))
-        else:
-            size = shape[0] * shape[1]
-            tensors += [((size,), torch.int8), ((num_groups(size),), torch.float32)]
-    return lay_out(tensors)
+Values = tuple[Tensor, Widen | None]
+"""Memory that a parameter is bound to, and how it gets its values there; None: the store sees to it, or it has them."""
+
+
+class MatrixSlot:
+    """Device memory that all coded matrices share, one at a time.
+
+    Args:
+        codes: Their format.
+        flat: uint8, as large as the largest of them.
+    """
+
+    def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
+        self._codes = codes
+        self._flat = flat
+        self._holder: Widen | None = None
+
+    def forget(self) -> None:
+        """Say that codes have changed."""
+        self._holder = None
+
+    def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
+        """Return the place of a matrix' values, and what brings them there; vectors are where they are stored."""
+        if len(stored) == 1:
+            return stored[0], None
+        view = self._flat[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+        @torch.no_grad()
+        def widen() -> None:
+            if self._holder is not widen:
+                self._holder = widen
+                self._codes.widen(stored, view.view(-1))
+
+        return view, widen
 
 
 @torch.no_grad()
-def widen(stored: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> None:
+def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterable[nn.Parameter]) -> None:
     """Turn codes into values of the parameters' dtype, and copy vectors."""
-    for parameter, parts in zip(parameters, grouped(stored), strict=True):
-        if len(parts) == 2:
-            int8_dequantize(*parts, parameter.data.view(-1))
+    for parameter, parts in zip(parameters, stored, strict=True):
+        if len(parts) > 1:
+            codes.widen(parts, parameter.data.view(-1))
         else:
             parameter.data.copy_(parts[0])
 
@@ -83,7 +150,7 @@ def streamed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
 
 def packed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
     """Return the blocks whose parameters are bound to slots instead of having memory of their own."""
-    if plan.weight.codec is Codec.INT8_BLOCKS:
+    if plan.weight.codec in CODE_FORMATS:
         return tuple(range(num_blocks))
     return streamed_blocks(plan, num_blocks)
 
@@ -95,17 +162,22 @@ def placeholder_scope() -> Iterator[None]:
         yield
 
 
-def bind(block: nn.Module, names: Sequence[str], views: Sequence[Tensor]) -> None:
-    """Make ``views`` the parameters of ``block``, by qualified name."""
-    for name, view in zip(names, views, strict=True):
+def bind(block: nn.Module, names: Sequence[str], values: Sequence[Values]) -> None:
+    """Make ``values`` the parameters of ``block``, by qualified name."""
+    for name, (view, widen) in zip(names, values, strict=True):
         owner, _, attribute = name.rpartition(".")
-        setattr(block.get_submodule(owner), attribute, nn.Parameter(view.data))  # a version counter of its own
+        module = block.get_submodule(owner)
+        learns = getattr(module, attribute).requires_grad
+        parameter = nn.Parameter(view.data, requires_grad=learns)  # a version counter of its own
+        set_widening(parameter, widen)
+        setattr(module, attribute, parameter)
 
 
-def rebind(block: nn.Module, views: Sequence[Tensor]) -> None:
-    """Let the parameters of ``block`` be ``views`` from now on; everyone who knows them goes on knowing them."""
-    for parameter, view in zip(block.parameters(), views, strict=True):
+def rebind(parameters: Iterable[nn.Parameter], values: Sequence[Values]) -> None:
+    """Let parameters be ``values`` from now on; everyone who knows them goes on knowing them."""
+    for parameter, (view, widen) in zip(parameters, values, strict=True):
         parameter.data = view.data
+        set_widening(parameter, widen)
 
 
 def block_number(unit: str) -> int:

@@ -14,24 +14,29 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import StoredWeight
+from hybridtrain.memory.formats import CODE_FORMATS, StoredWeight
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import ByteLayout, Stored, TierTensor, lay_out
 from hybridtrain.memory.weight_slots import (
+    Holds,
+    MatrixSlot,
+    StoredLayout,
+    Values,
     WeightSlot,
     bind,
     block_number,
-    code_layout,
-    grouped,
     packed_blocks,
     rebind,
     streamed_blocks,
     widen,
 )
+from hybridtrain.models.adapter import without_adapters
 from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.layers import Head
-from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice
-from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.models.widening import set_widening
+from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice, WidenBy
+from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
@@ -112,6 +117,7 @@ class WeightStore:
         copies: The way to the other tiers.
         observer: Told what the slots are for.
         is_empty: Parts get memory one by one, by ``place``, while another store gives them up.
+        shards: Whether streamed blocks are cut among ranks; None: they are whole.
     """
 
     def __init__(
@@ -122,12 +128,16 @@ class WeightStore:
         observer: MemoryObserver,
         *,
         is_empty: bool = False,
+        shards: Shards | None = None,
     ) -> None:
+        self._shards = shards or Shards(copies)
         self._model = model
         self._copies = copies
         self._observer = observer
         self.compute_dtype = to_torch_dtype(plan.compute_dtype)
-        self._is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
+        self._codes = CODE_FORMATS.get(plan.weight.codec)
+        self._is_frozen = plan.adapter_rank > 0
+        """What is packed is never updated; what is trained beside it has memory of its own."""
         self._packed = frozenset(packed_blocks(plan, len(model.blocks)))
         self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, len(model.blocks)))}
         """Number of each streamed block among the streamed ones, which decides its slot."""
@@ -138,13 +148,14 @@ class WeightStore:
         self._buffers: dict[int, TierBuffer] = {}
         self._stored_slots: list[WeightSlot] = []
         self._value_slots: list[WeightSlot] = []
+        self._matrix_slot: MatrixSlot | None = None
         self._homes: dict[int, WeightSlot] = {}
         self._updates_on_host = plan.update_on is UpdateDevice.HOST
         self._mirrors: dict[str, WeightMirror] = {}
         if self._packed:
             self._build(plan)
         for block in () if is_empty else sorted(self._packed):
-            names = [name for name, _ in model.blocks[block].named_parameters()]
+            names = [name for name, _ in without_adapters(model.blocks[block])]
             bind(model.blocks[block], names, self._give_memory(block))
 
     def acquire_embedding(self) -> nn.Module:
@@ -156,24 +167,29 @@ class WeightStore:
         return self._model.head
 
     def is_packed(self, unit: str) -> bool:
-        """Return whether a unit's parameters are bound to slots."""
-        return block_number(unit) in self._packed
+        """Return whether the parameters that a unit trains are bound to slots."""
+        return block_number(unit) in self._packed and not self._is_frozen
+
+    def is_cut(self, unit: str) -> bool:
+        """Return whether this rank stores its ranges of a unit alone."""
+        return self._shards.cuts_weights and self._waits_below(unit)
 
     def stored_tensors(self, unit: str, parameters: Sequence[nn.Parameter]) -> list[tuple[Stored, ...]]:
         """Return what is stored of each parameter where it lives, for saving and loading."""
         block = block_number(unit)
-        if block in self._homes:
-            return list(grouped(self._stored_layout.views(self._homes[block].flat)))
-        if block not in self._buffers:
+        if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
+        if block in self._homes:
+            return list(self._stored_layout.views(self._homes[block].flat))
         buffer = self._buffers[block]
-        tensors = [TierTensor(buffer, f.offset, f.shape, f.dtype) for f in self._stored_layout.fields]
-        return list(grouped(tensors))
+        fields = self._row_layout.fields if self.is_cut(unit) else self._stored_layout.layout.fields
+        return list(self._stored_layout.grouped(TierTensor(buffer, f.offset, f.shape, f.dtype) for f in fields))
 
     def reload(self) -> None:
         """Say that what is stored was replaced: slots hold nothing, host copies are made anew."""
-        for slot in (*self._stored_slots, *self._value_slots):
+        for slot in self._stored_slots:
             slot.block = None
+        self._forget_values()
         for mirror in self._mirrors.values():
             mirror.write()
 
@@ -185,12 +201,13 @@ class WeightStore:
             keeps: Whether parameters that have memory of their own stay as they are.
         """
         if self.is_packed(unit.name):
-            rebind(self._model.blocks[block_number(unit.name)], self._give_memory(block_number(unit.name)))
+            rebind(self._model.blocks[block_number(unit.name)].parameters(), self._give_memory(block_number(unit.name)))
         elif not keeps:
             for parameter in unit.tensors:
                 own = torch.empty(parameter.shape, dtype=self.compute_dtype, device=self._copies.transfer.device)
                 self._observer.label(own, TensorClass.WEIGHT, unit.name)
                 parameter.data = own
+                set_widening(parameter, None)
         return self.acquire_stored(unit.name, unit.tensors, reads=False)
 
     def give_up(self, unit: str) -> None:
@@ -217,56 +234,77 @@ class WeightStore:
         """Return ``block`` with its weights on the device, and start fetching the ones that come next."""
         if block in self._packed:
             stored = self._load(Visit(block))
-            if self._is_int8:
+            if self._value_slots:
                 self._widen(block, stored)
             self._prefetch()
         return self._model.blocks[block]  # a ModuleList's item
 
     def acquire_stored(self, unit: str, parameters: Sequence[nn.Parameter], *, reads: bool) -> list[StoredWeight]:
-        """Return what is stored of each parameter of a unit, on the device, to be changed in place."""
-        block = block_number(unit)
-        if block not in self._packed:
+        """Return what is stored of each trained parameter of a unit, on the device, to be changed in place."""
+        if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
-        slot = self._load(Visit(block, reads))
+        return self._acquire_packed(block_number(unit), reads=reads)
+
+    def acquire_frozen(self, unit: Unit) -> list[StoredWeight]:
+        """Return the place of each frozen parameter of a unit on the device, to be filled before ``write_frozen``."""
+        block = block_number(unit.name)
+        if block in self._packed:
+            return self._acquire_packed(block, reads=False)
+        for _, parameter in unit.frozen:
+            self._observer.label(parameter, TensorClass.WEIGHT, unit.name)
+        return [(parameter.data,) for _, parameter in unit.frozen]
+
+    def write_frozen(self, unit: Unit) -> None:
+        """Say that frozen parameters got their values."""
+        self._write_back_packed(block_number(unit.name))
+
+    def _acquire_packed(self, block: int, *, reads: bool) -> list[StoredWeight]:
+        slot = self._load(Visit(block, reads), Holds.OWN)
         if slot.leaving is not None:  # it is about to change
             self._copies.wait(slot.leaving)
             slot.leaving = None
         self._prefetch()
-        return list(grouped(self._stored_layout.views(slot.flat)))
+        return list(self._stored_layout.views(slot.flat))
 
     def initialized(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
         """Say that what is stored of a unit got its first values."""
         self.write_back(unit)
-        if self._updates_on_host and block_number(unit) not in self._buffers:
+        if self._updates_on_host and not self._waits_below(unit):
             weights = self.acquire_stored(unit, parameters, reads=True)
             self._mirrors[unit] = WeightMirror(unit, weights, self._copies)
 
     def write_back(self, unit: str) -> None:
         """Say that what is stored of a unit was changed on the device."""
-        block = block_number(unit)
-        for value_slot in self._value_slots:
-            if value_slot.block == block:
-                value_slot.block = None
+        if not self._is_frozen:
+            self._write_back_packed(block_number(unit))
+
+    def _waits_below(self, unit: str) -> bool:
+        """Return whether what a unit trains is stored below the device."""
+        return block_number(unit) in self._buffers and not self._is_frozen
+
+    def _write_back_packed(self, block: int) -> None:
+        self._forget_values(block)
         if block in self._buffers:
             slot = self._stored_slot(block)
             assert slot.block == block, "a changed block is still in its slot"
-            slot.leaving = self._copies.store(slot.flat, self._buffers[block])
+            if slot.row is not None:
+                self._shards.pack(slot.row, self._stored_layout.views(slot.flat))
+                slot.holds = Holds.OWN
+            slot.leaving = self._copies.store(slot.flat if slot.row is None else slot.row, self._buffers[block])
 
     def host_parts(self, unit: str) -> list[StoredWeight] | None:
         """Return what is stored of each parameter in host memory, where an update on the host works; None if dry."""
-        block = block_number(unit)
-        if block not in self._buffers:
+        if not self._waits_below(unit):
             return self._mirrors[unit].parts()
-        views = host_views(self._stored_layout, self._buffers[block])
-        return None if views is None else list(grouped(views))
+        views = host_views(self._stored_layout.layout, self._buffers[block_number(unit)])
+        return None if views is None else list(self._stored_layout.grouped(views))
 
     def refresh(self, unit: str, changed: Ticket) -> None:
         """Say that what is stored in host memory changes until ``changed``; the device is brought up to date."""
         block = block_number(unit)
-        for slot in self._value_slots:
-            if slot.block == block:
-                slot.block = None
-        if block not in self._buffers:
+        if not self._is_frozen:
+            self._forget_values(block)
+        if not self._waits_below(unit):
             self._mirrors[unit].refresh(changed)
             return
         self._buffers[block].last_store = changed
@@ -275,37 +313,54 @@ class WeightStore:
                 slot.block = None
 
     def _build(self, plan: PhasePlan) -> None:
-        shapes = [tuple(parameter.shape) for parameter in self._model.blocks[0].parameters()]
+        shapes = [tuple(parameter.shape) for _, parameter in without_adapters(self._model.blocks[0])]
+        self._shapes = shapes
         self._values = lay_out((shape, self.compute_dtype) for shape in shapes)
-        self._stored_layout = code_layout(shapes, self.compute_dtype) if self._is_int8 else self._values
-        if self._is_int8:
-            self._value_slots = [self._slot(self._values, f"values.{i}") for i in range(plan.max_active_layers)]
-        if self._ranks:
-            num_slots = plan.prefetch_distance + 1 if self._is_int8 else plan.max_active_layers
-            self._stored_slots = [
-                self._slot(self._stored_layout, f"slot.{i}") for i in range(min(num_slots, len(self._ranks)))
+        self._stored_layout = StoredLayout.of(shapes, self.compute_dtype, self._codes)
+        if self._codes is not None and plan.widen_by is WidenBy.MATRIX:
+            largest = max(torch.Size(shape).numel() for shape in shapes if len(shape) > 1)
+            flat = self._slot(largest * self.compute_dtype.itemsize, "values.0").flat
+            self._matrix_slot = MatrixSlot(self._codes, flat)
+        elif self._codes is not None:
+            self._value_slots = [
+                self._slot(self._values.num_bytes, f"values.{i}") for i in range(plan.max_active_layers)
             ]
+        if self._ranks:
+            num_slots = plan.max_active_layers if self._codes is None else plan.prefetch_distance + 1
+            self._stored_slots = [
+                self._slot(self._stored_layout.num_bytes, f"slot.{i}") for i in range(min(num_slots, len(self._ranks)))
+            ]
+        if self._ranks and self._shards.cuts_weights:
+            stored = self._stored_layout.views(self._stored_slots[0].flat)
+            self._row_layout = self._shards.row_layout(stored)
+            for number, slot in enumerate(self._stored_slots):
+                slot.row = self._slot(self._row_layout.num_bytes, f"row.{number}").flat
 
-    def _give_memory(self, block: int) -> list[Tensor]:
-        """Make the place where a block is stored; return the values that its parameters are bound to."""
+    def _give_memory(self, block: int) -> list[Values]:
+        """Make the place where a block is stored; return what its parameters are bound to."""
         if block in self._ranks:
+            layout = self._row_layout if self._shards.cuts_weights else self._stored_layout
             self._buffers[block] = self._copies.allocate(
-                self._stored_layout.num_bytes, self._placement, TensorClass.WEIGHT, f"block.{block}"
+                layout.num_bytes, self._placement, TensorClass.WEIGHT, f"block.{block}"
             )
         else:
-            self._homes[block] = self._slot(self._stored_layout, f"block.{block}")
+            self._homes[block] = self._slot(self._stored_layout.num_bytes, f"block.{block}")
             self._homes[block].block = block
+        if self._matrix_slot is not None:
+            home = self._homes[block] if block in self._homes else self._stored_slot(block)
+            stored = zip(self._stored_layout.views(home.flat), self._shapes, strict=True)
+            return [self._matrix_slot.values(weight, shape, self.compute_dtype) for weight, shape in stored]
         slots = self._value_slots or self._stored_slots
         rank = block if self._value_slots else self._ranks[block]
-        return self._values.views(slots[rank % len(slots)].flat)
+        return [(view, None) for view in self._values.views(slots[rank % len(slots)].flat)]
 
-    def _slot(self, layout: ByteLayout, name: str) -> WeightSlot:
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+    def _slot(self, num_bytes: int, name: str) -> WeightSlot:
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
         self._observer.label(flat, TensorClass.WEIGHT, name)
         return WeightSlot(flat)
 
-    def _load(self, visit: Visit) -> WeightSlot:
-        """Return the slot with what is stored of a block."""
+    def _load(self, visit: Visit, wanted: Holds = Holds.WHOLE) -> WeightSlot:
+        """Return the slot with what is stored of a block, of one that is cut at least the own ranges if that is it."""
         self._advance(visit)
         block = visit.block
         if block in self._homes:
@@ -316,6 +371,13 @@ class WeightStore:
         if slot.arriving is not None:
             self._copies.wait(slot.arriving)
             slot.arriving = None
+        if slot.row is not None and slot.holds.value < wanted.value:
+            stored = self._stored_layout.views(slot.flat)
+            if wanted is Holds.OWN:
+                self._shards.unpack(slot.row, stored)
+            else:
+                self._shards.gather_row(slot.row, stored)
+            slot.holds = wanted
         return slot
 
     def _advance(self, visit: Visit) -> None:
@@ -342,11 +404,20 @@ class WeightStore:
 
     def _fetch(self, visit: Visit) -> None:
         slot = self._stored_slot(visit.block)
-        slot.block = visit.block
+        slot.block, slot.holds = visit.block, Holds.ROW if visit.reads else Holds.OWN
+        target = slot.flat if slot.row is None else slot.row
         if visit.reads:
             after = [self._copies.mark(), *([] if slot.leaving is None else [slot.leaving])]
-            slot.arriving = self._copies.fetch(slot.flat, self._buffers[visit.block], after=after)
+            slot.arriving = self._copies.fetch(target, self._buffers[visit.block], after=after)
             slot.leaving = None
+
+    def _forget_values(self, block: int | None = None) -> None:
+        """Say that what is stored of a block changes; None: of all."""
+        for slot in self._value_slots:
+            if block in {None, slot.block}:
+                slot.block = None
+        if self._matrix_slot is not None:
+            self._matrix_slot.forget()
 
     def _widen(self, block: int, stored: WeightSlot) -> None:
         """Turn codes into values of the compute dtype, unless they are there already."""
@@ -354,4 +425,6 @@ class WeightStore:
         if slot.block == block:
             return
         slot.block = block
-        widen(self._stored_layout.views(stored.flat), self._model.blocks[block].parameters())
+        assert self._codes is not None, "only codes are widened"
+        parameters = (parameter for _, parameter in without_adapters(self._model.blocks[block]))
+        widen(self._codes, self._stored_layout.views(stored.flat), parameters)

@@ -14,17 +14,29 @@ BlockScope = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
+class Documents:
+    """Which tokens of packed rows belong together: attention stays inside a document, positions start with it."""
+
+    ids_BT: Tensor
+    """int32, rising along a row."""
+    positions_BT: Tensor
+    """int64, from 0 in each document."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A part of the model whose parameters are handled together."""
 
     name: str
     """``embedding``, ``block.0`` ... or ``head``."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Qualified name and parameter; a tied weight belongs to the embedding."""
+    """Qualified name and parameter of what is trained; a tied weight belongs to the embedding."""
+    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
+    """What is not."""
 
     @property
     def tensors(self) -> tuple[nn.Parameter, ...]:
-        """The parameters without their names."""
+        """What is trained, without the names."""
         return tuple(parameter for _, parameter in self.parameters)
 
 
@@ -43,11 +55,16 @@ class BlockModel(nn.Module):
         for block in self.blocks:
             setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
 
-    def forward(self, token_ids_BT: Tensor) -> Tensor:
-        """Return the final hidden_BTD, in one plain autograd graph."""
-        hidden_BTD = self.embedding(token_ids_BT)
+    def scale_loss(self, share: float) -> None:
+        """Say what the loss of the next micro-batch is multiplied with: blocks may add losses of their own."""
         for block in self.blocks:
-            hidden_BTD = block(hidden_BTD)
+            setattr(block, "loss_share", share)  # noqa: B010  as above
+
+    def forward(self, token_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
+        """Return the final hidden_BTD, in one plain autograd graph."""
+        hidden_BTD = self.embedding(token_ids_BT, documents)
+        for block in self.blocks:
+            hidden_BTD = block(hidden_BTD, documents)
         return hidden_BTD  # type: ignore[no-any-return]
 
     def units(self) -> tuple[Unit, ...]:
@@ -59,16 +76,17 @@ class BlockModel(nn.Module):
         seen: set[int] = set()
         units = []
         for name, module in [*named, ("head", self.head)]:
-            parameters = tuple(
+            parameters = [
                 (f"{name}.{parameter_name}", parameter)
                 for parameter_name, parameter in module.named_parameters()
                 if id(parameter) not in seen
-            )
+            ]
             seen.update(id(parameter) for _, parameter in parameters)
-            units.append(Unit(name, parameters))
+            trained = tuple(item for item in parameters if item[1].requires_grad)
+            units.append(Unit(name, trained, tuple(item for item in parameters if not item[1].requires_grad)))
         return tuple(units)
 
     def named_unit_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter once, in unit order."""
+        """Yield every parameter once, in unit order, a unit's trained ones first."""
         for unit in self.units():
-            yield from unit.parameters
+            yield from (*unit.parameters, *unit.frozen)

@@ -1,19 +1,14 @@
-"""Model families: one line each."""
+"""A model of any shape, put together. V vocabulary, D width."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from hybridtrain.models.block_model import BlockModel, BlockScope
-from hybridtrain.models.gpt2 import build_gpt2
-from hybridtrain.models.llama import build_llama
+from hybridtrain.models.decoder import Block, Embedding, norm_of
+from hybridtrain.models.layers import Head, RotaryTable
 from hybridtrain.models.model_config import ModelConfig
-
-MODEL_FAMILIES: dict[str, Callable[[ModelConfig, torch.dtype, BlockScope], BlockModel]] = {
-    "gpt2": build_gpt2,
-    "llama": build_llama,
-}
 
 
 def _plain_scope(_block: int) -> AbstractContextManager[None]:
@@ -28,4 +23,24 @@ def build_model(
     Each block is made within ``block_scope``, which may give its parameters no memory at all.
     """
     with torch.device(device):
-        return MODEL_FAMILIES[config.family](config, dtype, block_scope)
+        embedding = Embedding(config, dtype)
+        table, local_table = _rotary_tables(config)
+        blocks: list[nn.Module] = []
+        for number in range(config.num_blocks):
+            with block_scope(number):
+                blocks.append(Block(config, number, local_table if config.window_of(number) else table, dtype))
+        weight_VD = embedding.token
+        if not config.tied:
+            weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
+        head = Head(norm_of(config, config.width, dtype), weight_VD, config.logit_softcap)
+        return BlockModel(config, embedding, blocks, head)
+
+
+def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, RotaryTable | None]:
+    """Return the tables of blocks without and with a sliding window; they may be one."""
+    if config.rotary_dim == 0:
+        return None, None
+    table = RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_theta, config.rope_scaling)
+    if not config.rope_local_theta:
+        return table, table
+    return table, RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_local_theta)

@@ -1,11 +1,11 @@
-"""What both families are built of: layers, attention by the plan's name for it, the output head, initial values.
+"""What decoders are built of: layers, attention by the plan's name for it, the output head, initial values.
 
 B batch, T sequence, D width, V vocabulary, N heads, K key heads, H head dim, R half a head dim.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,48 +17,8 @@ from hybridkernels.flash_attention.unfused import unfused_attention
 from hybridkernels.layer_norm import layer_norm
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
 from hybridkernels.rms_norm import rms_norm
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, RopeScaling
 from hybridtrain.plan.memory_plan import Attention
-
-
-class Linear(nn.Module):
-    """``x @ weight^T + bias`` with uninitialised parameters; torch's own layer initialises, minutes at 7B."""
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
-
-    def forward(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
-        """Return (..., out_features); without ``computes_output`` undefined values, but the right gradients."""
-        if computes_output:
-            return functional.linear(x, self.weight, self.bias)
-        out: Tensor = _OutputlessLinear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return out
-
-
-def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-    """Return ``residual + linear(x)`` in one call: the sum is the matmul's own, nothing passes memory twice."""
-    assert linear.bias is None, "the matmul adds one term only"
-    flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), linear.weight.t())
-    return flat.view(residual.shape)
-
-
-class _OutputlessLinear(torch.autograd.Function):
-    """A linear layer that is recomputed for its gradients alone: they need its input, never its output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad_2d = grad.reshape(-1, weight.shape[0])
-        grad_bias = grad_2d.sum(0) if ctx.has_bias else None
-        return grad_2d.mm(weight).view(x.shape), grad_2d.t().mm(x.reshape(-1, weight.shape[1])), grad_bias
 
 
 class LayerNorm(nn.Module):
@@ -76,42 +36,103 @@ class LayerNorm(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Root-mean-square normalisation with fp32 statistics."""
+    """Root-mean-square normalisation with fp32 statistics.
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+    Args:
+        width: Elements that are normalised together, along the last dimension.
+        eps: Added to the mean square.
+        dtype: Of the weight.
+        plus_one: What is stored is the weight less 1, as Gemma's checkpoints have it; the sum is taken in fp32.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.plus_one = plus_one
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised over its last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight.float() + 1 if self.plus_one else self.weight, self.eps)
 
 
 class RotaryTable(nn.Module):
-    """Cosine and sine of every position's angles, (max_seq_len, R) float32, shared by all blocks."""
+    """Cosine and sine of every position's angles, (max_seq_len, R) float32, shared by all blocks.
+
+    Args:
+        max_seq_len: Positions.
+        rotary_dim: Dimensions of a head that turn, 2 R.
+        theta: Base of the angles.
+        scaling: How they are stretched to longer texts; None: they are not.
+    """
 
     cos_TR: Tensor
     sin_TR: Tensor
 
-    def __init__(self, max_seq_len: int, head_dim: int, theta: float) -> None:
+    def __init__(self, max_seq_len: int, rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        frequencies_R = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        frequencies_R = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+        if scaling is not None:
+            frequencies_R = _STRETCHED[scaling.method](frequencies_R, theta, scaling)
         angles_TR = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies_R)
-        self.register_buffer("cos_TR", angles_TR.cos(), persistent=False)
-        self.register_buffer("sin_TR", angles_TR.sin(), persistent=False)
+        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+        if scaling is not None and scaling.method == "yarn":
+            factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+            cos_TR, sin_TR = cos_TR * factor, sin_TR * factor
+        self.register_buffer("cos_TR", cos_TR, persistent=False)
+        self.register_buffer("sin_TR", sin_TR, persistent=False)
 
 
-def dropout(x: Tensor, probability: float, *, training: bool) -> Tensor:
-    """Return x with elements dropped; one byte of mask per element on every device, nothing at probability 0."""
-    if not training or probability == 0:
-        return x
-    dropped, _mask = torch.native_dropout(x, probability, train=True)
-    return dropped
+def _linear(frequencies_R: Tensor, _theta: float, scaling: RopeScaling) -> Tensor:
+    """Positions divided by the factor (2306.15595)."""
+    return frequencies_R / scaling.factor
 
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of q_BTNH, k_BTKH and v_BTKH: out_BTNH."""
+def _llama3(frequencies_R: Tensor, _theta: float, scaling: RopeScaling) -> Tensor:
+    """Low frequencies only, with a linear passage between two wavelengths (Meta's llama-models, ``apply_scaling``)."""
+    rotations_R = scaling.original_max_seq_len * frequencies_R / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_R = ((rotations_R - low) / (high - low)).clamp(0, 1)
+    return frequencies_R * (kept_R + (1 - kept_R) / scaling.factor)
+
+
+def _yarn(frequencies_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """By the rotations that a frequency makes over the original length (2309.00071, section 3.2)."""
+    num = len(frequencies_R)
+
+    def index(rotations: float) -> float:
+        """Of the frequency that makes so many."""
+        return num * math.log(scaling.original_max_seq_len / (rotations * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = min(math.ceil(index(scaling.beta_slow)), 2 * num - 1)
+    places_R = torch.arange(num, dtype=torch.float32)
+    kept_R = 1 - ((places_R - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies_R * (kept_R + (1 - kept_R) / scaling.factor)
+
+
+_STRETCHED: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {
+    "linear": _linear, "llama3": _llama3, "yarn": _yarn,
+}  # fmt: skip
+
+
+class AttentionFunction(Protocol):
+    """``hybridkernels.flash_attention.causal_attention``, or another of its signature."""
+
+    def __call__(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = 0,
+        document_ids_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return out_BTNH."""
+        ...
+
 
 ATTENTION: dict[Attention, AttentionFunction] = {
     Attention.FLASH: causal_attention,
@@ -120,16 +141,23 @@ ATTENTION: dict[Attention, AttentionFunction] = {
 
 
 class Head(nn.Module):
-    """Final norm and output projection; ``weight`` may be the token embedding's."""
+    """Final norm and output projection; ``weight`` may be the token embedding's.
 
-    def __init__(self, norm: nn.Module, weight_VD: nn.Parameter) -> None:
+    Args:
+        norm: The final norm.
+        weight_VD: Of the projection.
+        softcap: c of c * tanh(logit / c); 0: none.
+    """
+
+    def __init__(self, norm: nn.Module, weight_VD: nn.Parameter, softcap: float = 0.0) -> None:
         super().__init__()
         self.norm = norm
         self.weight = weight_VD
+        self.softcap = softcap
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return logits_BTV in the dtype of the weights."""
-        return functional.linear(self.norm(hidden_BTD), self.weight)
+        return self._capped(functional.linear(self.norm(hidden_BTD), self.weight))
 
     def forward(
         self,
@@ -138,6 +166,7 @@ class Head(nn.Module):
         *,
         chunk_tokens: int = 0,
         weight_VD: Tensor | None = None,
+        num_targets: int | None = None,
     ) -> Tensor:
         """Return the mean cross entropy in nats per token, a scalar float32.
 
@@ -146,21 +175,30 @@ class Head(nn.Module):
             target_ids_BT: int64.
             chunk_tokens: Tokens per slice of the logits; 0 computes them in one piece.
             weight_VD: Stands in for ``self.weight``, detached when its gradient is not wanted here.
+            num_targets: How many targets count; None has them counted.
         """
         weight_VD = self.weight if weight_VD is None else weight_VD
         return self.projection_loss(
-            self.norm(hidden_BTD), target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD
-        )
+            self.norm(hidden_BTD), target_ids_BT, chunk_tokens=chunk_tokens, weight_VD=weight_VD,
+            num_targets=num_targets,
+        )  # fmt: skip
 
     def projection_loss(
-        self, normed_BTD: Tensor, target_ids_BT: Tensor, *, chunk_tokens: int, weight_VD: Tensor
-    ) -> Tensor:
+        self, normed_BTD: Tensor, target_ids_BT: Tensor, *, chunk_tokens: int, weight_VD: Tensor,
+        num_targets: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the mean cross entropy of already normalised hidden states."""
         targets = target_ids_BT.reshape(-1)
         if chunk_tokens:
-            return linear_cross_entropy(normed_BTD.flatten(0, 1), weight_VD, targets, chunk_tokens=chunk_tokens)
+            return linear_cross_entropy(
+                normed_BTD.flatten(0, 1), weight_VD, targets, chunk_tokens=chunk_tokens, softcap=self.softcap,
+                num_targets=num_targets,
+            )  # fmt: skip
         logits_BTV = functional.linear(normed_BTD, weight_VD)
-        return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets)
+        return functional.cross_entropy(self._capped(logits_BTV.flatten(0, 1).float()), targets)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
 _STD = 0.02
@@ -170,14 +208,15 @@ _STD = 0.02
 def fill_initial(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator | None) -> None:
     """Fill ``values`` in place by the rule for the parameter's qualified name.
 
-    Norm weights are 1, biases 0, everything else normal; projections onto the residual stream are scaled by
-    1/sqrt(2 * num_blocks) (GPT-2's rule). ``generator`` is None on meta tensors, where nothing is drawn.
+    Norms multiply by 1 (Gemma's weights, stored less 1, are 0), biases are 0, everything else normal; projections onto
+    the residual stream are scaled by 1/sqrt(2 * num_blocks) (GPT-2's rule). ``generator`` is None on meta tensors,
+    where nothing is drawn.
     """
     if name.endswith("bias"):
         values.zero_()
     elif "norm" in name:
-        values.fill_(1.0)
+        values.fill_(0.0 if config.architecture.norm == "rms_plus_one" else 1.0)
     else:
-        onto_residual = name.endswith(("attention_out.weight", "ffn_out.weight"))
+        onto_residual = name.endswith(("attention_out.weight", "ffn_out.weight", "experts_out"))
         std = _STD / math.sqrt(2 * config.num_blocks) if onto_residual else _STD
         values.normal_(0.0, std, generator=generator)

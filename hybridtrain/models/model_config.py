@@ -1,105 +1,271 @@
 """Model shapes: the presets by name, and any custom one; and the tokens a model is given. No torch."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
 
-from hybridtrain.config.rules import below_least
+from hybridtrain.config.decode import decode
+from hybridtrain.config.rules import Most, above_most, below_least, young
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.models.families import FAMILIES, Architecture, Family
+from hybridtrain.models.presets import SHAPES
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
+
+MOST_TOKENS: Final = 2**26
+"""Of one optimizer step: a batch of half a gigabyte of token ids."""
+_MOST_PARAMS: Final = 10**14
+"""Their bytes, a few times over, are still a 64-bit number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary angles of a model that was stretched to longer texts."""
+
+    method: Literal["linear", "llama3", "yarn"]
+    """linear: every frequency / factor (2306.15595). llama3: low frequencies only, blended between two wavelengths
+    (Meta, Llama 3.1). yarn: by wavelength, and scores by a factor (2309.00071)."""
+    factor: float
+    """By how much texts are longer."""
+    original_max_seq_len: int = 0
+    """Length that the model learned first; llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original / this are scaled."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original / this stay."""
+    beta_fast: float = 32.0
+    """yarn: rotations over the original length above which a frequency stays."""
+    beta_slow: float = 1.0
+    """yarn: rotations below which it is scaled."""
+    attention_factor: float = 0.0
+    """yarn: what cosines and sines are multiplied with; 0: 0.1 ln(factor) + 1."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.factor >= 1:
+            faults.append(f"factor: {self.factor} must be at least 1")
+        if self.method != "linear" and self.original_max_seq_len < 1:
+            faults.append(f"original_max_seq_len: {self.original_max_seq_len} must be at least 1 for {self.method}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            faults.append(
+                f"low_freq_factor: {self.low_freq_factor} must be above 0 and below high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
+        if not 0 < self.beta_slow < self.beta_fast:
+            faults.append(f"beta_slow: {self.beta_slow} must be above 0 and below beta_fast ({self.beta_fast})")
+        faults += below_least(self, ("attention_factor",), least=0)
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Feed-forward parts that a router chooses from."""
+
+    count: Annotated[int, Most(2**16)]
+    """E."""
+    per_token: int
+    """Experts that a token takes."""
+    ffn_width: Annotated[int, Most(2**22)]
+    """F of one expert."""
+    shared_ffn_width: int = 0
+    """F of a part that every token takes besides; 0: there is none."""
+    normalizes: bool = True
+    """The weights of a token's experts are made to sum to 1."""
+    balance_coefficient: float = 0.0
+    """Of the load-balancing loss (Fedus et al., 2101.03961), mean over the blocks, that is differentiated beside the
+    cross entropy and not told with it. transformers multiplies means over all blocks, which is the same for one."""
+
+    def __post_init__(self) -> None:
+        faults = below_least(self, ("count", "per_token", "ffn_width")) + above_most(self)
+        if self.per_token > self.count:
+            faults.append(f"per_token: {self.per_token} must be at most count ({self.count})")
+        if self.shared_ffn_width:
+            faults.append(f"shared_ffn_width: {self.shared_ffn_width} must be 0; no family here has a shared expert")
+        faults += below_least(self, ("balance_coefficient",), least=0)
+        if faults:
+            raise ValueError("\n".join(faults))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only transformer."""
 
-    family: Literal["gpt2", "llama"]
-    vocab_size: int
-    max_seq_len: int
-    num_blocks: int
-    width: int
+    family: Family
+    """Says which parts the decoder is made of: an entry of ``families.FAMILIES``."""
+    vocab_size: Annotated[int, Most(2**24)]
+    """Tokens that there are; 256 for bytes."""
+    max_seq_len: Annotated[int, Most(MOST_TOKENS)]
+    """Positions: the longest sequence."""
+    num_blocks: Annotated[int, Most(2**12)]
+    """Decoder blocks."""
+    width: Annotated[int, Most(2**20)]
     """Model dimension D."""
-    num_heads: int
+    num_heads: Annotated[int, Most(2**16)]
+    """Query heads N."""
     num_kv_heads: int
     """Key/value heads K; GPT-2 has K = N."""
-    ffn_width: int
+    ffn_width: Annotated[int, Most(2**22)]
     """Feed-forward dimension F."""
     dropout: float = 0.0
     """Probability after the embedding and on each residual branch; GPT-2 only, attention weights are never dropped."""
     tied: bool = False
     """The output projection is the token embedding."""
     norm_eps: float = 1e-5
+    """Added to variances in norms."""
     rope_theta: float = 10000.0
-    """Base of the rotary angles; LLaMA only."""
+    """Base of the rotary angles, where positions are rotary."""
+    head_size: Annotated[int, Most(2**16)] = young(0)
+    """Head dim H where it is not width / num_heads; 0: it is."""
+    rope_scaling: RopeScaling | None = young(None)
+    """How angles are stretched beyond the length that the model first learned."""
+    rope_local_theta: float = young(0.0)
+    """Base of the angles in blocks with a sliding window; 0: as everywhere."""
+    rotary_fraction: float = young(1.0)
+    """Share of a head's dimensions that turn."""
+    sliding_window: Annotated[int, Most(MOST_TOKENS)] = young(0)
+    """Tokens that a token attends to, itself included, in blocks with a window; 0: all before it."""
+    window_pattern: tuple[bool, ...] = young((True,))
+    """Which blocks have the window, repeated over all blocks."""
+    attention_softcap: float = young(0.0)
+    """c of c * tanh(score / c); 0: none."""
+    logit_softcap: float = young(0.0)
+    """The same of the logits."""
+    query_scale: float = young(0.0)
+    """What scores are multiplied with; 0: 1/sqrt(head_dim)."""
+    experts: Experts | None = young(None)
+    """Feed-forward parts of which each token takes a few; None: one, for all tokens."""
 
     def __post_init__(self) -> None:
         faults = below_least(
             self, ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
         )
+        faults += above_most(self)
+        if self.family not in FAMILIES:
+            faults.append(f"family: {unknown_name('family', self.family, FAMILIES)}")
         if not faults:
-            faults = self._shape_faults()
+            faults = [*self._head_faults(), *self._position_faults(), *self._number_faults(), *self._expert_faults()]
+        if not faults and self.num_params > _MOST_PARAMS:
+            faults = [f"width: {self.num_params} parameters must be at most {_MOST_PARAMS}; lower it, or num_blocks"]
         if faults:
             raise ValueError("\n".join(faults))
 
-    def _shape_faults(self) -> list[str]:
-        faults = []
-        if self.width % self.num_heads:
-            faults.append(f"width: {self.width} must be a multiple of num_heads ({self.num_heads})")
-        elif self.family == "llama" and self.head_dim % 2:
-            faults.append(f"width: head dim {self.head_dim} must be even for rotary positions")
+    def _head_faults(self) -> Iterator[str]:
+        title = self.architecture.title
+        if self.head_size == 0 and self.width % self.num_heads:
+            yield f"width: {self.width} must be a multiple of num_heads ({self.num_heads})"
+        elif self.rotary_dim % 2:
+            name, value = ("width", "head dim ") if self.head_size == 0 else ("head_size", "")
+            if self.rotary_fraction != 1:
+                name, value = "rotary_fraction", f"{self.rotary_fraction} of head dim {self.head_dim} is "
+            yield f"{name}: {value}{self.rotary_dim} must be even for rotary positions"
         if self.num_heads % self.num_kv_heads:
-            faults.append(f"num_kv_heads: {self.num_kv_heads} must divide num_heads ({self.num_heads})")
-        if self.family == "gpt2" and self.num_kv_heads != self.num_heads:
-            faults.append(f"num_kv_heads: {self.num_kv_heads} must equal num_heads ({self.num_heads}) in GPT-2")
+            yield f"num_kv_heads: {self.num_kv_heads} must divide num_heads ({self.num_heads})"
+        if not self.architecture.groups_heads and self.num_kv_heads != self.num_heads:
+            yield f"num_kv_heads: {self.num_kv_heads} must equal num_heads ({self.num_heads}) in {title}"
         if not 0 <= self.dropout < 1:
-            faults.append(f"dropout: {self.dropout} must be in [0, 1)")
-        if self.family == "llama" and self.dropout:
-            faults.append(f"dropout: {self.dropout} must be 0 in LLaMA, which has none")
-        return faults
+            yield f"dropout: {self.dropout} must be in [0, 1)"
+        elif self.dropout and not self.architecture.has_dropout:
+            yield f"dropout: {self.dropout} must be 0 in {title}, which has none"
+
+    def _position_faults(self) -> Iterator[str]:
+        if not 0 < self.rotary_fraction <= 1:
+            yield f"rotary_fraction: {self.rotary_fraction} must be above 0 and at most 1"
+        if self.architecture.positions == "learned":
+            rotary = {"rope_scaling": None, "rope_local_theta": 0.0, "rotary_fraction": 1.0}
+            for name, default in rotary.items():
+                if getattr(self, name) != default:
+                    yield f"{name}: {getattr(self, name)} has no meaning in {self.architecture.title}; leave it out"
+        elif self.rope_theta <= 0:
+            yield f"rope_theta: {self.rope_theta} must be above 0"
+        if not self.window_pattern:
+            yield "window_pattern: empty; give at least one true or false"
+        if self.sliding_window == 0 and (self.window_pattern != (True,) or self.rope_local_theta):
+            yield "sliding_window: 0 leaves window_pattern and rope_local_theta without meaning; set it, or drop them"
+
+    def _number_faults(self) -> Iterator[str]:
+        not_negative = (
+            "head_size", "sliding_window", "rope_local_theta", "attention_softcap", "logit_softcap", "query_scale",
+        )  # fmt: skip
+        yield from below_least(self, not_negative, least=0)
+
+    def _expert_faults(self) -> Iterator[str]:
+        title, experts = self.architecture.title, self.experts
+        if self.architecture.has_experts and experts is None:
+            yield f"experts: missing; {title} needs a table with count, per_token and ffn_width"
+        if experts is not None and not self.architecture.has_experts:
+            yield f"experts: {experts.count} experts are given, but {title} has none; drop the table"
+
+    @property
+    def architecture(self) -> Architecture:
+        """The parts of this family."""
+        return FAMILIES[self.family]
 
     @property
     def head_dim(self) -> int:
-        """H = D / N."""
-        return self.width // self.num_heads
+        """H: D / N unless ``head_size`` says otherwise."""
+        return self.head_size or self.width // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that turn; 0: positions are learned."""
+        return 0 if self.architecture.positions == "learned" else int(self.head_dim * self.rotary_fraction)
+
+    def window_of(self, block: int) -> int:
+        """Return how many tokens a token attends to in a block, itself included; 0: all before it."""
+        return self.sliding_window if self.window_pattern[block % len(self.window_pattern)] else 0
 
     @property
     def num_params(self) -> int:
         """Parameters, a tied weight counted once (arithmetic)."""
-        width, ffn = self.width, self.ffn_width
-        embedding = self.vocab_size * width
-        output = 0 if self.tied else embedding
-        if self.family == "gpt2":
-            block = 4 * width * width + 2 * width * ffn + 9 * width + ffn
-            return embedding + output + self.max_seq_len * width + self.num_blocks * block + 2 * width
-        kv_width = self.num_kv_heads * self.head_dim
-        block = 2 * width * width + 2 * width * kv_width + 3 * width * ffn + 2 * width
-        return embedding + output + self.num_blocks * block + width
+        embedding = self.vocab_size * self.width
+        positions = self.max_seq_len * self.width if self.architecture.positions == "learned" else 0
+        norm = 2 * self.width if self.architecture.norm == "layer" else self.width
+        outside = embedding + positions + norm + (0 if self.tied else embedding)
+        return outside + self.num_blocks * sum(map(math.prod, block_shapes(self).values()))
 
 
-def _gpt2(num_blocks: int, width: int, num_heads: int) -> ModelConfig:
-    return ModelConfig(
-        family="gpt2", vocab_size=50257, max_seq_len=1024, num_blocks=num_blocks, width=width, num_heads=num_heads,
-        num_kv_heads=num_heads, ffn_width=4 * width, tied=True,
-    )  # fmt: skip
-
-
-def _llama(num_blocks: int, width: int, num_heads: int, num_kv_heads: int, ffn_width: int) -> ModelConfig:
-    return ModelConfig(
-        family="llama", vocab_size=32000, max_seq_len=2048, num_blocks=num_blocks, width=width, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, ffn_width=ffn_width,
-    )  # fmt: skip
+def block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a block, in order, by its name within the block: ``query.weight``."""
+    parts, width, ffn = model.architecture, model.width, model.ffn_width
+    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    before, after = parts.norm_placement != "post", parts.norm_placement != "pre"
+    per_head = parts.qk_norm == "head"
+    is_layer, is_dense, fuses = parts.norm == "layer", model.experts is None, parts.fuses_gate_up
+    count, expert_ffn = (model.experts.count, model.experts.ffn_width) if model.experts else (0, 0)
+    rows: list[tuple[bool, str, tuple[int, ...], bool]] = [  # is there, name, shape, has a bias
+        (not is_dense, "router", (count, width), False),
+        (not is_dense, "experts_gate", (count, expert_ffn, width), False),
+        (not is_dense, "experts_up", (count, expert_ffn, width), False),
+        (not is_dense, "experts_out", (count, width, expert_ffn), False),
+        (before, "attention_norm", (width,), is_layer),
+        (parts.fuses_qkv, "qkv", (q_width + 2 * kv_width, width), parts.qkv_bias),
+        (not parts.fuses_qkv, "query", (q_width, width), parts.qkv_bias),
+        (not parts.fuses_qkv, "key", (kv_width, width), parts.qkv_bias),
+        (not parts.fuses_qkv, "value", (kv_width, width), parts.qkv_bias),
+        (parts.qk_norm != "none", "query_norm", (model.head_dim if per_head else q_width,), is_layer),
+        (parts.qk_norm != "none", "key_norm", (model.head_dim if per_head else kv_width,), is_layer),
+        (True, "attention_out", (width, q_width), parts.out_bias),
+        (after, "attention_out_norm", (width,), is_layer),
+        (before, "ffn_norm", (width,), is_layer),
+        (is_dense and fuses, "ffn_gate_up", (2 * ffn, width), parts.out_bias),
+        (is_dense and parts.is_gated and not fuses, "ffn_gate", (ffn, width), parts.out_bias),
+        (is_dense and not fuses, "ffn_up", (ffn, width), parts.out_bias),
+        (is_dense, "ffn_out", (width, ffn), parts.out_bias),
+        (after, "ffn_out_norm", (width,), is_layer),
+    ]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for is_there, name, shape, has_bias in rows:
+        if is_there:
+            shapes[f"{name}.weight" if is_dense or not name.startswith(("router", "experts")) else name] = shape
+        if is_there and has_bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "gpt2-small": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-    "gpt2-1b": _gpt2(20, 2048, 16),
-    "llama-1b": _llama(22, 2048, 32, 4, 5632),  # TinyLlama's shape
-    "llama-7b": _llama(32, 4096, 32, 32, 11008),
-    "llama-13b-57l": _llama(57, 4096, 32, 32, 12928),
-    "llama-50b": _llama(64, 8192, 64, 8, 25344),
+    name: decode(ModelConfig, values, source=f"preset {name}") for name, values in SHAPES.items()
 }
 
 
@@ -119,8 +285,19 @@ class Workload:
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("micro_batch_size", "seq_len"))
+        faults += _token_faults(self.micro_batch_size, self.seq_len)
         if faults:
             raise ValueError("\n".join(faults))
+
+
+def asked_workload(micro_batch_size: int, seq_len: int) -> Workload:
+    """Return the tokens that a command was asked for; raises ``ConfigError`` for what is not allowed."""
+    return decode(Workload, {"micro_batch_size": micro_batch_size, "seq_len": seq_len}, source="workload")
+
+
+def _token_faults(num_sequences: int, seq_len: int) -> Iterator[str]:
+    if num_sequences * seq_len > MOST_TOKENS:
+        yield f"seq_len: {num_sequences} sequences of {seq_len} tokens must be at most {MOST_TOKENS} tokens together"
 
 
 def check_workload(model: ModelConfig, workload: Workload) -> None:
@@ -133,36 +310,17 @@ def check_workload(model: ModelConfig, workload: Workload) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A preset by name, or a shape of one's own."""
-
-    preset: str | None = None
-    shape: ModelConfig | None = None
-
-    def __post_init__(self) -> None:
-        if (self.preset is None) == (self.shape is None):
-            raise ValueError('give either preset = "name" or a table [model.shape], not both and not neither')
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset: {unknown_name('model', self.preset, PRESETS)}")
-
-    def resolve(self) -> ModelConfig:
-        """Return the shape."""
-        if self.shape is not None:
-            return self.shape
-        assert self.preset is not None, "checked at construction"
-        return model_preset(self.preset)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchWorkload:
     """The batch of one optimizer step, the same for every stack; accumulation splits it into micro-batches."""
 
     batch_size: int
     """Sequences per optimizer step."""
     seq_len: int
+    """Tokens per sequence."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("batch_size", "seq_len"))
+        faults += _token_faults(self.batch_size, self.seq_len)
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -175,4 +333,4 @@ class BatchWorkload:
 
 def block_params(model: ModelConfig) -> int:
     """Return the parameters of one block."""
-    return replace(model, num_blocks=model.num_blocks + 1).num_params - model.num_params
+    return sum(map(math.prod, block_shapes(model).values()))

@@ -26,8 +26,11 @@ class AdamWConfig(Elementwise):
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
+    """Decay of the mean of gradients."""
     beta2: float = 0.95
+    """Decay of the mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled; applied to matrices only, not to norms and biases."""
     max_grad_norm: float = 1.0
@@ -71,9 +74,10 @@ class AdamWConfig(Elementwise):
         """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
         for start in range(0, grad_P.numel(), SLICE_ELEMENTS):
             part = slice(start, min(start + SLICE_ELEMENTS, grad_P.numel()))
+            part_P = grad_P if part == slice(0, grad_P.numel()) else grad_P[part]
             (m_codes, m_scale), (v_codes, v_scale) = (moment.part(part).stored for moment in state)
             adamw_int8_rounded_(
-                weight_part(weight.stored, part), grad_P[part], (m_codes, m_scale, v_codes, v_scale), lr=step.lr,
+                weight_part(weight.stored, part), part_P, (m_codes, m_scale, v_codes, v_scale), lr=step.lr,
                 betas=(self.beta1, self.beta2), eps=self.eps, weight_decay=step.weight_decay, step=step.number,
             )  # fmt: skip
 

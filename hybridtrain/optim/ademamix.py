@@ -14,6 +14,7 @@ class AdEMAMix(AdamWConfig):
     kind: ClassVar[str] = "ademamix"
 
     slow: SlowMomentum = field(default_factory=SlowMomentum)
+    """The slow average, a table of its own."""
 
     @classmethod
     def beside(cls, adamw: AdamWConfig, slow: SlowMomentum) -> "AdEMAMix":

@@ -19,7 +19,9 @@ class Lion(Elementwise):
     lr: float = 1e-4
     """Peak learning rate; a third to a tenth of AdamW's, with a decay as much larger."""
     beta1: float = 0.9
+    """Share of the momentum in what a step follows."""
     beta2: float = 0.99
+    """Decay of the momentum."""
     weight_decay: float = 1.0
     """Decoupled; applied to matrices only, not to norms and biases."""
     max_grad_norm: float = 1.0

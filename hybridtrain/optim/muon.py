@@ -28,11 +28,14 @@ class Muon(Elementwise):
     lr: float = 3e-4
     """Peak learning rate, of AdamW's part too."""
     momentum: float = 0.95
+    """Decay of a block matrix' momentum."""
     nesterov: bool = True
+    """Look one step ahead along the momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """match_rms_adamw: 0.2 sqrt(max(rows, columns)), moves as large as AdamW's at one rate for both (2502.16982).
     original: sqrt(max(1, rows / columns)); wants a rate some 50 times AdamW's."""
     beta1: float = 0.9
+    """Of AdamW's part."""
     beta2: float = 0.95
     """Of AdamW's part."""
     weight_decay: float = 0.1

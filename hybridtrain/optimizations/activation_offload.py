@@ -15,6 +15,7 @@ class ActivationOffload:
     kind: ClassVar[str] = "activation_offload"
 
     tier: Literal["host", "disk"] = "host"
+    """Where boundaries wait."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claim on the boundaries' place."""

@@ -4,25 +4,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, setting_claims, setting_faults
-from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.claim import Claim, Presets, setting_claims, setting_faults
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradAccumulation:
-    """Split a batch into ``grad_accum_steps`` micro-batches; the loss of each is divided by it."""
+    """Split a batch into ``grad_accum_steps`` micro-batches; a step's loss is the mean over all targets that count."""
 
     kind: ClassVar[str] = "grad_accumulation"
+    PRESETS: ClassVar[Presets] = {
+        "conservative": {"grad_accum_steps": 2},
+        "aggressive": {"grad_accum_steps": 4, "schedule": "vertical", "accumulator": "bfloat16"},
+    }
 
     grad_accum_steps: int = 4
     schedule: Literal["horizontal", "vertical"] = "horizontal"
     """vertical keeps one boundary per micro-batch and block, and sums a block's gradients in fp32 within its visit."""
     visit_micro_batches: int = 0
     """Micro-batches that a vertical schedule takes through a block per visit; 0: all of them."""
-    accumulator: Literal["float32", "bfloat16"] = "float32"
-    """Element type in which gradients wait for the update."""
+    accumulator: Literal["float32", "bfloat16"] | None = "float32"
+    """Element type in which gradients wait for the update; None: that of the arithmetic, phase by phase."""
+    normalize_gradients: bool = True
+    """Divide by the number of micro-batches, as one large batch would. Without it gradients add up, and so does what
+    clipping by a norm sees."""
+    scale_lr: bool = False
+    """Multiply the learning rate with the number of micro-batches: a rate that was chosen for one of them then suits
+    the larger batch (Goyal et al., 1706.02677)."""
 
     def __post_init__(self) -> None:
         faults = setting_faults(self)
@@ -34,7 +43,8 @@ class GradAccumulation:
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the step loop and the gradient's storage."""
         yield from setting_claims(self)
-        yield Claim("grad.codec", Codec(self.accumulator))
+        if self.accumulator is not None:
+            yield Claim("grad.codec", Codec(self.accumulator))
 
 
 def with_accumulation(stack: Sequence[Optimization], grad_accum_steps: int | None) -> tuple[Optimization, ...]:
@@ -44,7 +54,6 @@ def with_accumulation(stack: Sequence[Optimization], grad_accum_steps: int | Non
     element type that it stores them in.
 
     Raises:
-        PlanConflictError: the stack itself cannot be composed. Whether the new one can, ``compose`` says.
         ValueError: fewer than one micro-batch.
     """
     found = [item for item in stack if isinstance(item, GradAccumulation)]
@@ -53,8 +62,4 @@ def with_accumulation(stack: Sequence[Optimization], grad_accum_steps: int | Non
     if found:
         changed = replace(found[0], grad_accum_steps=grad_accum_steps)
         return tuple(changed if item is found[0] else item for item in stack)
-    is_exact = compose(stack).for_phase(Phase.FULL).grad.codec is Codec.FLOAT32
-    return (
-        *stack,
-        GradAccumulation(grad_accum_steps=grad_accum_steps, accumulator="float32" if is_exact else "bfloat16"),
-    )
+    return (*stack, GradAccumulation(grad_accum_steps=grad_accum_steps, accumulator=None))

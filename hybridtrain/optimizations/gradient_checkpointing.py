@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims, setting_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +13,7 @@ class GradientCheckpointing:
     """Keep one block input per ``recompute_every`` blocks; costs one more forward pass of every block."""
 
     kind: ClassVar[str] = "gradient_checkpointing"
+    PRESETS: ClassVar[Presets] = {"conservative": {"recompute_every": 8}, "aggressive": {"recompute_every": 1}}
 
     recompute_every: int = 8
     """Blocks per kept boundary. 1 holds the least while a block is recomputed, larger values keep fewer boundaries."""

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.memory_plan import WidenBy
 from hybridtrain.plan.placement import Codec, Placement
 
 
@@ -13,17 +15,20 @@ from hybridtrain.plan.placement import Codec, Placement
 class Int8Weights:
     """Store the blocks' matrices in 1.02 bytes a parameter, on the device or wherever weights live.
 
-    They are widened to the compute dtype when their block is visited. With a master copy they are its rounding to
-    nearest; without one they are what is trained, and each update is rounded stochastically.
+    They are widened to the compute dtype when their block is visited, or matrix by matrix. With a master copy they are
+    its rounding to nearest; without one they are what is trained, and each update is rounded stochastically.
     """
 
     kind: ClassVar[str] = "int8_weights"
+    PRESETS: ClassVar[Presets] = {"conservative": {"master": "float32"}, "aggressive": {"master": "absent"}}
 
     master: Literal["float32", "absent"] | None = None
     """float32: the codes are a rounding of an exact copy. absent: they are what is trained. None: as mixed precision
     says, a float32 copy without it; float32 where FULL is not among ``active_phases``."""
     static_scales: bool = False
     """Keep the scales of the first values, doubled for room, instead of taking them anew at each update."""
+    widen_by: WidenBy = young(WidenBy.BLOCK)
+    """block: once a visit. matrix: one at a time, anew in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""
 

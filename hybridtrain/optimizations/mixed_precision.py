@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
 from hybridtrain.plan.placement import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """Store and compute weights in bfloat16, and say what the optimizer updates."""
+    """Store and compute weights in 16 bits, and say what the optimizer updates.
+
+    float16 has a loss scale that adapts itself; bfloat16, with the range of float32, needs none.
+    """
 
     kind: ClassVar[str] = "mixed_precision"
+    PRESETS: ClassVar[Presets] = {"conservative": {"master": "float32"}, "aggressive": {"master": "absent"}}
 
-    compute_dtype: Literal["bfloat16"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     master: Literal["float32", "split16", "absent"] = "float32"
     """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
     16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
@@ -25,6 +29,8 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         faults = no_phase_faults(self.active_phases)
+        if self.compute_dtype == "float16" and self.master != "float32":
+            faults.append(f"master: '{self.master}' goes with bfloat16 only; float16 needs 'float32'")
         if faults:
             raise ValueError("\n".join(faults))
 

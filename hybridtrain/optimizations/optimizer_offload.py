@@ -17,6 +17,7 @@ class OptimizerOffload:
     update_on: Literal["device", "host"] = "device"
     """device: state passes through in slices, twice over the bus. host: the processor updates, gradients go out."""
     tier: Literal["host", "disk"] = "host"
+    """Where state lives."""
     offload_grads: bool = True
     """Gradients wait in host memory; without it they stay on the device until the update. An update on the host
     needs them there in any case."""

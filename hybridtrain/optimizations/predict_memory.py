@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.claim import Claim, Presets
 from hybridtrain.plan.placement import Codec, Placement
 
 
@@ -14,6 +14,10 @@ class PredictMemory:
     """Say where moments and master copy are in PREDICT; they come back, ahead of their first use, when it ends."""
 
     kind: ClassVar[str] = "predict_memory"
+    PRESETS: ClassVar[Presets] = {
+        "conservative": {"optimizer_state": "cpu", "discard_activations": False},
+        "aggressive": {"optimizer_state": "drop", "discard_activations": True},
+    }
 
     optimizer_state: Literal["none", "cpu", "pinned", "compress", "drop"] = "cpu"
     """none: stays. cpu, pinned: waits on the host, which is always pinned for a CUDA card. compress: moments become

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, claimed_phases, no_phase_faults, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims, setting_faults
 from hybridtrain.plan.placement import Placement
 
 
@@ -14,6 +14,10 @@ class WeightStreaming:
     """Keep ``max_active_layers`` blocks on the device; embedding and head always stay there."""
 
     kind: ClassVar[str] = "weight_streaming"
+    PRESETS: ClassVar[Presets] = {
+        "conservative": {"max_active_layers": 4, "prefetch_distance": 2},
+        "aggressive": {"max_active_layers": 1, "prefetch_distance": 0},
+    }
 
     max_active_layers: int = 2
     """Blocks on the device at a time, those on the way included: 1 cannot hide any copy."""
@@ -22,6 +26,7 @@ class WeightStreaming:
     resident_layers: int = 0
     """Blocks that stay on the device beside the streamed ones, spread evenly among them."""
     tier: Literal["host", "disk"] = "host"
+    """Where weights live."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with streaming; in others weights are on the device."""
 

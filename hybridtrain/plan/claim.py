@@ -1,10 +1,13 @@
 """A claim: one optimization's wish for one cell or setting of the memory plan."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, PlanValue
+
+Presets = Mapping[str, Mapping[str, object]]
+"""Settings of an optimization by the name of a preset, which a file gives as ``preset = "conservative"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]
 
 
 def setting_faults(owner: object, *, switch: str = "") -> list[str]:
-    """Return a fault for each setting of ``owner`` that is below the least value of the plan.
+    """Return a fault for each setting of ``owner`` that is below the least or above the largest value of the plan.
 
     Args:
         owner: An optimization.
@@ -43,6 +46,8 @@ def setting_faults(owner: object, *, switch: str = "") -> list[str]:
         if value < least:
             advice = "; drop the optimization instead" if path == switch else ""
             faults.append(f"{path}: {value} must be at least {least}{advice}")
+        if value > setting.most:
+            faults.append(f"{path}: {value} must be at most {setting.most}")
     return faults
 
 

@@ -5,6 +5,7 @@ that optimizations claim, the checks, what records keep and the help follow from
 cannot be made.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -41,7 +42,35 @@ class Attention(StrEnum):
     """By plain ops, one of which makes them."""
 
 
-PlanValue = int | Placement | Codec | Schedule | UpdateDevice | Attention
+class LinearKind(StrEnum):
+    """What the blocks' matrices multiply with."""
+
+    FULL = "full"
+    """What they are."""
+    TERNARY = "ternary"
+    """-1, 0 or 1 times their mean magnitude, and activations in 8 bits (2402.17764)."""
+
+
+class WidenBy(StrEnum):
+    """How much of what is stored as codes has its values at a time."""
+
+    BLOCK = "block"
+    """All of a block, once a visit."""
+    MATRIX = "matrix"
+    """One matrix, wherever it is used, in the backward pass again."""
+
+
+class AdapterScaling(StrEnum):
+    """What the output of an adapter is multiplied with."""
+
+    LORA = "lora"
+    """alpha / rank (2106.09685)."""
+    RSLORA = "rslora"
+    """alpha / sqrt(rank) (2312.03732)."""
+
+
+PlanValue = int | float | str
+"""Enumerations are text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +87,7 @@ _TIERS: Final = (Placement.DEVICE, Placement.HOST, Placement.DISK)
 
 
 def setting(
-    default: T, says: str, *, least: int | None = None, codecs: tuple[Codec, ...] = (),
+    default: T, says: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
     placements: tuple[Placement, ...] = (), is_young: bool = False,
 ) -> T:  # fmt: skip
     """Declare one field of the plan: its value in plain training, what it means, and what is allowed.
@@ -67,7 +96,9 @@ def setting(
     """
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
-    return field(default=default, metadata={"says": says, "least": least, "allowed": allowed, "is_young": is_young})
+    return field(
+        default=default, metadata={"says": says, "least": least, "most": most, "allowed": allowed, "is_young": is_young}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +111,7 @@ class PhasePlan:
 
     weight: Cell = setting(
         Cell(), "Weights; their codec is the compute dtype unless claimed.",
-        placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS),
+        placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4),
     )  # fmt: skip
     master: Cell = setting(
         Cell(codec=Codec.ABSENT), "What the update works on where stored weights are less exact than float32.",
@@ -108,13 +139,22 @@ class PhasePlan:
     kept_blocks: int = setting(
         0, "Last blocks whose activations are kept all the same, where the others' are recomputed.", least=0
     )
-    grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1)
+    grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1, most=2**16)
     schedule: Schedule = setting(
         Schedule.HORIZONTAL,
         "horizontal: each micro-batch passes all blocks; vertical: all pass block by block.",
     )
     visit_micro_batches: int = setting(
         0, "Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step.", least=0
+    )
+    normalize_gradients: bool = setting(
+        default=True, says="Gradients are the mean over a step's tokens; without, the sum of micro-batches' means.",
+        is_young=True,
+    )  # fmt: skip
+    scale_lr: bool = setting(
+        default=False,
+        says="The learning rate is multiplied with the number of micro-batches (1706.02677).",
+        is_young=True,
     )
     loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
     max_active_layers: int = setting(
@@ -125,21 +165,56 @@ class PhasePlan:
     resident_layers: int = setting(
         0, "Blocks whose weights stay on the device, where the others' live elsewhere.", least=0
     )
+    widen_by: WidenBy = setting(
+        WidenBy.BLOCK,
+        "How much of coded weights has its values at a time: block, once a visit; matrix: less memory, widened anew "
+        "in the backward pass.",
+        is_young=True,
+    )
     static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
     attention: Attention = setting(
         Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
     )
+    linear: LinearKind = setting(
+        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where they are used (BitNet).",
+        is_young=True,
+    )  # fmt: skip
+    zero_stage: int = setting(
+        0,
+        "What is cut among ranks: 1 optimizer state and master, 2 gradients too, 3 streamed weights too; 0: nothing.",
+        least=0, most=3, is_young=True,
+    )  # fmt: skip
     history_codec: Codec = setting(
         Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
     )  # fmt: skip
     history_tensors: int = setting(
-        0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, is_young=True
+        0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, most=16, is_young=True
+    )
+    adapter_rank: int = setting(
+        0, "Rank of what is trained beside frozen matrices of the blocks; 0: all weights are trained.",
+        least=0, most=2**16, is_young=True,
+    )  # fmt: skip
+    adapter_alpha: float = setting(0.0, "Numerator of an adapter's scale.", least=0, is_young=True)
+    adapter_scaling: AdapterScaling = setting(
+        AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).", is_young=True
+    )
+    adapter_dropout: float = setting(0.0, "Odds of an adapter's input to be dropped.", least=0, is_young=True)
+    adapter_targets: str = setting("", "Matrices that have an adapter, by name, separated by commas.", is_young=True)
+    adapter_magnitude: bool = setting(
+        default=False, says="Adapters learn the length of each row of a matrix by itself (DoRA).", is_young=True
     )
 
+    @property
+    def adapter_scale(self) -> float:
+        """What the output of an adapter is multiplied with."""
+        return self.adapter_alpha / (
+            self.adapter_rank if self.adapter_scaling is AdapterScaling.LORA else math.sqrt(self.adapter_rank)
+        )
+
     def __post_init__(self) -> None:
-        faults = [*_value_faults(self), *_contradictions(self)]
+        faults = [*_value_faults(self), *_contradictions(self), *_uncut(self)]
         if faults:
             raise PlanConflictError("\n".join(faults))
 
@@ -157,6 +232,8 @@ class Setting:
     allowed: tuple[str, ...]
     """Values of an enum; empty for a number."""
     least: int | None
+    most: int
+    """Of a number."""
     says: str
     is_young: bool
 
@@ -170,6 +247,8 @@ class Setting:
         """Return what is allowed, in words."""
         if isinstance(self.default, bool):
             return "true or false"
+        if type(self.default) is str:
+            return "names separated by commas"
         return " | ".join(self.allowed) if self.allowed else f"a number of at least {self.least}"
 
 
@@ -183,12 +262,13 @@ def describe_settings() -> Iterator[Setting]:
         else:
             columns[""] = default
         for column, value in columns.items():
-            members = () if isinstance(value, int) else type(value)
+            members = type(value) if isinstance(value, StrEnum) else ()
             yield Setting(
                 path=f"{item.name}.{column}" if column else item.name,
                 default=value,
                 allowed=item.metadata["allowed"][column] or tuple(map(str, members)),
                 least=item.metadata["least"],
+                most=item.metadata["most"],
                 says=item.metadata["says"],
                 is_young=item.metadata["is_young"],
             )
@@ -232,7 +312,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     """
     values = {path: setting.default for path, setting in SETTINGS.items()} | dict(claims)
     values["weight.codec"] = claims.get("weight.codec", values["compute_dtype"])
-    is_exact = values["weight.codec"] == Codec.FLOAT32
+    is_exact = values["compute_dtype" if values["adapter_rank"] else "weight.codec"] == Codec.FLOAT32
     values["master.codec"] = claims.get("master.codec", Codec.ABSENT if is_exact else Codec.FLOAT32)
     for path in ("grad.codec", "boundary.codec"):
         values[path] = claims.get(path, values["compute_dtype"])
@@ -265,11 +345,26 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
             yield f"{path}: {value} is not one of {', '.join(declared.allowed)}; claim one of those."
         if declared.least is not None and int(value) < declared.least:
             yield f"{path}: {value} must be at least {declared.least}."
+        if declared.least is not None and float(value) > declared.most:
+            yield f"{path}: {value} must be at most {declared.most}."
     if plan.prefetch_distance >= plan.max_active_layers > 0:
         yield (
             f"prefetch_distance: {plan.prefetch_distance} must be below max_active_layers ({plan.max_active_layers}), "
             "which counts the block at work too."
         )
+
+
+def _uncut(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for each setting beside which nothing can be cut among ranks."""
+    if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
+        yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
+    if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:
+        yield (
+            "zero_stage: 3 gathers a block into a slot where it is used; add weight_streaming, whose slots they are, "
+            "or set stage = 2."
+        )
+    if plan.zero_stage == 3 and plan.adapter_rank:
+        yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
 
 
 def _contradictions(plan: PhasePlan) -> Iterator[str]:
@@ -290,6 +385,12 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
+    if plan.weight.codec is Codec.NF4 and not plan.adapter_rank:
+        yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
+    if plan.adapter_rank and plan.linear is LinearKind.TERNARY:
+        yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
+    if plan.adapter_rank and not plan.adapter_targets:
+        yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
     if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
         yield (
             "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
@@ -299,14 +400,23 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
 
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
 
-_SAME_EVERYWHERE = ("grad_accum_steps", "update_on", "history_codec", "history_tensors")
+_ADAPTER = tuple(item.name for item in fields(PhasePlan) if item.name.startswith("adapter_"))
+_SAME_EVERYWHERE = (
+    "grad_accum_steps",
+    "update_on",
+    "linear",
+    "zero_stage",
+    "history_codec",
+    "history_tensors",
+    *_ADAPTER,
+)
 _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
 """Of phases with true steps; PREDICT puts optimizer state elsewhere."""
 
 
 def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
     """Return what decides how weights are stored; at a border where it changes they are stored anew."""
-    is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
+    is_int8 = plan.weight.codec in {Codec.INT8_BLOCKS, Codec.NF4}
     is_streamed = plan.weight.placement is not Placement.DEVICE
     return (
         plan.weight,
@@ -314,7 +424,7 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
         plan.compute_dtype,
         plan.max_active_layers if is_int8 or is_streamed else None,
         (plan.prefetch_distance, plan.resident_layers) if is_streamed else None,
-        plan.static_scales if is_int8 else None,
+        (plan.static_scales, plan.widen_by) if is_int8 else None,
     )
 
 
@@ -326,6 +436,14 @@ def border_faults(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[s
                 f"{name}: {_words(getattr(other, name))} in {phase}, {_words(getattr(full, name))} in full; it must be "
                 "the same there: let the optimization act in every phase."
             )
+    if full.adapter_rank:
+        master_stays = phase is Phase.PREDICT or full.master == other.master
+        if weight_storage(full) != weight_storage(other) or not master_stays:
+            yield (
+                f"weight: stored otherwise in {phase} than in full; frozen weights stay as they are: let "
+                "mixed_precision, int8_weights and weight_streaming act in every phase or in none."
+            )
+        return
     yield from _losses(full, other, phase)
 
 

@@ -24,6 +24,9 @@ class Codec(StrEnum):
     INT8_BLOCKS = "int8_blocks"
     """8-bit codes with one fp32 scale per 256 elements: of a dynamic map for moments (Dettmers et al., 2110.02861),
     symmetric and evenly spaced for weights."""
+    NF4 = "nf4"
+    """Frozen weights only: 4-bit codes of normal quantiles, a scale per 64 of them, itself in 8 bits (Dettmers et al.,
+    2305.14314)."""
     SPLIT16 = "split16"
     """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
     ABSENT = "absent"

@@ -1,9 +1,11 @@
-"""Where metrics go while a run lasts: TensorBoard, Weights & Biases, or anything with ``log`` and ``close``.
+"""Where metrics go while a run lasts: TensorBoard, Weights & Biases, MLflow, or anything with ``log`` and ``close``.
 
-Both packages are optional and imported on first use.
+The packages are optional and imported on first use.
 """
 
 import importlib
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from hybridtrain.errors import ConfigError
 
+_EXPERIMENT = "hybridtrain"
 WandbMode = Literal["online", "offline", "disabled"]
 
 
@@ -88,8 +91,45 @@ class WandbLogger:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run; offline runs are complete on disk after this."""
+        """Finish the run; an offline one is complete on disk when the process ends, with which wandb's service does."""
         self._run.finish()
+
+
+class MlflowLogger:
+    """Writes metrics to a run of MLflow in a folder of this machine; see them with ``mlflow ui``.
+
+    Args:
+        folder: MLflow's file store; made if missing.
+        config: Settings that are stored with the run, as a file ``config.json``.
+
+    Raises:
+        ConfigError: the package is not installed, or the store cannot be used.
+    """
+
+    def __init__(self, folder: Path, *, config: Mapping[str, object] | None = None) -> None:
+        mlflow = _import_optional("mlflow", "MLflow", extra="mlflow")
+        # MLflow 3 maintains its file store no more than it must, and refuses a folder without this word.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        try:
+            self._client: Any = mlflow.MlflowClient(tracking_uri=folder.resolve().as_uri())
+            known = self._client.get_experiment_by_name(_EXPERIMENT)
+            experiment = self._client.create_experiment(_EXPERIMENT) if known is None else known.experiment_id
+            self._run: str = self._client.create_run(experiment).info.run_id
+            self._client.log_dict(self._run, dict(config or {}), "config.json")
+        except mlflow.MlflowException as error:
+            raise ConfigError("MLflow", [f"{folder} cannot be used ({error}); name another folder"]) from None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        entities = importlib.import_module("mlflow.entities")
+        now = time.time_ns() // 1_000_000
+        self._client.log_batch(
+            self._run, metrics=[entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        )
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run)
 
 
 class MetricLoggers:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.ledger import LedgerTrace as LedgerTrace
     from hybridtrain.virtual_gpu.ledger import StorageLedger as StorageLedger
     from hybridtrain.virtual_gpu.ledger import find_peak as find_peak
+    from hybridtrain.virtual_gpu.links import Collective as Collective
+    from hybridtrain.virtual_gpu.links import Link as Link
+    from hybridtrain.virtual_gpu.links import find_link as find_link
     from hybridtrain.virtual_gpu.op_rules import register_scratch as register_scratch
     from hybridtrain.virtual_gpu.replay import Replay as Replay
     from hybridtrain.virtual_gpu.replay import StepMemory as StepMemory
@@ -52,6 +55,7 @@ _NAMES = {
     "card_run": ("CardRun",),
     "estimate": ("MemoryEstimate", "estimate_memory"),
     "ledger": ("LedgerTrace", "StorageLedger", "find_peak"),
+    "links": ("Collective", "Link", "find_link"),
     "op_rules": ("register_scratch",),
     "replay": ("Replay", "StepMemory", "replay_on_card", "replay_trace"),
     "roofline": ("StepTime", "estimate_step"),

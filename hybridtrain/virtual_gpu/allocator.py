@@ -2,18 +2,35 @@
 
 It turns a sequence of allocations and frees into allocated, active and reserved bytes without a GPU. Rules:
 ``malloc``, ``alloc_found_block``, ``free`` and ``free_block`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
-main of 2026. Not modelled: private pools (CUDA graphs, ``MemPool``), and that a driver may place new segments
-below older ones.
+main of 2026. Where the driver places new segments is a parameter: of equal blocks torch takes the lowest. Not modelled:
+private pools (CUDA graphs, ``MemPool``).
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.segments import AllocatorEvent, BlockState, FreePool, Heap, HeapBlock, SegmentCache, record
+from hybridtrain.virtual_gpu.allocator_config import (
+    MIN_BLOCK_BYTES,
+    SMALL_LIMIT_BYTES,
+    AllocatorConfig,
+    round_size,
+    segment_size,
+)
+from hybridtrain.virtual_gpu.segments import (
+    AllocatorEvent,
+    BlockState,
+    FreePool,
+    Heap,
+    HeapBlock,
+    Placement,
+    SegmentCache,
+    falling,
+    record,
+    rising,
+)
 
 __all__ = [
     "AllocatorConfig",
@@ -22,12 +39,16 @@ __all__ = [
     "Block",
     "BlockState",
     "CachingAllocator",
+    "Placement",
     "Segment",
+    "falling",
+    "rising",
     "round_size",
     "segment_size",
 ]
 
 _EXBIBYTE = 2**60
+_LEAST = MIN_BLOCK_BYTES
 # Looked up once: an enum's member costs a call each time.
 _ALLOCATED = BlockState.ACTIVE_ALLOCATED
 _INACTIVE = BlockState.INACTIVE
@@ -91,6 +112,7 @@ class CachingAllocator:
         capacity_bytes: Cap on the reserved bytes, as ``torch.cuda.set_per_process_memory_fraction`` sets it;
             None: no cap. CUDA's context and other libraries' memory lie outside.
         record_history: Keep every event, for snapshots.
+        place: Where new segments lie; None: rising addresses.
     """
 
     def __init__(
@@ -99,6 +121,7 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         *,
         record_history: bool = False,
+        place: Placement | None = None,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; use None for no cap.")
@@ -117,7 +140,8 @@ class CachingAllocator:
         self.peak_active_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        self._cache = SegmentCache(self.config, capacity_bytes, self.history)
+        self._cache = SegmentCache(self.config, capacity_bytes, self.history, place or rising())
+        self._divisions = self.config.roundup_power2_divisions
         self._waiting: defaultdict[int, list[HeapBlock]] = defaultdict(list)
 
     @property
@@ -147,19 +171,22 @@ class CachingAllocator:
         """
         if not 0 < size < _EXBIBYTE:
             return self._malloc_odd_size(size)
-        rounded = round_size(size, self.config.roundup_power2_divisions)
-        pool = self._cache.pool_for(rounded)
-        block = self._cache.take(pool, rounded, stream)
+        rounded = round_size(size, self._divisions) if self._divisions else (size + _LEAST - 1) & -_LEAST
+        cache = self._cache
+        pool = cache.small if rounded <= SMALL_LIMIT_BYTES else cache.large
+        block = cache.take(pool, rounded, stream)
         if block is None:
             block = self._obtain(pool, rounded, stream, size)
-        self._cut(block, rounded)
+        if block.size != rounded or block.previous is not None or block.next is not None:
+            self._cut(block, rounded)
         block.state = _ALLOCATED
         block.requested_size = size
         if self.history is not None:
             record(self.history, "alloc", block.address, size, stream)
+        taken = block.size
         self.requested_bytes += size
-        self.allocated_bytes += block.size
-        self.active_bytes += block.size
+        self.allocated_bytes += taken
+        self.active_bytes += taken
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
@@ -173,7 +200,9 @@ class CachingAllocator:
         """
         if address == 0:
             return
-        block = self._block_in_use(address)
+        block = self._cache.heap.blocks.get(address)
+        if block is None or block.state is not _ALLOCATED:
+            block = self._block_in_use(address)  # raises
         self.allocated_bytes -= block.size
         if self.history is not None:
             record(self.history, "free_requested", address, block.requested_size, block.stream)
@@ -220,6 +249,40 @@ class CachingAllocator:
         self.peak_requested_bytes = self.requested_bytes
         self.peak_active_bytes = self.active_bytes
         self._cache.peak_reserved_bytes = self._cache.reserved_bytes
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Take over classic segments as another allocator held them, before anything is asked of this one.
+
+        A block that was freed and waits for a stream counts as allocated: which stream is not told.
+        """
+        cache = self._cache
+        for segment in segments:
+            pool = cache.small if segment.is_small else cache.large
+            block = cache.heap.adopt_segment(
+                segment.address, segment.total_size, segment.stream, pool, BlockState.INACTIVE
+            )
+            for cut in segment.blocks:
+                rest = cache.heap.split(block, cut.size) if cut.size < block.size else None
+                if cut.state is _INACTIVE:
+                    pool.insert(block)
+                    self.inactive_split_bytes += cut.size if len(segment.blocks) > 1 else 0
+                else:
+                    block.state, block.requested_size = _ALLOCATED, cut.requested_size
+                    self.allocated_bytes += cut.size
+                    self.requested_bytes += cut.requested_size
+                block = rest or block
+            cache.reserved_bytes += segment.total_size
+        self.active_bytes = self.allocated_bytes
+        self.reset_peaks()
+
+    def layout(self) -> dict[int, tuple[int, BlockState]] | None:
+        """Return size and state of every block by its address; None where what follows depends on more than that.
+
+        Two equal layouts answer the same requests alike, unless free blocks age or other streams are waited for.
+        """
+        if self._cache.ages_blocks or any(self._waiting.values()):
+            return None
+        return {address: (block.size, block.state) for address, block in self._cache.heap.blocks.items()}
 
     def segments(self) -> tuple[Segment, ...]:
         """Return what is reserved now, by address."""

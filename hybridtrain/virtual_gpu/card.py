@@ -23,9 +23,11 @@ class Card:
     """Facts about one card, from its vendor."""
 
     name: str
+    """As nvidia-smi has it: GeForce cards are told by it."""
     memory_mib: int
     """Total memory as nvidia-smi reports it."""
     compute_capability: str
+    """As '8.9'."""
     tflops_bf16: float
     """Dense tensor-core rate with fp32 accumulation."""
     tflops_fp32: float
@@ -36,6 +38,8 @@ class Card:
     """GB/s of the bus in one direction, theoretical."""
     sms: int = 0
     """Multiprocessors; 0: unknown, nothing planned depends on it."""
+    l2_mib: int = 0
+    """Second-level cache; 0: unknown, every op is taken to read device memory."""
     tops_int8: float = 0.0
     """0: unknown."""
     context_mib: int = 426

@@ -69,15 +69,16 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     yield torch.backends.cuda, "is_built", lambda: True
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *_args, **_kwargs: torch.device("cuda")
-    yield torch.accelerator, "device_count", lambda: 1
+    yield torch.accelerator, "device_count", lambda: ledger.num_cards
     yield torch.accelerator, "synchronize", lambda *_args: None
-    yield torch.accelerator, "current_device_index", lambda: 0
+    yield torch.accelerator, "current_device_index", lambda: ledger.card_index
     yield torch.accelerator, "set_device_index", lambda *_args: None
     yield torch.accelerator, "empty_cache", ledger.release_cache
-    yield torch.accelerator, "current_stream", _Stream
+    yield torch.accelerator, "current_stream", VirtualStream
     yield torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(ledger)
     true_data_ptr = torch.UntypedStorage.data_ptr
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
+    yield torch.UntypedStorage, "resize_", _counted_resize(ledger)
     drop = _Dropout(ledger)
     yield torch._VF, "dropout", drop
     yield torch, "dropout", drop
@@ -128,6 +129,16 @@ def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
     return draw
 
 
+def _counted_resize(ledger: VirtualLedger) -> Callable[[torch.UntypedStorage, int], Any]:
+    true_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        ledger.resize(storage, size)
+        return true_resize(storage, size)
+
+    return resize
+
+
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """Take anything."""
 
@@ -166,6 +177,7 @@ class _TensorMethods:
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
+        self._places = _PLACES | {Place.DEVICE: torch.device("cuda", ledger.card_index)}
         self._true_device = torch._C.TensorBase.device.__get__
         self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
@@ -181,7 +193,7 @@ class _TensorMethods:
             "is_cuda": property(lambda tensor: self._device(tensor).type == "cuda"),
             "is_cpu": property(lambda tensor: self._device(tensor).type == "cpu"),
             "is_meta": property(lambda tensor: is_truly_meta(tensor) and self._place(tensor) is None),
-            "get_device": lambda tensor: 0 if self._device(tensor).type == "cuda" else -1,
+            "get_device": lambda tensor: self._ledger.card_index if self._device(tensor).type == "cuda" else -1,
             "to": _method(self._to),
             "cuda": lambda tensor, device=None, non_blocking=False, **_kwargs: tensor.to(
                 _as_device(device) or _CARD, non_blocking=non_blocking
@@ -217,7 +229,7 @@ class _TensorMethods:
 
     def _device(self, tensor: Tensor) -> torch.device:
         here = self._place(tensor)
-        found: torch.device = self._true_device(tensor) if here is None else _PLACES[here]
+        found: torch.device = self._true_device(tensor) if here is None else self._places[here]
         return found
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -249,7 +261,7 @@ class _TensorMethods:
         here = self._place(tensor)
         if here is None:
             return str(self._true_repr(tensor, *args, **kwargs))
-        return f"tensor(..., device='{_PLACES[here]}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+        return f"tensor(..., device='{self._places[here]}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and ".cuda." in dtype:
@@ -295,7 +307,7 @@ class _TensorMethods:
             return self._true_to(tensor, *args, **kwargs)
         if device is None:
             assert here is not None
-            device = _PLACES[here]
+            device = self._places[here]
         if device.type == "meta":
             return torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype)
         if here is None and is_truly_meta(tensor):
@@ -331,7 +343,7 @@ def _parse_to(args: tuple[Any, ...], kwargs: Any) -> tuple[torch.device | None, 
     return device, dtype, bool(kwargs.get("copy", rest[1] if len(rest) > 1 else False))
 
 
-class _Stream:
+class VirtualStream:
     """A stream, or an event on it, of a card that has done everything at once."""
 
     cuda_stream = 0
@@ -362,9 +374,9 @@ class _Stream:
         """Return milliseconds: a stand-in; the report has the estimated time of a step."""
         return 1.0
 
-    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+    def record_event(self, event: "VirtualStream | None" = None) -> "VirtualStream":
         """Return an event that has happened."""
-        return event or _Stream()
+        return event or VirtualStream()
 
     def synchronize(self, *_args: object) -> None:
         """Wait for nothing."""
@@ -425,8 +437,8 @@ class _CudaModule:
             "_lazy_init": _do_nothing,
             "init": _do_nothing,
             "_is_in_bad_fork": lambda: False,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
+            "device_count": lambda: ledger.num_cards,
+            "current_device": lambda: ledger.card_index,
             "set_device": _do_nothing,
             "device": context,
             "device_of": context,
@@ -455,10 +467,10 @@ class _CudaModule:
             "empty_cache": ledger.release_cache,
             "ipc_collect": _do_nothing,
             "synchronize": _do_nothing,
-            "current_stream": _Stream,
-            "default_stream": _Stream,
-            "Stream": _Stream,
-            "Event": _Stream,
+            "current_stream": VirtualStream,
+            "default_stream": VirtualStream,
+            "Stream": VirtualStream,
+            "Event": VirtualStream,
             "stream": context,
             "set_stream": _do_nothing,
             "manual_seed": _do_nothing,

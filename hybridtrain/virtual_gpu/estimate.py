@@ -14,6 +14,7 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
@@ -64,6 +65,11 @@ class MemoryEstimate:
             depth: Names after which a path is cut; None: after the first number, which is a block's.
         """
         return by_module(self.run, depth)
+
+    def reserved_range(self) -> ReservedRange:
+        """Return by how much reserved bytes move with other lengths, more steps, or an evaluation first."""
+        workspace = self.card.cublas_workspace_bytes
+        return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._settings["allocator"])
 
     def stand_ins(self) -> tuple[StandIn, ...]:
         """Return where the model asked for values that a virtual card does not have."""

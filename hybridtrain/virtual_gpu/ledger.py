@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, count_flops, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.op_rules import (
+    MATMUL_OPS,
+    MetaCache,
+    OpKey,
+    count_bytes,
+    count_flops,
+    op_key,
+    scratch_bytes,
+    tensors_in,
+)
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -39,6 +48,10 @@ class OpRecord:
     lane: Lane = Lane.COMPUTE
     waits: tuple[int, ...] = ()
     """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
+    shape: tuple[int, int, int] | None = None
+    """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
+    link_seconds: float = 0.0
+    """Of a collective: how long it keeps the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,12 @@ class LedgerTrace:
     """Where each optimizer step begins."""
     cache_releases: tuple[int, ...] = ()
     """Events before which the caching allocator was emptied."""
+    streams: tuple[int, ...] = ()
+    """On which stream each storage was allocated, whose cache serves no other; empty: all on the first."""
+
+    def stream_of(self, storage: int) -> int:
+        """Return the stream that a storage was allocated on."""
+        return self.streams[storage] if self.streams else 0
 
     def step_range(self, step: int) -> range:
         """Return the events of one step, counted from 0."""
@@ -160,6 +179,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record = record
         self._device = device
         self._meta_cache = MetaCache()
+        self._facts: dict[OpKey, tuple[bool, int, int, str, tuple[int, int, int] | None, str]] = {}
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
         self._sizes: list[int] = []
@@ -187,16 +207,23 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the op and enter its new storages."""
-        out = self._meta_cache.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func.is_view:
+            out = func(*args, **kwargs)
+            for tensor in tensors_in([out]):
+                self.enter(tensor)
+            return out
+        key = op_key(func, args, kwargs)
+        out = func(*args, **kwargs) if key is None else self._meta_cache.call(func, args, kwargs, key)
         event = len(self._events)
         for tensor in tensors_in([out]):
             self.enter(tensor)
         scratch = scratch_bytes(func, args)
         if scratch:
             self._release(self._allocate(scratch, Stage.UPDATE), scratch)
-        if self._record and not func.is_view and (self._device is None or self._is_counted(args, kwargs, out)):
+        if self._record and (self._device is None or self._is_counted(args, kwargs, out)):
             self._last_compute = len(self._ops)
-            self._ops.append(self._op_record(func, args, kwargs or {}, out, event))
+            self._ops.append(self._remembered_record(key, func, args, kwargs, out, event))
         return out
 
     @contextmanager
@@ -293,6 +320,28 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in([*args, *(kwargs or {}).values(), out])
         return any(tensor.device.type == self._device for tensor in tensors)
 
+    def _remembered_record(
+        self,
+        key: OpKey | None,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        event: int,
+    ) -> OpRecord:
+        """Return the record of an op: its figures are those of the last op with the same key."""
+        facts = None if key is None else self._facts.get(key)
+        if facts is None:
+            made = self._op_record(func, args, kwargs, out, event)
+            if key is not None:
+                self._facts[key] = made.is_matmul, made.flops, made.bytes_moved, made.dtype, made.shape, made.name
+            return made
+        is_matmul, flops, bytes_moved, dtype, shape, name = facts
+        waits, self._joined = tuple(self._joined), []
+        return OpRecord(
+            name, event, self._stage, self._unit, is_matmul, flops, bytes_moved, dtype, Lane.COMPUTE, waits, shape
+        )
+
     def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         return count_flops(func, args, kwargs, out)
 
@@ -312,4 +361,12 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
             waits=waits,
+            shape=_matmul_shape(args) if func in MATMUL_OPS else None,
         )
+
+
+def _matmul_shape(args: Sequence[Any]) -> tuple[int, int, int]:
+    """Return rows, columns and inner dimension of a product of the last two tensors: mm, bmm, addmm."""
+    left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+    inner, columns = right.shape[-2:]
+    return left.numel() // max(inner, 1), columns, inner

@@ -29,6 +29,8 @@ class Lane(StrEnum):
     HOST = "host"
     """Arithmetic of the processor."""
     DISK = "disk"
+    LINK = "link"
+    """Collectives of many cards, and what a card does on streams beside its own for them."""
 
 
 class MemoryObserver(Protocol):

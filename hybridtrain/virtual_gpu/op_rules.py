@@ -6,6 +6,7 @@ Figures are per call; bytes of traffic are read plus written.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,11 +115,16 @@ MATMUL_OPS = frozenset(
 """Ops that make cuBLAS take its workspace."""
 
 
-_Key = tuple[Hashable, ...]
-_UNSEEN = object()
+OpKey = tuple[Hashable, ...]
+_Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""What an op returns, from its arguments."""
 _NUMBERS = frozenset({float, int})
 _COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
 """Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
+
+
+_DRAWN = _ATEN.normal_.default
+"""Known from the start: torch's own rule for meta tensors imports torch._dynamo, a second of a dry run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,62 +135,135 @@ class _Meta:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def make(self) -> Tensor:
+    def __call__(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """An operand that the op changed and returns, by its place or name."""
+
+    operand: int | str
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[self.operand] if isinstance(self.operand, int) else kwargs[self.operand]
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """All outputs of an op that has more than one."""
+
+    metas: tuple[_Meta, ...]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        return tuple(meta(args, kwargs) for meta in self.metas)
+
+
+def _nothing(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    return None
 
 
 class MetaCache:
     """Calls ops, or answers for them: on meta tensors the same few shapes are asked for thousands of times.
 
-    Only shapes, strides and dtypes are remembered, and only of ops that change nothing and return nothing of their
-    inputs' memory; a remembered op makes the same storages in the same order as the op itself.
+    Only shapes, strides and dtypes are remembered, and only of ops that return nothing of their inputs' memory but an
+    operand whose values they changed; a remembered op makes the same storages in the same order as the op itself.
     """
 
     def __init__(self) -> None:
-        self._known: dict[_Key, _Meta | tuple[_Meta, ...] | None] = {}
+        self._known: dict[OpKey, _Answer | None] = {}
+        """None: an op that must be called each time."""
 
-    def call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``."""
-        if func.is_view or func._schema.is_mutable:
+    def call(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: OpKey | None = None
+    ) -> Any:
+        """Return ``func(*args, **kwargs)``; ``key`` is its ``op_key``, where it is known already."""
+        if key is None:
+            key = op_key(func, args, kwargs)
+        if key is None:
             return func(*args, **kwargs)
-        key = _key(func, args, kwargs)
-        known = _UNSEEN if key is None else self._known.get(key, _UNSEEN)
-        if isinstance(known, _Meta):
-            return known.make()
-        if isinstance(known, tuple):
-            return tuple(meta.make() for meta in known)
-        out = func(*args, **kwargs)
-        if key is not None and known is _UNSEEN:
+        if key not in self._known:
+            return self._first_call(func, args, kwargs, key)
+        known = self._known[key]
+        return func(*args, **kwargs) if known is None else known(args, kwargs)
+
+    def _first_call(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: OpKey
+    ) -> Any:
+        if func is _DRAWN:
+            self._known[key] = _Same(0)
+            return args[0]
+        if not func._schema.is_mutable:
+            out = func(*args, **kwargs)
             self._known[key] = _describe(out, args)
+            return out
+        before = _metadata(args, kwargs)
+        out = func(*args, **kwargs)
+        if before == _metadata(args, kwargs):
+            self._known[key] = _changed(out, args, kwargs)
         return out
 
 
-def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
-    """Return what the result depends on; None for operands that are not on the meta device."""
-    parts: list[Hashable] = [func]
+def op_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpKey | None:
+    """Return what an op's results and traffic depend on: shapes, strides, dtypes and what is no operand.
+
+    None where it must be called each time: views, operands that are not on the meta device, what changes a shape.
+    """
+    number = id(func)
+    known = _OPERANDS.get(number)
+    if known is None:
+        known = _OPERANDS[number] = func, _operands(func)
+    operands = known[1]
+    if operands is None:
+        return None
+    parts: list[Hashable] = [number]
     for position, value in enumerate(args):
         kind = type(value)
-        part = (kind,) if kind in _NUMBERS and position in _operands(func) else _part(value)
+        part = (kind,) if kind in _NUMBERS and position in operands else _part(value)
         if part is None:
             return None
         parts.append(part)
     for name, value in kwargs.items():
         kind = type(value)
-        part = (kind,) if kind in _NUMBERS and name in _operands(func) else _part(value)
+        part = (kind,) if kind in _NUMBERS and name in operands else _part(value)
         if part is None:
             return None
         parts.append((name, part))
     return tuple(parts)
 
 
-@cache
-def _operands(func: torch._ops.OpOverload) -> frozenset[int | str]:
-    """Return places and names of operands: a number there decides values (a step, a rate), no shape."""
+_OPERANDS: dict[int, tuple[torch._ops.OpOverload, frozenset[int | str] | None]] = {}
+"""By the op's identity, which stays its own as long as it is kept here: its hash is a call of Python's."""
+
+
+def _operands(func: torch._ops.OpOverload) -> frozenset[int | str] | None:
+    """Return places and names of operands: a number there decides values (a step, a rate), no shape.
+
+    What changes values alone decides no shape by any number. None: an op that is not remembered.
+    """
+    is_mutable = func._schema.is_mutable
+    if func.is_view or (is_mutable and (torch.Tag.inplace_view in func.tags or "resize" in func._schema.name)):
+        return None
     if func._overloadpacket in _COUNTED_BY_OPERANDS:
         return frozenset()
-    arguments = enumerate(func._schema.arguments)
-    found = [(i, item.name) for i, item in arguments if str(item.type) in {"number", "Optional[number]", "Tensor"}]
+    kinds = {"number", "Optional[number]", "Tensor"} | ({"float", "int"} if is_mutable else set())
+    found = [(i, item.name) for i, item in enumerate(func._schema.arguments) if str(item.type) in kinds]
     return frozenset(name for names in found for name in names)
+
+
+def _metadata(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[object, ...]]:
+    return [
+        (t.shape, t.stride(), t.dtype, t.untyped_storage()._cdata, t.untyped_storage().nbytes())
+        for t in tensors_in([*args, *kwargs.values()])
+    ]
+
+
+def _changed(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer | None:
+    """Return which operand an op gave back; None when it must be called every time."""
+    if out is None:
+        return _nothing
+    operands: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
+    return next((_Same(place) for place, value in operands if value is out), None)
 
 
 def _part(value: Any) -> Hashable | None:
@@ -196,7 +275,7 @@ def _part(value: Any) -> Hashable | None:
     return (type(value), value)
 
 
-def _describe(out: Any, args: tuple[Any, ...]) -> _Meta | tuple[_Meta, ...] | None:
+def _describe(out: Any, args: tuple[Any, ...]) -> _Answer | None:
     """Return what to make next time; None when the op must be called every time."""
     tensors = out if isinstance(out, tuple) else (out,)
     if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
@@ -210,4 +289,4 @@ def _describe(out: Any, args: tuple[Any, ...]) -> _Meta | tuple[_Meta, ...] | No
     full = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
     if not full:
         return None
-    return metas if isinstance(out, tuple) else metas[0]
+    return _Several(metas) if isinstance(out, tuple) else metas[0]

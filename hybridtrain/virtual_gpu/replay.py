@@ -8,6 +8,7 @@ from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMem
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.repeated_step import Settled, last_cycle
 from hybridtrain.virtual_gpu.segments import AllocatorEvent
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
@@ -76,6 +77,7 @@ def replay_trace(
     config: AllocatorConfig | None = None,
     capacity_bytes: int | None = None,
     record_history: bool = False,
+    repeats: int = 0,
 ) -> Replay:
     """Run every event of ``trace`` through the allocator.
 
@@ -97,24 +99,43 @@ def replay_trace(
         config: Allocator settings.
         capacity_bytes: Cap on the reserved bytes; None: no cap.
         record_history: Keep what snapshots need.
+        repeats: How often the last step is run again, for the reserved bytes of a longer run: it counts as one step,
+            and the history ends before. A step whose end is not what it began with is not repeated.
     """
     allocator = CachingAllocator(config, capacity_bytes, record_history=record_history)
     run = _Run(trace, allocator, workspace_bytes)
-    return run.finish(run.play())
+    oom = run.play()
+    return run.finish(run.repeat(repeats) if oom is None else oom)
 
 
 def replay_on_card(
-    trace: LedgerTrace, card: Card, *, config: AllocatorConfig | None = None, record_history: bool = False
+    trace: LedgerTrace,
+    card: Card,
+    *,
+    config: AllocatorConfig | None = None,
+    record_history: bool = False,
+    repeats: int = 0,
 ) -> tuple[Replay, Replay]:
     """Return what the allocator does without a cap and under the card's; the same replay twice where it fits.
 
     A snapshot's history, if wanted, is that of the replay without a cap.
     """
     workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
-    uncapped = replay_trace(trace, workspace_bytes=workspace, config=config, record_history=record_history)
+    uncapped = replay_trace(
+        trace, workspace_bytes=workspace, config=config, record_history=record_history, repeats=repeats
+    )
     if max(step.reserved_bytes for step in uncapped.steps) <= capacity:
         return uncapped, uncapped
-    return uncapped, replay_trace(trace, workspace_bytes=workspace, config=config, capacity_bytes=capacity)
+    return uncapped, replay_trace(
+        trace, workspace_bytes=workspace, config=config, capacity_bytes=capacity, repeats=repeats
+    )
+
+
+def first_matmuls(trace: LedgerTrace) -> list[int]:
+    """Return the events before which the forward and the backward thread meet their first matmul."""
+    stages = (Stage.FORWARD, Stage.BACKWARD)
+    firsts = (next((op.event for op in trace.ops if op.is_matmul and op.stage is stage), None) for stage in stages)
+    return [event for event in firsts if event is not None]
 
 
 class _Run:
@@ -131,11 +152,12 @@ class _Run:
         self._peaks: list[tuple[int, int]] = []
         """Event and allocated bytes at the peak of each step."""
         self._steps: list[tuple[int, int, int, int]] = []
+        self._segments: tuple[Segment, ...] = ()
 
     def play(self) -> OutOfMemory | None:
         """Run until the end or the first refusal."""
         starts = [mark.event for mark in self._trace.steps]
-        matmuls = self._first_matmuls()
+        matmuls = first_matmuls(self._trace)
         releases = iter((*self._trace.cache_releases, None))
         release = next(releases)
         peak = (-1, 0)
@@ -159,6 +181,40 @@ class _Run:
         self._close_step(peak)
         return None
 
+    def repeat(self, count: int) -> OutOfMemory | None:
+        """Run the last step so many times more; its reserved bytes become the largest of all."""
+        allocator, history = self._allocator, self._allocator.history
+        if history is not None:
+            self._segments = tuple(allocator.segments())
+        cycle = last_cycle(self._trace) if count else None
+        if cycle is None:
+            return None
+        length = 0 if history is None else len(history)
+        requested, allocated, active, reserved = self._steps[-1]
+        try:
+            settled = Settled(allocator)
+            for _ in range(count):
+                self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
+                if settled.now(self._addresses):
+                    break
+                for self._position in cycle.body:
+                    self._request(self._trace.events[self._position])
+                for event in cycle.tail:
+                    self._request(event)
+        except AllocatorOutOfMemory as refusal:
+            return self._report(refusal)
+        finally:
+            if history is not None:
+                del history[length:]
+        self._steps[-1] = (requested, allocated, active, max(reserved, allocator.peak_reserved_bytes))
+        return None
+
+    def _request(self, event: int) -> None:
+        if event < 0:
+            self._allocator.free(self._addresses.pop(~event))
+        else:
+            self._addresses[event] = self._allocator.malloc(self._trace.sizes[event], self._trace.stream_of(event))
+
     def finish(self, oom: OutOfMemory | None) -> Replay:
         """Return everything that was found; after a refusal only the steps that ended."""
         steps = tuple(self._step_memory(number) for number in range(1, len(self._steps)))
@@ -169,17 +225,9 @@ class _Run:
             num_alloc_retries=self._allocator.num_alloc_retries,
             history=tuple(history or ()),
             owners=self._owners,
-            segments=self._allocator.segments() if history is not None else (),
+            segments=self._segments,
             live_by_class=tuple(self._walk_last_step()) if oom is None and self._trace.steps else (),
         )
-
-    def _first_matmuls(self) -> list[int]:
-        """Return the events before which the forward and the backward thread meet their first matmul."""
-        stages = (Stage.FORWARD, Stage.BACKWARD)
-        firsts = (
-            next((op.event for op in self._trace.ops if op.is_matmul and op.stage is stage), None) for stage in stages
-        )
-        return [event for event in firsts if event is not None]
 
     def _take_workspace(self, event: int) -> None:
         before = self._allocator.allocated_bytes
@@ -192,7 +240,7 @@ class _Run:
             allocator.free(self._addresses.pop(~event))
             return
         before = allocator.allocated_bytes
-        self._addresses[event] = allocator.malloc(self._trace.sizes[event])
+        self._addresses[event] = allocator.malloc(self._trace.sizes[event], self._trace.stream_of(event))
         self._block_bytes[event] = allocator.allocated_bytes - before
         if allocator.history is not None:
             self._owners[allocator.history[-1].ordinal] = event

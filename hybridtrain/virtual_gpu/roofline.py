@@ -1,8 +1,18 @@
 """Step time from a roofline: each op takes as long as its arithmetic or its memory traffic, whichever is slower.
 
 One compute stream runs the ops in order; two copy streams carry tensors in and out, the bus being full duplex; the
-processor and the disk have a lane each. A lane waits for another where the ledger says so, and the time in which the
-compute stream waits belongs to what it waits for. Every figure from here is ``estimated``.
+processor, the disk and the link to other cards have a lane each. A lane waits for another where the ledger says so, and
+the time in which the compute stream waits belongs to what it waits for. The program issues one kernel after the other,
+ahead of the card: a kernel starts when the stream is free and it has been issued. Copies share memory: each takes its
+rate from the device's, and lanes that use host memory at a time share that. Every figure from here is ``estimated``.
+
+A product of M x K and K x N reaches ``matmul * K / (K + inner_half) * W / (W + waves_half)`` of the peak, W being its
+tiles of 128 x 128 for each multiprocessor: the pipeline of a tile fills and drains once per K, and the last wave of
+tiles is not full (NVIDIA, "Matrix Multiplication Background User's Guide", wave and tile quantization). One narrower
+than a tensor core's 16 rows or columns is read, not multiplied, in time: neither term holds for it.
+
+An op whose operands are few finds them where the op before left them, in the second-level cache: up to a quarter of it,
+``cached`` times the rate of device memory.
 """
 
 import tomllib
@@ -14,6 +24,7 @@ from functools import cache
 from importlib import resources
 
 from hybridtrain.config.decode import decode
+from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
@@ -34,6 +45,8 @@ class Bound(StrEnum):
     """Work of the processor that nothing hides."""
     DISK = "disk"
     """Reading and writing files that nothing hides."""
+    LINK = "link"
+    """Other cards: collectives that nothing hides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +57,32 @@ class Efficiency:
     """
 
     matmul: float = 0.75
-    """Of the peak arithmetic rate; torch's own runtime estimator assumes the same (runtime_estimator.py)."""
+    """Of the peak arithmetic rate, by large matrices."""
+    inner_half: float = 0.0
+    """Inner dimension of a product at which half of that is reached."""
+    waves_half: float = 0.0
+    """Tiles for each multiprocessor at which half of that is reached."""
+    attention: float = 0.7
+    """Of ``matmul``, by attention kernels: assumed, after a fit to all runs of benchmarks/peer_runs.toml gave 0.70."""
     memory: float = 0.80
     """Of the peak memory bandwidth."""
+    cached: float = 2.1
+    """How many times faster than device memory small operands are read and written: fitted on one recorded run, the
+    LoRA of rank 32 of PEFT's comparison on an L40S (results/tables/recorded.md tells how others are met)."""
     bus: float = 0.80
     """Of the theoretical bus rate: about 25 of 31.5 GB/s on PCIe 4.0 x16."""
     launch_seconds: float = 4e-6
-    """Shortest time between two kernels launched from Python."""
+    """Time in which the program issues a kernel."""
+    kernel_seconds: float = 2e-6
+    """Shortest time that a kernel or a copy takes."""
 
     def __post_init__(self) -> None:
-        shares = {name: getattr(self, name) for name in ("matmul", "memory", "bus")}
+        shares = {name: getattr(self, name) for name in ("matmul", "attention", "memory", "cached", "bus")}
         faults = [f"{name}: {share} must be above 0" for name, share in shares.items() if share <= 0]
-        if self.launch_seconds < 0:
-            faults.append(f"launch_seconds: {self.launch_seconds} must be at least 0")
+        others = {
+            name: getattr(self, name) for name in ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
+        }
+        faults += [f"{name}: {value} must be at least 0" for name, value in others.items() if value < 0]
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -65,15 +91,36 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 
 def efficiency_of(card: Card) -> Efficiency:
-    """Return the shares of its peak rates that a card reaches: those of its family, or the assumed ones."""
-    return _efficiency_by_family().get(card.family, DEFAULT_EFFICIENCY)
+    """Return the shares of its peak rates that a card reaches: its own, those of its family, or the assumed ones."""
+    known = _known_efficiencies()
+    return known.get(card.name) or known.get(card.family, DEFAULT_EFFICIENCY)
 
 
 @cache
-def _efficiency_by_family() -> dict[str, Efficiency]:
-    text = resources.files("hybridtrain.virtual_gpu").joinpath("efficiency.toml").read_text(encoding="utf-8")
-    tables = tomllib.loads(text)
+def _known_efficiencies() -> dict[str, Efficiency]:
+    tables = _read("efficiency.toml")
     return {name: decode(Efficiency, table, source=f"efficiency.toml [{name}]") for name, table in tables.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeError:
+    """How far estimated tokens/s are from recorded ones that were left out of the fit: their ratio less 1."""
+
+    runs: int
+    mean: float
+    mean_absolute: float
+    largest: float
+
+
+@cache
+def time_errors() -> dict[str, TimeError]:
+    """Return the errors of ``leave_one_card_out`` and ``leave_one_size_out``."""
+    tables = _read("time_error.toml")
+    return {name: decode(TimeError, table, source=f"time_error.toml [{name}]") for name, table in tables.items()}
+
+
+def _read(name: str) -> dict[str, dict[str, float]]:
+    return tomllib.loads(resources.files("hybridtrain.virtual_gpu").joinpath(name).read_text(encoding="utf-8"))
 
 
 _BOUND_OF_LANE = {
@@ -81,6 +128,7 @@ _BOUND_OF_LANE = {
     Lane.COPY_OUT: Bound.TRANSFER,
     Lane.HOST: Bound.HOST,
     Lane.DISK: Bound.DISK,
+    Lane.LINK: Bound.LINK,
 }
 
 
@@ -134,7 +182,7 @@ def estimate_step(
         ...     out = torch.empty(4096, 4096) @ torch.empty(4096, 4096)
         >>> time = estimate_step(ledger.trace().ops, find_card("rtx-4090"), upload_bytes=0)
         >>> time.flops, f"{1000 * time.seconds:.2f} ms", time.bound
-        (137438953472, '1.90 ms', <Bound.COMPUTE: 'compute'>)
+        (137438953472, '1.74 ms', <Bound.COMPUTE: 'compute'>)
 
     Args:
         ops: The step's, in the order in which they were given to their lanes.
@@ -144,8 +192,9 @@ def estimate_step(
         host: The machine around the card.
         efficiency: Shares of the peak rates; None: those of the card's family.
     """
-    rates = _Rates(card, host or Host(), efficiency or efficiency_of(card))
+    rates = Rates(card, host or Host(), efficiency or efficiency_of(card))
     upload = upload_bytes / rates.bus
+    issued = 0.0
     clocks = dict.fromkeys(Lane, upload)
     busy: defaultdict[Lane, float] = defaultdict(float, {Lane.COPY_IN: upload})
     by_bound: defaultdict[Bound, float] = defaultdict(float, {Bound.TRANSFER: upload})
@@ -154,11 +203,16 @@ def estimate_step(
     timed: list[TimedOp] = []
     flops = bytes_moved = 0
     for op in ops:
-        duration, bound = rates.duration(op)
         start, waited_for = clocks[op.lane], None
         for number in op.waits:
             if number >= first and ends[number - first] > start:
                 start, waited_for = ends[number - first], causes[number - first]
+        if op.lane is Lane.COMPUTE and op.bytes_moved:
+            if issued > start:
+                start, waited_for = issued, Bound.MEMORY
+            issued += rates.launch
+        beside = [lane for lane in _HOST_LANES if lane is not op.lane and clocks[lane] > start]
+        duration, bound = rates.duration(op, beside)
         if op.lane is Lane.COMPUTE:
             if waited_for is not None:
                 by_bound[waited_for] += start - clocks[op.lane]
@@ -181,29 +235,75 @@ def estimate_step(
     )  # fmt: skip
 
 
-class _Rates:
-    """What one card and machine reach in practice."""
+_COPIES = (Lane.COPY_IN, Lane.COPY_OUT)
+_HOST_LANES = (*_COPIES, Lane.HOST)
+_TILE = 128 * 128
+_NARROW = 16
+_CACHED_SHARE = 4
+
+
+class Rates:
+    """What one card and machine reach in practice.
+
+    Args:
+        card: Its peak rates.
+        host: The machine around it.
+        efficiency: Shares of the peak rates.
+    """
 
     def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
-        self._flops = {name: rate * efficiency.matmul for name, rate in card.flops_per_second.items()}
+        self._card, self._efficiency = card, efficiency
+        self._flops = card.flops_per_second
         self._bandwidth = card.memory_bytes_per_second * efficiency.memory
-        self._launch = efficiency.launch_seconds
-        self._lanes = {
-            Lane.COPY_IN: card.bus_bytes_per_second * efficiency.bus,
-            Lane.COPY_OUT: card.bus_bytes_per_second * efficiency.bus,
-            Lane.HOST: host.memory_bytes_per_second,
-            Lane.DISK: host.disk_bytes_per_second,
-        }
-        self.bus = self._lanes[Lane.COPY_IN]
+        self._cached_bytes = card.l2_mib * MIB // _CACHED_SHARE
+        self._host = host.memory_bytes_per_second
+        self._disk = host.disk_bytes_per_second
+        self.launch = efficiency.launch_seconds
+        self.bus = card.bus_bytes_per_second * efficiency.bus
+        self._shares: dict[tuple[int, int, int], float] = {}
 
-    def duration(self, op: OpRecord) -> tuple[float, Bound]:
-        """Return the seconds an op keeps its lane, and what limits it."""
+    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bound]:
+        """Return the seconds an op keeps its lane, and what limits it.
+
+        Args:
+            op: The op.
+            beside: Other lanes that use host memory meanwhile.
+        """
+        least = self._efficiency.kernel_seconds
+        if op.lane is Lane.LINK:
+            memory = op.bytes_moved / self._memory_rate(op.bytes_moved, beside)
+            return max(op.link_seconds, memory, least), Bound.LINK
         if op.lane is not Lane.COMPUTE:
-            return max(op.bytes_moved / self._lanes[op.lane], self._launch), _BOUND_OF_LANE[op.lane]
+            return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
         if not op.bytes_moved:
             return 0.0, Bound.MEMORY
-        compute = op.flops / self._flops.get(op.dtype, self._flops["float32"])
-        memory = max(op.bytes_moved / self._bandwidth, self._launch)
+        compute = op.flops / (self._flops.get(op.dtype, self._flops["float32"]) * self._share(op)) if op.flops else 0.0
+        memory = max(op.bytes_moved / self._memory_rate(op.bytes_moved, beside), least)
         if op.stage is Stage.UPDATE:
             return max(compute, memory), Bound.OPTIMIZER
         return max(compute, memory), Bound.COMPUTE if compute >= memory else Bound.MEMORY
+
+    def _memory_rate(self, num_bytes: int, beside: Sequence[Lane]) -> float:
+        if num_bytes <= self._cached_bytes:
+            return self._bandwidth * self._efficiency.cached
+        return max(self._bandwidth - self.bus * sum(lane in _COPIES for lane in beside), self._bandwidth / 2)
+
+    def _rate(self, lane: Lane, beside: Sequence[Lane]) -> float:
+        if lane is Lane.DISK:
+            return self._disk
+        even = self._host / (1 + len(beside))
+        return max(even, self._host - self.bus * len(beside)) if lane is Lane.HOST else min(self.bus, even)
+
+    def _share(self, op: OpRecord) -> float:
+        """Return the share of the peak arithmetic rate that an op reaches."""
+        efficiency = self._efficiency
+        if op.shape is None:
+            return efficiency.matmul * (efficiency.attention if "attention" in op.name else 1.0)
+        if op.shape not in self._shares:
+            rows, columns, inner = op.shape
+            if min(rows, columns) < _NARROW:
+                return efficiency.matmul
+            waves = rows * columns / _TILE / max(self._card.sms, 1)
+            fill = inner / (inner + efficiency.inner_half)
+            self._shares[op.shape] = efficiency.matmul * fill * waves / (waves + efficiency.waves_half)
+        return self._shares[op.shape]

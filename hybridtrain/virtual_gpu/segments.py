@@ -9,6 +9,7 @@ head of a segment is the same object for the segment's whole life.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple, Self
@@ -56,6 +57,38 @@ def record(history: list[AllocatorEvent] | None, action: Action, address: int, s
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 """Where segments start; real addresses have 47 bits too, and a snapshot viewer reads them as doubles."""
+
+Placement = Callable[[int, int], int]
+"""Where the driver puts a new segment of so many bytes at a multiple of an alignment; never over one that is there."""
+
+
+def rising(start: int = FIRST_ADDRESS) -> Placement:
+    """Return a driver that puts each segment above all earlier ones."""
+
+    def place(size: int, alignment: int) -> int:
+        nonlocal start
+        address = -(-start // alignment) * alignment
+        # The gap keeps two segments from looking like one: the snapshot viewer joins ranges that touch.
+        start = address + size + SEGMENT_STEP_BYTES
+        return address
+
+    return place
+
+
+def falling(end: int = FIRST_ADDRESS) -> Placement:
+    """Return a driver that puts each segment below all earlier ones, as CUDA on Linux mostly does.
+
+    Recorded snapshots show it (results/reserved.md). Of equal cached blocks the allocator takes the lowest, so that
+    it is the oldest here under ``rising`` and the youngest under this.
+    """
+
+    def place(size: int, alignment: int) -> int:
+        nonlocal end
+        address = (end - size) // alignment * alignment
+        end = address - SEGMENT_STEP_BYTES
+        return address
+
+    return place
 
 
 class BlockState(StrEnum):
@@ -139,18 +172,19 @@ class FreePool:
 
 
 class Heap:
-    """Every block by address. Segments get rising addresses, never used twice."""
+    """Every block by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Placement) -> None:
         self.blocks: dict[int, HeapBlock] = {}
         self.heads: dict[int, HeapBlock] = {}
-        self._next_address = FIRST_ADDRESS
+        self._place = place
 
     def add_segment(self, size: int, stream: int, pool: FreePool, state: BlockState, alignment: int) -> HeapBlock:
         """Return the one block, in no pool yet, of a new segment at a multiple of ``alignment``."""
-        address = -(-self._next_address // alignment) * alignment
-        # The gap keeps two segments from looking like one: the snapshot viewer joins ranges that touch.
-        self._next_address = address + size + SEGMENT_STEP_BYTES
+        return self.adopt_segment(self._place(size, alignment), size, stream, pool, state)
+
+    def adopt_segment(self, address: int, size: int, stream: int, pool: FreePool, state: BlockState) -> HeapBlock:
+        """Return the one block, in no pool yet, of a segment at a known address."""
         block = HeapBlock(address, size, stream, pool, state)
         self.blocks[address] = self.heads[address] = block
         return block
@@ -220,7 +254,9 @@ class ExpandableSegments:
     def unmap(self, block: HeapBlock) -> None:
         """Give back the whole pages inside a cached block; what is left at its ends stays cached."""
         pool, page = block.pool, block.pool.page_bytes
-        start, stop = -(-block.address // page) * page, block.end // page * page
+        base = max(head for head in self._heap.heads if head <= block.address)  # pages are counted from there
+        start = base - (base - block.address) // page * page
+        stop = base + (block.end - base) // page * page
         if start >= stop:
             return
         pool.remove(block)
@@ -289,9 +325,13 @@ class SegmentCache:
     """Segments of one device and the free blocks in them. It never waits for a stream: its caller does."""
 
     def __init__(
-        self, config: AllocatorConfig, capacity_bytes: int | None, history: list[AllocatorEvent] | None
+        self,
+        config: AllocatorConfig,
+        capacity_bytes: int | None,
+        history: list[AllocatorEvent] | None,
+        place: Placement,
     ) -> None:
-        self.heap = Heap()
+        self.heap = Heap(place)
         self.small = FreePool(is_small=True, page_bytes=SMALL_SEGMENT_BYTES)
         self.large = FreePool(is_small=False, page_bytes=config.large_segment_size)
         self.reserved_bytes = 0
@@ -304,7 +344,7 @@ class SegmentCache:
             self._ranges = ExpandableSegments(self.heap, capacity_bytes, history)
         self._unlimited_reuse = config.max_split_size is None
         # Garbage collection needs a capacity to keep away from, and never touches expandable ranges.
-        self._collects_garbage = (
+        self.ages_blocks = (
             capacity_bytes is not None and config.garbage_collection_threshold > 0 and self._ranges is None
         )
 
@@ -314,7 +354,7 @@ class SegmentCache:
 
     def take(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
         """Return the best cached block for ``size`` bytes, taken out of its pool; None if none may serve."""
-        if self._collects_garbage:
+        if self.ages_blocks:
             pool.searches += 1
         entries = pool.cached.get(stream)
         if not entries:
@@ -351,7 +391,7 @@ class SegmentCache:
 
     def collect_garbage(self) -> None:
         """Release large segments that were cached for long, when more than the threshold is reserved."""
-        if not self._collects_garbage or self.capacity_bytes is None:
+        if not self.ages_blocks or self.capacity_bytes is None:
             return
         excess = self.reserved_bytes - int(self._config.garbage_collection_threshold * self.capacity_bytes)
         if excess <= 0:

@@ -25,6 +25,7 @@ from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.virtual_world import World, virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the
@@ -64,19 +65,28 @@ class VirtualGpu:
         steps: After how many optimizer steps the code is stopped; None: never.
         allocator: Settings of the caching allocator; None: torch's defaults.
         record_history: Keep what snapshots need.
+        world: Cards that the code is to believe it runs on; above 1 it is one rank of torch.distributed.
+        rank: Which of them this card is.
+        cards_per_machine: Of the world, as torchrun's ``--nproc-per-node``.
+        link: What joins cards of one machine: nvlink, pcie or a TOML file.
+        network: What joins machines.
 
     Raises:
         ConfigError: The card is not known.
+        ValueError: There is no such rank.
     """
 
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
-        allocator: AllocatorConfig | None = None, record_history: bool = False,
+        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int = 1, rank: int = 0,
+        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
         self.card = find_card(card) if isinstance(card, str) else card
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
+        self.world = World(size=world, rank=rank, cards_per_machine=cards_per_machine, link=link, network=network)
         self.config = allocator
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
+        self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.steps_done = 0
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
@@ -99,6 +109,8 @@ class VirtualGpu:
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, autocast))
+            if self.world.size > 1:
+                stack.enter_context(virtual_world(self.world, self.ledger))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),

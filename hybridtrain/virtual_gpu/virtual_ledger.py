@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import OpRecord, StorageLedger, holders
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, count_bytes, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.replay import OutOfMemory
@@ -83,6 +84,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         """Whether an optimizer is at work."""
         self.host_bytes = 0
         self.peak_host_bytes = 0
+        self.card_index = 0
+        """By which the code calls its card, of ``num_cards`` in the machine."""
+        self.num_cards = 1
+        self.stream = 0
+        """On which of the card's streams the code works; each has a cache of its own in the allocator."""
         self.first_matmuls: set[bool] = set()
         self.scratch_rules: dict[torch._ops.OpOverload, Callable[[Sequence[Any]], int]] = {}
         """Of ops whose scratch depends on the card."""
@@ -91,12 +97,23 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._fills: dict[int, bool] = {}
         self._host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._addresses: dict[int, int] = {}
+        self._streams: list[int] = []
+        self.links: Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], float | None] | None = None
+        """Says how long an op keeps the link to other cards; None of what is no collective."""
+        self._last_of_stream: dict[int, int] = {}
+        self._awaited: dict[int, list[int]] = {}
+        self._arriving: dict[int, int] = {}
+        """Storages that a collective works on, and its number: who reads one waits."""
+        self._kept_labels: dict[int, tuple[TensorClass, str]] = {}
+        """What a storage was for, before it was resized to nothing."""
         self._modules: list[str] = []
         self._sequence: list[int] = []
         self._sequence_units: list[str] = []
         self._target: Place | None = None
         self._handlers: dict[torch._ops.OpOverload, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self._read_scalar,
+            _ATEN.item.default: self._read_scalar,  # as it comes from below autograd
+            _ATEN.is_nonzero.default: lambda *call: bool(self._read_scalar(*call)),
             _ATEN.equal.default: self._are_equal,
             _ATEN.is_pinned.default: lambda *_: False,
             _ATEN._pin_memory.default: lambda _func, args, _kwargs: args[0],
@@ -109,7 +126,13 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
-        return self._places.get(tensor.untyped_storage()._cdata) if is_truly_meta(tensor) else None
+        if not is_truly_meta(tensor):
+            return None
+        place = self._places.get(tensor.untyped_storage()._cdata)
+        if place is None and type(tensor) not in _PLAIN_TYPES:
+            local = getattr(tensor, "_local_tensor", None)  # a DTensor lies where this rank's share of it does
+            return None if local is None else self.place_of(local)
+        return place
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's values, on the CPU, where they follow from the script's own data; None elsewhere."""
@@ -144,6 +167,37 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._unit = self._modules[-1] if self._modules else ""
         self._mark_sequence()
 
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Say what a tensor is for; of a DTensor, what this rank has of it."""
+        super().label(getattr(tensor, "_local_tensor", tensor), tensor_class, unit)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count a storage that gets other bytes: FSDP frees what it gathered by resizing it to nothing."""
+        address = storage._cdata
+        place = self._places.get(address)
+        if place is None or size == storage.nbytes():
+            return
+        self._values.pop(address, None)
+        self._fills.pop(address, None)
+        if place is Place.HOST:
+            self.host_bytes += size - storage.nbytes()
+            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+            self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
+            return
+        found = self._alive.pop(address, None)
+        if found is not None:
+            self._kept_labels[address] = self._classes[found[0]], self._units[found[0]]
+            self._release(found[0], found[1])
+        if not size:
+            self._host_storages[address] = weakref.ref(storage, self._forget(address, 0))
+            return
+        self._stage = self._stage_now()
+        index = self._allocate(size, self._stage)
+        if address in self._kept_labels:
+            self._classes[index], self._units[index] = self._kept_labels[address]
+        self._host_storages.pop(address, None)
+        self._alive[address] = index, size, weakref.ref(storage, self._on_release(address))
+
     def release_cache(self) -> None:
         """Give the allocator's cached segments back, as ``torch.cuda.empty_cache`` does."""
         self.allocator.empty_cache()
@@ -175,6 +229,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         place = self._place(func, operands) if target is None else target
         if place is None:  # real, or on meta by the script's own wish
             return func(*args, **kwargs)
+        if self._arriving:
+            self._await(operands)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -248,12 +304,51 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             if scratch:
                 index = self._allocate(scratch, Stage.UPDATE)
                 self._release(index, scratch)
-            self._last_compute = len(self._ops)
-            self._ops.append(self._op_record(func, args, kwargs, out, event))
+            self._append_op(func, args, kwargs, out, event)
         else:
             size = count_bytes(func, args, kwargs, out)
             if size >= _HOST_WORK:
                 self.work(Lane.HOST, size, (self._last_compute,))
+
+    def _append_op(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
+    ) -> None:
+        """Record an op on the lane of its stream: compute is the first stream's, what the others do is for the link."""
+        collective = None if self.links is None else self.links(func, args, out)
+        if not self.stream and collective is None:
+            self._last_compute = len(self._ops)
+            self._ops.append(self._op_record(func, args, kwargs, out, event))
+            return
+        joined, self._joined = self._joined, []
+        record = self._op_record(func, args, kwargs, out, event)
+        waits = [*self._awaited.pop(self.stream, ())] if self.stream else [*joined, self._last_compute]
+        self._joined = joined
+        self._last_of_stream[self.stream] = number = len(self._ops)
+        seconds = 0.0 if collective is None else collective
+        self._ops.append(
+            replace(record, lane=Lane.LINK, waits=tuple(w for w in waits if w >= 0), link_seconds=seconds)
+        )  # fmt: skip
+        if not self.stream:
+            for tensor in tensors_in([*args, out]):
+                self._arriving[tensor.untyped_storage()._cdata] = number
+
+    def last_op(self, stream: int) -> int:
+        """Return the last op of a stream, -1 before the first."""
+        return self._last_of_stream.get(stream, -1) if stream else self._last_compute
+
+    def await_op(self, stream: int, op: int) -> None:
+        """Let what comes next on a stream wait for an op."""
+        if stream:
+            self._awaited.setdefault(stream, []).append(op)
+        else:
+            self.join(op)
+
+    def _await(self, operands: Sequence[Tensor]) -> None:
+        """Let the next op of the compute lane wait for collectives that it reads from."""
+        for tensor in operands:
+            found = self._arriving.pop(tensor.untyped_storage()._cdata, None)
+            if found is not None and not self.stream:
+                self.join(found)
 
     def _book_copy(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
@@ -262,8 +357,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         crosses = sources and (sources != {place} if func not in _COPIES else len(sources) > 1)
         if not crosses:
             if place is Place.DEVICE and (sources or func not in _COPIES):
-                self._last_compute = len(self._ops)
-                self._ops.append(self._op_record(func, args, kwargs, out, len(self._events)))
+                self._append_op(func, args, kwargs, out, len(self._events))
             return
         destination = place
         if func in _COPIES:
@@ -430,6 +524,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         def forget(_reference: object) -> None:
             self._host_storages.pop(address, None)
             self._places.pop(address, None)
+            self._kept_labels.pop(address, None)
+            self._arriving.pop(address, None)
             self._values.pop(address, None)
             self._fills.pop(address, None)
             self.host_bytes -= size
@@ -441,6 +537,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
         def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
             self._places.pop(address, None)
+            self._kept_labels.pop(address, None)
+            self._arriving.pop(address, None)
             self._values.pop(address, None)
             self._fills.pop(address, None)
             release(reference)
@@ -451,7 +549,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def _allocate(self, size: int, stage: Stage) -> int:
         try:
-            address = self.allocator.malloc(size)
+            address = self.allocator.malloc(size, self.stream)
         except AllocatorOutOfMemory as refusal:
             self.refusal = self._outcome(refusal)
             raise torch.OutOfMemoryError(self._refusal(refusal)) from None
@@ -459,7 +557,12 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
+        self._streams.append(self.stream)
         return index
+
+    def trace(self) -> LedgerTrace:
+        """Return what was recorded so far."""
+        return replace(super().trace(), streams=tuple(self._streams) if any(self._streams) else ())
 
     def _outcome(self, refusal: AllocatorOutOfMemory) -> OutOfMemory:
         trace = self.trace()
@@ -503,7 +606,13 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         return super()._op_record(func, operands, kwargs, out, event)
 
     def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-        """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on."""
+        """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on.
+
+        A product with a 4-bit weight, bitsandbytes' own op (A, B, shape of B unpacked, ...), is counted as any other.
+        """
+        if func._schema.name in _FOUR_BIT_PRODUCTS:
+            rows, _ = args[2]
+            return int(2 * args[0].numel() * rows)
         first = _FIRST_KEY.get(func)
         if first is not None and args[first].shape[1] != args[first - 1].shape[1]:
             heads = args[first - 1].shape[1]
@@ -542,12 +651,14 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 """What a subclass has that leaves the dispatcher alone."""
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _ENGINE = _engine_run_backward.__code__
 _FIRST_KEY = {
     _ATEN._scaled_dot_product_flash_attention.default: 1,
     _ATEN._scaled_dot_product_flash_attention_backward.default: 2,
 }
 """Where the keys stand among the operands of attention that takes grouped heads; queries before, values after."""
+_FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})

@@ -18,8 +18,10 @@ from hybridkernels.compile_case import SHARED_MEMORY_BYTES, CompileCase
 KERNELS = (
     "adamw_int8",
     "flash_attention",
+    "geglu",
     "int8_quantize",
     "linear_cross_entropy",
+    "nf4",
     "rssm_gru",
     "state_encoding",
     "swiglu",

@@ -13,6 +13,7 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
+    Bitnet,
     ChunkedLoss,
     FlashAttention,
     FusedUpdate,
@@ -20,7 +21,9 @@ from hybridtrain.optimizations import (
     GradientCheckpointing,
     Int8Optimizer,
     Int8Weights,
+    Lora,
     MixedPrecision,
+    Nf4Weights,
     OptimizerOffload,
     WeightStreaming,
 )
@@ -34,7 +37,7 @@ from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from stacks import ADAFACTOR, settings_of
-from tiny_models import GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
+from tiny_models import FAMILIES, GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 
 NUM_STEPS = 3
 WORKSPACE_BYTES = 8_519_680
@@ -59,6 +62,14 @@ STACKS: dict[str, list[Optimization]] = {
         MixedPrecision(master="split16"),
         GradAccumulation(grad_accum_steps=2, schedule="vertical"),
     ],
+    "lora": [Lora(), GradientCheckpointing(recompute_every=2)],
+    "dora-dropout-vertical": [
+        Lora(magnitude=True, dropout=0.1),
+        GradAccumulation(grad_accum_steps=2, schedule="vertical"),
+        ChunkedLoss(loss_chunk_tokens=16),
+    ],
+    "bitnet": [Bitnet(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
+    "qlora": [Lora(), MixedPrecision(), Nf4Weights(), GradientCheckpointing(recompute_every=1), Int8Optimizer()],
 }
 VERTICAL = GradAccumulation(grad_accum_steps=2, schedule="vertical")
 STREAMED_STACKS: dict[str, list[Optimization]] = {
@@ -111,6 +122,7 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
         OptimizerOffload(offload_grads=False),
         ActivationOffload(),
     ],
+    "qlora-streamed": [Lora(targets=("query", "qkv")), Nf4Weights(), WeightStreaming(tier="disk"), OptimizerOffload()],
     "all-away": [
         GradAccumulation(grad_accum_steps=2),
         GradientCheckpointing(recompute_every=1),
@@ -147,6 +159,7 @@ TINY_MODELS = {
     "gpt2-odd": GPT2_ODD,
     "llama-grouped": LLAMA_GROUPED,
     "llama-odd": LLAMA_ODD,
+    **FAMILIES,
 }
 
 
@@ -217,12 +230,16 @@ def test_gpt2_small_is_planned_as_it_is_executed(stack: str) -> None:
 
 
 def chosen_cases() -> list[tuple[str, str, int]]:
-    """Return model, stack, steps: every stack with either family, and with odd sizes as well as even ones.
+    """Return model, stack, steps: every stack with GPT-2 or LLaMA, odd sizes as well as even ones; others with a few.
 
     The third step, which is as the second, is taken of the model with fewer blocks.
     """
     cases = (("gpt2-dropout", 2), ("llama-odd", 3)), (("gpt2-odd", 3), ("llama-grouped", 2))
-    return [(model, stack, steps) for number, stack in enumerate(EVERY_STACK) for model, steps in cases[number % 2]]
+    chosen = [(model, stack, steps) for number, stack in enumerate(EVERY_STACK) for model, steps in cases[number % 2]]
+    of_families = ("vanilla", "unfused-attention", "streamed-resident-disk")
+    return chosen + [(model, of_families[number % 3], 2) for number, model in enumerate(FAMILIES)] + [
+        ("gemma3", "tight", 2), ("qwen3-moe", "tight", 2)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "stack", "num_steps"), chosen_cases())

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hybridvalidation.cli.main import main
+from hybridvalidation.judge.time_error import TIME_ERROR
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))
@@ -32,8 +33,20 @@ def test_the_readmes_table_is_the_reports() -> None:
     stacks = [
         line for line in shown if line.startswith(("| stack", "| vanilla", "| mixed", "| conservative", "| tight"))
     ]
-    assert len(stacks) == 5
+    assert len(stacks) == 6
     assert set(stacks) <= set(report)
+
+
+def test_the_readme_states_how_many_targets_have_which_verdict() -> None:
+    counts = (ROOT / "results" / "tables" / "targets.md").read_text().splitlines()[2]
+    assert counts.startswith("51 stated targets: ")
+    assert counts in (ROOT / "README.md").read_text()
+
+
+def test_the_time_models_error_is_that_of_its_table() -> None:
+    lines = (ROOT / "results" / "time-model.md").read_text().splitlines()
+    card_out, _ = (line.split("|")[4] for line in lines if line.startswith("| **all**"))
+    assert float(card_out.strip(" %")) / 100 == pytest.approx(TIME_ERROR, abs=0.0005)  # told with one decimal
 
 
 def test_committed_tables_follow_from_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

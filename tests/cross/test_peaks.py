@@ -41,7 +41,8 @@ def checkpointed(block: nn.Module, hidden_BTD: Tensor) -> Tensor:
 
 def meta_batch() -> DeviceBatch:
     shape = (BATCH_SIZE, SEQ_LEN)
-    return DeviceBatch(*(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
+    tokens, targets = (torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2))
+    return DeviceBatch(tokens, targets, num_targets=targets.numel())
 
 
 def plain_peak(config: ModelConfig, run_block: Block) -> int:

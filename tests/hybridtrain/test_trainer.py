@@ -1,5 +1,6 @@
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.state_store import ParameterState
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import Experts, ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
@@ -190,3 +191,27 @@ def test_a_gradient_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch
         trainer.step(batches(1)[0])
     assert_same_weights(trainer, before)
     assert trainer.steps_done == 0
+
+
+def test_accumulated_gradients_are_a_mean_or_a_sum_and_the_rate_may_follow() -> None:
+    (step,) = batches(1, 2)
+    accumulates = GradAccumulation(grad_accum_steps=2)
+    mean, total, scaled = (
+        new_trainer(stack=[stack]).step(step)
+        for stack in (accumulates, replace(accumulates, normalize_gradients=False), replace(accumulates, scale_lr=True))
+    )
+    assert mean.grad_norm is not None
+    assert total.grad_norm == pytest.approx(2 * mean.grad_norm)
+    assert (scaled.lr, scaled.grad_norm, total.loss) == (2 * mean.lr, mean.grad_norm, mean.loss)
+
+
+def test_the_balancing_loss_of_experts_is_a_mean_over_micro_batches_too() -> None:
+    experts = Experts(count=4, per_token=2, ffn_width=24, balance_coefficient=1.0)
+    model = replace(LLAMA_GROUPED, family="mixtral", experts=experts)
+    (step,) = random_steps(model, 1)
+    once = new_trainer(model).step(step)
+    twice = new_trainer(model, [GradAccumulation(grad_accum_steps=2)]).step(step * 2)
+    without = replace(model, experts=replace(experts, balance_coefficient=0.0))
+    assert once.grad_norm is not None
+    assert twice.grad_norm == pytest.approx(once.grad_norm, rel=1e-5)
+    assert new_trainer(without).step(step).grad_norm != pytest.approx(once.grad_norm, rel=1e-3)

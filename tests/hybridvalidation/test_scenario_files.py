@@ -9,8 +9,10 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Schedule
 from hybridtrain.plan.placement import Placement
 from hybridvalidation.judge import metrics
-from hybridvalidation.scenario import ANY_STACK, ScenarioTarget
+from hybridvalidation.judge.case import RATE_METRICS
+from hybridvalidation.scenario import ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.protocol import StudyFile
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
@@ -44,6 +46,9 @@ ffn_width = 8
 id = "small"
 stacks = ["lean"]
 """
+OF_LADDERS = {
+    stated.id for name in ladder_names(SHIPPED.folder) for stated in read_ladder_file(SHIPPED.folder, name).targets
+}
 NOT_OF_SCENARIOS = {
     "profiler-overhead", "flash-attention-saving", "flash-attention-cost", "rssm-kernel-speedup",
     "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",
@@ -108,15 +113,29 @@ def test_every_target_of_a_shipped_scenario_can_be_judged(name: str) -> None:
     assert scenario.targets
     for item in scenario.targets:
         assert targets[item.id].metric in metrics.METRICS, item.id
-        assert set(item.stacks) <= {ANY_STACK, *scenario.stacks}
-        assert item.baseline in scenario.stacks
+        assert set(item.stacks) <= {*scenario.stacks}
+        baselines = [item.baseline or "vanilla"]
+        if targets[item.id].metric in RATE_METRICS and item.baseline is None:
+            baselines = list(scenario.rate_baselines)
+        assert set(baselines) <= {*scenario.stacks}
         if targets[item.id].metric.startswith("accuracy_"):
-            assert all(scenario.trains(stack) for stack in (*item.stacks, item.baseline)), "nobody would ever know"
+            assert item.id in OF_LADDERS, "nobody would ever know"
+
+
+@pytest.mark.parametrize("name", SHIPPED.scenario_names())
+def test_speeds_are_told_against_bf16_with_as_many_tokens_a_step(name: str) -> None:
+    scenario, targets = SHIPPED.scenario(name), SHIPPED.targets()
+    for item in scenario.targets:
+        if targets[item.id].metric in RATE_METRICS:
+            for stack in item.stacks or scenario.stacks:
+                baseline = scenario.baseline_of(stack, scenario.rate_baselines)
+                assert baseline.startswith("mixed"), "fp32 without tensor cores would make anything look fast"
+                assert scenario.workload_of(baseline) == scenario.workload_of(stack)
 
 
 def test_every_figure_on_memory_is_judged_somewhere() -> None:
     judged = {item.id for name in SHIPPED.scenario_names() for item in SHIPPED.scenario(name).targets}
-    assert set(SHIPPED.targets()) - judged == NOT_OF_SCENARIOS
+    assert set(SHIPPED.targets()) - judged - OF_LADDERS == NOT_OF_SCENARIOS
     studied = {
         name for path in (SHIPPED.folder / "studies").glob("*.toml") for name in load_toml(StudyFile, path).targets
     }
@@ -232,7 +251,7 @@ def test_a_batch_must_split_into_micro_batches(files: ScenarioFiles) -> None:
         ('stacks = ["lean"]', 'stacks = ["leen"]', "$: targets[0].stacks: stack 'leen' is unknown"),
         ('["lean"]', '["lean"]\nbaseline = "plein"', "$: targets[0].baseline: stack 'plein' is unknown"),
         ("\nmodel", '\naccuracy_stacks = ["leen"]\nmodel', "$: accuracy_stacks: stack 'leen' is unknown"),
-        ('{ preset = "gpt2-small" }', "{}", "$.model: give either preset"),
+        ('{ preset = "gpt2-small" }', "{}", "$.model: give one of preset"),
         ("rtx-3090", "rtx-3091", "$.card: name: card 'rtx-3091' is unknown; did you mean 'rtx-3090'?"),
     ],
 )

@@ -15,7 +15,7 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import ChunkedLoss, FlashAttention, GradAccumulation, GradientCheckpointing
 from hybridtrain.plan.compose import Optimization
 from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
+from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 from training_history import (
     NUM_STEPS,
     History,
@@ -74,6 +74,14 @@ def test_training_equals_plain_autograd(
     stack = [GradAccumulation(grad_accum_steps=accum_steps, schedule=schedule), *recompute(interval)]
     actual = executor_history(MODELS[name], stack, accum_steps, monkeypatch)
     assert_same_history(actual, plain_history(MODELS[name], accum_steps))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "phi3", "olmo2", "mixtral"])
+@pytest.mark.parametrize("interval", [0, 2])  # of 3 blocks: the last segment is one
+def test_every_kind_of_family_equals_plain_autograd(name: str, interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = [GradAccumulation(grad_accum_steps=2, schedule="vertical"), *recompute(interval)]
+    actual = executor_history(FAMILIES[name], stack, 2, monkeypatch)
+    assert_same_history(actual, plain_history(FAMILIES[name], 2))
 
 
 @pytest.mark.parametrize("name", MODELS)

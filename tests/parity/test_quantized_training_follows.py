@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from statistics import fmean, stdev
+from statistics import fmean
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
     finals = [baseline(seed) for seed in SEEDS]
     first = torch.tensor(float(MODEL.vocab_size)).log().item()
     assert max(finals) < first - LEAST_DROP
-    assert stdev(finals) > 2 * FACTORED_BAND  # pairing by seed is what makes these bands possible
+    assert max(finals) - min(finals) > FACTORED_BAND  # pairing by seed is what makes these bands possible
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import (

@@ -1,13 +1,14 @@
 """What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from hybridtrain.config.rules import below_least
-from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import BatchWorkload, ModelConfig, ModelSpec
+from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.errors import PlanConflictError, unknown_name
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -16,10 +17,10 @@ from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 if TYPE_CHECKING:
     from hybridtrain.trainer_config import TrainerConfig
 
-ANY_STACK = "any"
-"""As a target's stack: it holds when it holds for at least one stack that fits."""
 BASELINE_STACK = "vanilla"
-"""What savings, speed and quality are told against, unless a target names another stack."""
+"""What savings and quality are told against, unless a target names another stack."""
+RATE_BASELINE = "mixed"
+"""What slow-downs and relative throughputs are told against: bf16 on tensor cores, which costs nothing but a flag."""
 
 
 def name_faults(name: str) -> list[str]:
@@ -34,7 +35,9 @@ class CardSpec:
     """A card of the catalogue by name, or one's own."""
 
     name: str | None = None
+    """A name of ``hybridtrain list cards``."""
     custom: Card | None = None
+    """Figures of one's own."""
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.custom is None):
@@ -57,14 +60,21 @@ class AccuracySpec:
     proxy: ModelConfig
     """Small model of the same family, trained for real."""
     seeds: tuple[int, ...]
+    """Of the paired runs, at least three."""
     num_steps: int
-    batch_size: int
+    """Optimizer steps of each."""
+    batch_size: Annotated[int, Most(2**16)]
+    """Sequences per optimizer step."""
     seq_len: int
+    """Tokens per sequence."""
     lr: float
-    validation_batches: int
+    """Peak learning rate."""
+    validation_batches: Annotated[int, Most(2**16)]
+    """Batches of held-out text."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("num_steps", "batch_size", "seq_len", "validation_batches"))
+        faults += above_most(self)
         if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
@@ -85,9 +95,10 @@ class ScenarioTarget:
 
     id: str
     """Of ``targets.toml``."""
-    stacks: tuple[str, ...] = (ANY_STACK,)
-    baseline: str = BASELINE_STACK
-    """Stack to compare with."""
+    stacks: tuple[str, ...] = ()
+    """What it is about; empty: the scenario, so that one stack must hold it together with all rows like it."""
+    baseline: str | None = None
+    """Stack to compare with; None: ``vanilla``, of slow-downs and relative throughputs ``rate_baselines``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +106,26 @@ class Scenario:
     """One scenario file."""
 
     name: str
+    """Records, tables and plots are called after it."""
     says: str
+    """What it is about, in a line."""
     model: ModelSpec
     card: CardSpec
     workload: BatchWorkload
     stacks: tuple[str, ...]
+    """Names of stack files."""
     host: Host = field(default_factory=Host)
     """The machine around the card."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sequences per optimizer step of single stacks, where they are not the workload's."""
+    rate_baselines: tuple[str, ...] = (RATE_BASELINE,)
+    """What speeds are told against: of these the stack with as many tokens a step."""
     accuracy: AccuracySpec | None = None
     """None: nothing is trained for this scenario."""
     accuracy_stacks: tuple[str, ...] = ()
     """Stacks whose cost in quality is found out, with what they are compared with; empty: all."""
     targets: tuple[ScenarioTarget, ...] = ()
+    """Stated figures that it judges."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -141,6 +158,11 @@ class Scenario:
         if faults:
             raise ValueError("\n".join(faults))
 
+    def baseline_of(self, stack: str, baselines: Sequence[str]) -> str:
+        """Return the first of some baselines with as many tokens a step as ``stack``, else the first."""
+        tokens = self.workload_of(stack).batch_size
+        return next((name for name in baselines if self.workload_of(name).batch_size == tokens), baselines[0])
+
     def workload_of(self, stack: str) -> BatchWorkload:
         """Return the batch of one optimizer step under ``stack``."""
         return replace(self.workload, batch_size=self.batch_sizes.get(stack, self.workload.batch_size))
@@ -153,11 +175,11 @@ class Scenario:
         faults = []
         for position, target in enumerate(self.targets):
             faults += [
-                f"targets[{position}].stacks: {unknown_name('stack', stack, [ANY_STACK, *self.stacks])}"
+                f"targets[{position}].stacks: {unknown_name('stack', stack, self.stacks)}"
                 for stack in target.stacks
-                if stack not in {ANY_STACK, *self.stacks}
+                if stack not in self.stacks
             ]
-            if target.baseline not in {BASELINE_STACK, *self.stacks}:
+            if target.baseline is not None and target.baseline not in self.stacks:
                 faults.append(f"targets[{position}].baseline: {unknown_name('stack', target.baseline, self.stacks)}")
         return faults
 
@@ -167,10 +189,13 @@ class Stack:
     """One stack file: a named list of optimizations."""
 
     name: str
+    """What commands and tables call it."""
     says: str
+    """What it is, in a line."""
     optimizer: str = "adamw"
     """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
+    """Each is a table of its own; their order does not matter."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -188,7 +213,11 @@ class Stack:
         Raises:
             PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
         """
-        return compose(with_accumulation(self.optimizations, grad_accum_steps))
+        try:
+            optimizations = with_accumulation(self.optimizations, grad_accum_steps)
+        except ValueError as error:
+            raise PlanConflictError(str(error)) from error
+        return compose(optimizations)
 
     def training(self, lr: float | None = None) -> "TrainerConfig":
         """Return the optimizer with its default settings, or at another learning rate."""
@@ -209,6 +238,8 @@ class StatedParts:
     optim_state: float = 0.0
     activation_gb: float = 0.0
     """Of the whole step, as stated: a figure without its sequence length cannot be derived."""
+    num_params: float | None = None
+    """As the document rounds them; None: those of the scenario's model."""
 
     @property
     def bytes_per_param(self) -> float:
@@ -229,6 +260,8 @@ class Target:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    by_definition: str = ""
+    """Why the figure is met whatever a program does, where it follows from how the recipe is written down."""
     parts: StatedParts | None = None
     """Of totals that are derived anew from the model's shape."""
 

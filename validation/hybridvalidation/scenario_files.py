@@ -11,7 +11,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.scenario import Scenario, Stack, Target, TargetFile
 
-_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
+STACK_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 
 
 def default_folder() -> Path:
@@ -23,7 +23,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioFiles:
-    """A folder with scenario files, ``stacks/`` and ``targets.toml``."""
+    """A folder with scenario files, ``stacks/`` and, where something is stated, ``targets.toml``."""
 
     folder: Path
 
@@ -62,11 +62,12 @@ class ScenarioFiles:
     def stack(self, name: str) -> Stack:
         """Read a stack by name, or by path when ``name`` ends in ``.toml``."""
         path = self._path(name, self.folder / "stacks", self.stack_names(), "stack")
-        return load_toml(Stack, path, unions=_UNIONS)
+        return load_toml(Stack, path, unions=STACK_UNIONS)
 
     def targets(self) -> dict[str, Target]:
-        """Read every stated figure."""
-        return {target.id: target for target in load_toml(TargetFile, self.folder / "targets.toml").target}
+        """Read every stated figure; none where the folder has no ``targets.toml``."""
+        path = self.folder / "targets.toml"
+        return {target.id: target for target in load_toml(TargetFile, path).target} if path.exists() else {}
 
     def _path(self, name: str, folder: Path, names: list[str], what: str) -> Path:
         if name.endswith(".toml"):
@@ -98,7 +99,5 @@ def scenario_folder(folder: Path | None) -> ScenarioFiles:
     """
     folder = folder or default_folder()
     if not folder.is_dir():
-        raise ConfigError(
-            str(folder), ["no such folder; --scenarios names one with scenario files, stacks/ and targets.toml"]
-        )
+        raise ConfigError(str(folder), ["no such folder; --scenarios names one with scenario files and stacks/"])
     return ScenarioFiles(folder)

@@ -37,8 +37,8 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
     """Return the built library, or None where there is no C compiler.
 
     Raises:
-        KernelBuildError: the compiler refused the source, its first lines are in the message; or the cache folder
-            cannot be written.
+        KernelBuildError: the compiler refused the source, its first lines are in the message; the cache folder cannot
+            be written; or what was built cannot be loaded.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -52,7 +52,12 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
                 f"{error.filename or library.parent}: {error.strerror or error}; the compiled kernel is kept there. "
                 "Let XDG_CACHE_HOME name a folder that can be written."
             ) from error
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelBuildError(
+            f"{library}: it was built here and cannot be loaded ({error}); install what the compiler needs (libgomp)"
+        ) from error
 
 
 def _is_whole(library: Path) -> bool:

@@ -3,7 +3,10 @@
 B batch, T sequence, N query heads, K key/value heads, H head dim.
 """
 
+import torch
 from torch import Tensor
+
+_ID_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 def check_inputs(function: str, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> None:
@@ -18,6 +21,22 @@ def check_inputs(function: str, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) 
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q_BTNH, k_BTKH, v_BTKH))
         raise ValueError(
             f"{function}: q, k and v are {found}; they need one floating point dtype and one device; convert them first"
+        )
+
+
+def check_options(function: str, q_BTNH: Tensor, softcap: float, window: int, document_ids_BT: Tensor | None) -> None:
+    """Raise ValueError unless every option is in its range; that ids rise is not looked at."""
+    if softcap < 0 or window < 0:
+        raise ValueError(
+            f"{function}: softcap is {softcap}, window {window}; neither may be below 0; leave one that is off at 0"
+        )
+    ids = document_ids_BT
+    if ids is None:
+        return
+    if ids.dtype not in _ID_DTYPES or (ids.shape, ids.device) != (q_BTNH.shape[:2], q_BTNH.device):
+        raise ValueError(
+            f"{function}: document_ids_BT is {ids.dtype} {tuple(ids.shape)} on {ids.device}; it must be int32 or int64 "
+            f"{tuple(q_BTNH.shape[:2])} on {q_BTNH.device}; convert or move it"
         )
 
 

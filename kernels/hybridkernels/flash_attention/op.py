@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridkernels.flash_attention import sdpa
-from hybridkernels.flash_attention.checks import check_inputs
+from hybridkernels.flash_attention.checks import check_inputs, check_options
+from hybridkernels.flash_attention.masked import masked_attention
 from hybridkernels.provider import chosen_provider
 from hybridkernels.triton_launch import compute_capability, cuda_backend
 
@@ -135,23 +136,46 @@ def _differentiate(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tup
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def causal_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
-    """Return causal attention scaled by 1/sqrt(H).
+def causal_attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    document_ids_BT: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention.
 
     Args:
         q_BTNH: (B, T, N, H) float32, float16 or bfloat16; any strides with a dense last dimension.
         k_BTKH: (B, T, K, H), N a multiple of K.
         v_BTKH: (B, T, K, H).
+        scale: Of the scores; None: 1/sqrt(H).
+        softcap: c of c * tanh(score / c), taken before the mask (Gemma 2, 2408.00118, section 2); 0: none.
+        window: Keys that a token sees at most, itself among them (Mistral, 2310.06825, section 2; transformers'
+            ``sliding_window``); 0: all.
+        document_ids_BT: (B, T) int32 or int64, rising along a row: a token sees its own document only. None: one
+            document a row.
 
     Returns:
         out_BTNH: (B, T, N, H), contiguous, dtype and device of the inputs.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not go together, or no kernel of the card takes them.
+        ValueError: shapes, dtypes or devices do not go together, an option is out of its range, or no kernel of the
+            card takes them.
 
-    Memory: saves q, k, v, out and 4*B*N*T bytes of log-sum-exp for the backward pass, never the T x T scores.
+    Memory: saves q, k, v, out and 4*B*N*T bytes of log-sum-exp for the backward pass, and the ids; never the T x T
+    scores.
     """
     check_inputs("causal_attention", q_BTNH, k_BTKH, v_BTKH)
+    check_options("causal_attention", q_BTNH, softcap, window, document_ids_BT)
+    usual_scale = q_BTNH.shape[3] ** -0.5
+    scale = usual_scale if scale is None else scale
+    window = 0 if window >= q_BTNH.shape[1] else window
+    if scale != usual_scale or softcap or window or document_ids_BT is not None:
+        return masked_attention(q_BTNH, k_BTKH, v_BTKH, document_ids_BT, scale, softcap, window)
     out_BTNH: Tensor = _attention(q_BTNH, k_BTKH, v_BTKH)[0]
     return out_BTNH
 

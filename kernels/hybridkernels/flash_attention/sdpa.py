@@ -41,10 +41,12 @@ def flash_takes(q_BTNH: Tensor) -> bool:
     )
 
 
-def flash(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out_BTNH, contiguous, and lse_BNR."""
+def flash(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return out_BTNH, contiguous, and lse_BNR; without a scale it is 1/sqrt(H)."""
     q_BNTH, k_BKTH, v_BKTH = (tensor.transpose(1, 2) for tensor in (q_BTNH, k_BTKH, v_BTKH))
-    out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True)
+    out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(
+        q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True, scale=scale
+    )
     return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
 
 
@@ -59,8 +61,9 @@ def efficient(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, T
 
 
 def flash_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous."""
     grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH = (
         tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)
@@ -68,7 +71,7 @@ def flash_backward(
     seq_len, no_rng = q_BNTH.shape[2], _no_rng(q_BTNH)
     dq_BNTH, dk_BKTH, dv_BKTH = _ATEN._scaled_dot_product_flash_attention_backward(
         grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNR, None, None, seq_len, seq_len, 0.0,
-        is_causal=True, philox_seed=no_rng, philox_offset=no_rng,
+        is_causal=True, philox_seed=no_rng, philox_offset=no_rng, scale=scale,
     )  # fmt: skip
     return _dense(dq_BNTH, dk_BKTH, dv_BKTH)
 

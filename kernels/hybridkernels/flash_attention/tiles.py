@@ -35,18 +35,24 @@ _CONFIGS = {
             64: LaunchConfig(128, 64, 4, 2),
             96: LaunchConfig(128, 32, 4, 2),
             128: LaunchConfig(128, 64, 8, 2),
+            256: LaunchConfig(64, 64, 8, 2),
         },
-        "dq": {96: LaunchConfig(128, 32, 4, 2), 128: LaunchConfig(64, 64, 4, 2)},
+        "dq": {96: LaunchConfig(128, 32, 4, 2), 128: LaunchConfig(64, 64, 4, 2), 256: LaunchConfig(64, 32, 8, 2)},
         "dkdv": {
             80: LaunchConfig(64, 128, 8, 2),
             96: LaunchConfig(32, 128, 8, 2),
             128: LaunchConfig(64, 64, 4, 2),
+            256: LaunchConfig(32, 64, 8, 1),
         },
     },
     90: {
-        "forward": {64: LaunchConfig(128, 64, 4, 3), 128: LaunchConfig(128, 128, 8, 2)},
-        "dq": {96: LaunchConfig(128, 128, 8, 2), 128: LaunchConfig(128, 64, 8, 2)},
-        "dkdv": {80: LaunchConfig(64, 128, 8, 3), 128: LaunchConfig(64, 128, 8, 2)},
+        "forward": {
+            64: LaunchConfig(128, 64, 4, 3),
+            128: LaunchConfig(128, 128, 8, 2),
+            256: LaunchConfig(128, 64, 8, 2),
+        },
+        "dq": {96: LaunchConfig(128, 128, 8, 2), 128: LaunchConfig(128, 64, 8, 2), 256: LaunchConfig(64, 32, 8, 2)},
+        "dkdv": {80: LaunchConfig(64, 128, 8, 3), 128: LaunchConfig(64, 128, 8, 2), 256: LaunchConfig(64, 32, 8, 1)},
     },
 }
 """By capability, kernel and largest head dim. On 90 the matrix unit reads 64 rows of a tile at a time, and takes the
@@ -56,9 +62,10 @@ _OTHER_CONFIGS = {
         64: LaunchConfig(128, 64, 4, 2),
         96: LaunchConfig(128, 64, 8, 2),
         128: LaunchConfig(128, 32, 8, 2),
+        256: LaunchConfig(64, 32, 8, 2),
     },
-    "dq": {64: LaunchConfig(128, 64, 8, 2), 128: LaunchConfig(128, 32, 8, 2)},
-    "dkdv": {64: LaunchConfig(64, 128, 8, 2), 128: LaunchConfig(32, 128, 8, 2)},
+    "dq": {64: LaunchConfig(128, 64, 8, 2), 128: LaunchConfig(128, 32, 8, 2), 256: LaunchConfig(32, 32, 4, 2)},
+    "dkdv": {64: LaunchConfig(64, 128, 8, 2), 128: LaunchConfig(32, 128, 8, 2), 256: LaunchConfig(32, 32, 4, 1)},
 }
 """Cards with 99 KiB of shared memory a block, and those not known here."""
 
@@ -77,10 +84,23 @@ def launch_config(capability: int, kernel: str, head_dim: int) -> LaunchConfig:
     return by_head_dim[min(width for width in by_head_dim if width >= head_dim)]
 
 
-def constants(config: LaunchConfig, head_dim: int) -> dict[str, int]:
-    """Return the values of the kernels' compile-time arguments."""
+def constants(
+    config: LaunchConfig, head_dim: int, *, scale: float | None = None, softcap: float = 0.0, bounded: bool = False
+) -> dict[str, int | float]:
+    """Return the values of the kernels' compile-time arguments; without a scale it is 1/sqrt(H)."""
     head, tail = head_widths(head_dim)
-    return {"HEAD_DIM": head_dim, "HEAD": head, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return {
+        "HEAD_DIM": head_dim, "HEAD": head, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "QK_SCALE": head_dim**-0.5 if scale is None else scale, "SOFTCAP": softcap, "BOUNDED": bounded,
+    }  # fmt: skip
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Return tanh(scores * SCALE / SOFTCAP) as (1 - e) / (1 + e) of e = exp(-2 |.|), which overflows nowhere."""
+    shrunk = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 * SCALE / SOFTCAP))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(scores < 0, -size, size)
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]

@@ -1,7 +1,8 @@
 """Causal attention backward as two Triton kernels (Dao, FlashAttention-2, 2307.08691, algorithm 2, cut in two).
 
 B batch, T sequence, N query heads, K key/value heads, H head dim. With P the weights, dP = dO v^T and
-delta = rowsum(dO * out): dS = P * (dP - delta), dq = dS k / sqrt(H), dk = dS^T q / sqrt(H), dv = P^T dO.
+delta = rowsum(dO * out): dS = P * (dP - delta), dq = dS k / sqrt(H), dk = dS^T q / sqrt(H), dv = P^T dO. A soft cap c
+multiplies dS by 1 - tanh(s / c)^2; windows and documents (BOUNDED) leave out blocks as in the forward pass.
 
 FlashAttention-2 adds dq up in memory while it loops over queries, in an order that varies from run to run. Here every
 result has one program that sums it in registers, at the price of computing P and dP twice: 7 products instead of 5.
@@ -10,17 +11,18 @@ result has one program that sums it in registers, at the price of computing P an
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from hybridkernels.flash_attention.tiles import UNSPECIALIZED, load_tile, place, store_tile
+from hybridkernels.flash_attention.tiles import UNSPECIALIZED, capped, load_tile, place, store_tile
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _add_keys(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, queries,  # noqa: ANN001
+    dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, queries, firsts,  # noqa: ANN001
     k_head, k_stride, v_head, v_stride, start, end, seq_len,  # noqa: ANN001
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys from ``start`` to ``end`` contribute to dq."""
-    SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    SCALE: tl.constexpr = 1.4426950408889634 * QK_SCALE
     keys = tl.arange(0, BLOCK_N)
     k_step, v_step = tl.cast(k_stride, tl.int64), tl.cast(v_stride, tl.int64)
     for start_n in tl.range(start, end, BLOCK_N):
@@ -35,10 +37,18 @@ def _add_keys(  # type: ignore[no-untyped-def]  # noqa: ANN202
             v_tail = load_tile(v_block, v_stride, keys, left, HEAD, TAIL, HEAD_DIM, MASKED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
             grad_weights = tl.dot(grad_tail, tl.trans(v_tail), grad_weights, input_precision="ieee")
+        if SOFTCAP > 0:
+            tanh = capped(scores, QK_SCALE, SOFTCAP)
+            scores = tanh * (SOFTCAP / QK_SCALE)
         if MASKED:
             scores = tl.where((queries - start_n)[:, None] >= keys[None, :], scores, float("-inf"))
+        if MASKED and BOUNDED:
+            scores = tl.where((firsts - start_n)[:, None] <= keys[None, :], scores, float("-inf"))
         weights = tl.exp2(scores * SCALE - lse[:, None])
-        grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        if SOFTCAP > 0:
+            grad_scores = grad_scores * (1.0 - tanh * tanh)
+        grad_scores = grad_scores.to(k.dtype)
         dq = tl.dot(grad_scores, k, dq, input_precision="ieee")
         if TAIL > 0:
             dq_tail = tl.dot(grad_scores, k_tail, dq_tail, input_precision="ieee")
@@ -47,11 +57,12 @@ def _add_keys(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
 def attention_dq_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    grad_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,  # noqa: ANN001
+    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,  # noqa: ANN001
     grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,  # noqa: ANN001
     k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
     num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Write dq and delta for one block of queries of one head; delta (B, N, T) in fp32 is read by the other kernel."""
     MASKED_N: tl.constexpr = BLOCK_N if BLOCK_N <= 64 else 64  # noqa: FURB136  Triton's min of constants is none
@@ -85,25 +96,40 @@ def attention_dq_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     long_head = tl.cast(head, tl.int64)
     tl.store(delta_ptr + long_head * seq_len + start_m + rows, delta, mask=rows < left)
     lse = tl.load(lse_ptr + long_head * lse_rows + start_m + rows, mask=rows < left, other=0.0) * 1.4426950408889634
+    if BOUNDED:
+        first_block = first_ptr + batch * seq_len + start_m
+        firsts = tl.load(first_block + rows, mask=rows < left, other=0)
+        all_see = tl.cdiv(tl.load(first_block + tl.minimum(left, BLOCK_M) - 1), BLOCK_N) * BLOCK_N
+        all_see = tl.minimum(all_see, start_m)
+        dq, dq_tail = _add_keys(
+            dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, start_m + rows, firsts,
+            k_head, k_stride_t, v_head, v_stride_t, tl.load(first_block) // BLOCK_N * BLOCK_N, all_see, seq_len,
+            True, HEAD_DIM, HEAD, TAIL, MASKED_N, QK_SCALE, SOFTCAP, BOUNDED,
+        )  # fmt: skip
+    else:
+        all_see, firsts = 0, rows  # not read
     dq, dq_tail = _add_keys(
-        dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, start_m + rows, k_head, k_stride_t, v_head, v_stride_t,
-        0, start_m, seq_len, False, HEAD_DIM, HEAD, TAIL, BLOCK_N,
+        dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, start_m + rows, firsts,
+        k_head, k_stride_t, v_head, v_stride_t, all_see, start_m, seq_len,
+        False, HEAD_DIM, HEAD, TAIL, BLOCK_N, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
     dq, dq_tail = _add_keys(
-        dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, start_m + rows, k_head, k_stride_t, v_head, v_stride_t,
-        start_m, tl.minimum(start_m + BLOCK_M, seq_len), seq_len, True, HEAD_DIM, HEAD, TAIL, MASKED_N,
+        dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, start_m + rows, firsts,
+        k_head, k_stride_t, v_head, v_stride_t, start_m, tl.minimum(start_m + BLOCK_M, seq_len), seq_len,
+        True, HEAD_DIM, HEAD, TAIL, MASKED_N, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
-    store_tile(dq * HEAD_DIM**-0.5, dq_ptr + dense_block, dense_stride, rows, left, 0, HEAD, HEAD_DIM)
+    store_tile(dq * QK_SCALE, dq_ptr + dense_block, dense_stride, rows, left, 0, HEAD, HEAD_DIM)
     if TAIL > 0:
-        store_tile(dq_tail * HEAD_DIM**-0.5, dq_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)
+        store_tile(dq_tail * QK_SCALE, dq_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
     dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail, keys,  # noqa: ANN001
     q_ptr, q_stride, q_stride_n, grad_ptr, grad_stride, grad_stride_n, lse_ptr, lse_rows, delta_ptr,  # noqa: ANN001
-    seq_len, group, start, blocks, near, jump,  # noqa: ANN001
+    first_ptr, seq_len, group, start, blocks, near, jump,  # noqa: ANN001
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Add what ``blocks`` blocks of queries from ``start`` on contribute to dk and dv, for each head of the group.
 
@@ -111,7 +137,7 @@ def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
     heads goes on loading where one head ends and the next begins, and takes fewer registers than two nested ones.
     Scores are worked on transposed, keys by queries, so that they are the left side of the products they go into.
     """
-    SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    SCALE: tl.constexpr = 1.4426950408889634 * QK_SCALE
     queries = tl.arange(0, BLOCK_M)
     q_step, grad_step = tl.cast(q_stride, tl.int64), tl.cast(grad_stride, tl.int64)
     divisor = tl.maximum(blocks, 1)  # where there are no blocks, the loop's prefetch divides all the same
@@ -139,12 +165,21 @@ def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
             grad_tail = load_tile(grad_block, grad_stride, queries, left, HEAD, TAIL, HEAD_DIM, MASKED)
             scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision="ieee")
             grad_weights = tl.dot(v_tail, tl.trans(grad_tail), grad_weights, input_precision="ieee")
+        if SOFTCAP > 0:
+            tanh = capped(scores, QK_SCALE, SOFTCAP)
+            scores = tanh * (SOFTCAP / QK_SCALE)
         if MASKED:
             scores = tl.where(queries[None, :] >= (keys - start_m)[:, None], scores, float("-inf"))
+        if MASKED and BOUNDED:
+            firsts = tl.load(first_ptr + start_m + queries, mask=queries < left, other=0)
+            scores = tl.where(firsts[None, :] <= keys[:, None], scores, float("-inf"))
         weights = tl.exp2(scores * SCALE - (lse * 1.4426950408889634)[None, :])
         rounded = weights.to(q.dtype)
         dv = tl.dot(rounded, grad, dv, input_precision="ieee")
-        grad_scores = (weights * (grad_weights - delta[None, :])).to(q.dtype)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        if SOFTCAP > 0:
+            grad_scores = grad_scores * (1.0 - tanh * tanh)
+        grad_scores = grad_scores.to(q.dtype)
         dk = tl.dot(grad_scores, q, dk, input_precision="ieee")
         if TAIL > 0:
             dv_tail = tl.dot(rounded, grad_tail, dv_tail, input_precision="ieee")
@@ -154,11 +189,12 @@ def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
 def attention_dkdv_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,  # noqa: ANN001
+    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,  # noqa: ANN001
     grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,  # noqa: ANN001
     k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
     num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv for one block of keys of one key/value head (``num_heads`` counts those here)."""
     num_blocks = tl.cdiv(seq_len, BLOCK_N)
@@ -186,25 +222,30 @@ def attention_dkdv_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     MASKED_M: tl.constexpr = BLOCK_M if BLOCK_M <= 32 else 32  # noqa: FURB136  Triton's min of constants is none
     first = start_n // MASKED_M * MASKED_M
     full = tl.cdiv(start_n + BLOCK_N, BLOCK_M) * BLOCK_M
-    full_blocks = tl.maximum(seq_len - full, 0) // BLOCK_M
-    near = tl.cdiv(tl.minimum(full, seq_len) - first, MASKED_M)
-    far = tl.cdiv(tl.maximum(seq_len - full - full_blocks * BLOCK_M, 0), MASKED_M)
+    if BOUNDED:
+        first_row, last_block = first_ptr + batch * seq_len, last_ptr + batch * seq_len + start_n
+        all_see, end = tl.load(last_block) + 1, tl.load(last_block + tl.minimum(left, BLOCK_N) - 1) + 1
+    else:
+        first_row, all_see, end = first_ptr, seq_len, seq_len
+    full_blocks = tl.maximum(all_see - full, 0) // BLOCK_M
+    near = tl.cdiv(tl.minimum(full, end) - first, MASKED_M)
+    far = tl.cdiv(tl.maximum(end - full - full_blocks * BLOCK_M, 0), MASKED_M)
     dk, dk_tail, dv, dv_tail = _add_queries(
         dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail, start_n + rows,
         q_head, q_stride_t, q_stride_n, grad_head, grad_stride_t, grad_stride_n, lse_head, lse_rows, delta_head,
-        seq_len, group, first, near + far, near, full_blocks * BLOCK_M,
-        True, HEAD_DIM, HEAD, TAIL, MASKED_M,
+        first_row, seq_len, group, first, near + far, near, full_blocks * BLOCK_M,
+        True, HEAD_DIM, HEAD, TAIL, MASKED_M, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
     dk, dk_tail, dv, dv_tail = _add_queries(
         dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail, start_n + rows,
         q_head, q_stride_t, q_stride_n, grad_head, grad_stride_t, grad_stride_n, lse_head, lse_rows, delta_head,
-        seq_len, group, full, full_blocks, 0, 0,
-        False, HEAD_DIM, HEAD, TAIL, BLOCK_M,
+        first_row, seq_len, group, full, full_blocks, 0, 0,
+        False, HEAD_DIM, HEAD, TAIL, BLOCK_M, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
     dense_block = ((batch * seq_len + start_n) * num_heads + kv_head) * HEAD_DIM
     dense_stride = num_heads * HEAD_DIM
-    store_tile(dk * HEAD_DIM**-0.5, dk_ptr + dense_block, dense_stride, rows, left, 0, HEAD, HEAD_DIM)
+    store_tile(dk * QK_SCALE, dk_ptr + dense_block, dense_stride, rows, left, 0, HEAD, HEAD_DIM)
     store_tile(dv, dv_ptr + dense_block, dense_stride, rows, left, 0, HEAD, HEAD_DIM)
     if TAIL > 0:
-        store_tile(dk_tail * HEAD_DIM**-0.5, dk_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)
+        store_tile(dk_tail * QK_SCALE, dk_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)
         store_tile(dv_tail, dv_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)

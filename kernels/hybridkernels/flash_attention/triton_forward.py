@@ -1,23 +1,25 @@
 """Causal attention forward as one Triton kernel (Dao, FlashAttention-2, 2307.08691, algorithm 1).
 
 B batch, T sequence, N query heads, K key/value heads, H head dim. Scores are scaled by log2(e) / sqrt(H), so that
-exp2 serves; the log-sum-exp is written in natural logarithm.
+exp2 serves; the log-sum-exp is written in natural logarithm. Windows and documents are BOUNDED: each query has a first
+key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are not looked at.
 """
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from hybridkernels.flash_attention.tiles import UNSPECIALIZED, load_tile, place, store_tile
+from hybridkernels.flash_attention.tiles import UNSPECIALIZED, capped, load_tile, place, store_tile
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _attend(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    acc, acc_tail, row_sum, row_max, q, q_tail, queries,  # noqa: ANN001
+    acc, acc_tail, row_sum, row_max, q, q_tail, queries, firsts,  # noqa: ANN001
     k_head, k_stride, v_head, v_stride, start, end, seq_len,  # noqa: ANN001
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Bring the keys from ``start`` to ``end`` into the running softmax."""
-    SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    SCALE: tl.constexpr = 1.4426950408889634 * QK_SCALE
     keys = tl.arange(0, BLOCK_N)
     k_step, v_step = tl.cast(k_stride, tl.int64), tl.cast(v_stride, tl.int64)
     for start_n in tl.range(start, end, BLOCK_N):
@@ -28,11 +30,18 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: ANN202
         if TAIL > 0:
             k_tail = load_tile(k_block, k_stride, keys, left, HEAD, TAIL, HEAD_DIM, MASKED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        if SOFTCAP > 0:
+            scores = capped(scores, QK_SCALE, SOFTCAP) * (SOFTCAP / QK_SCALE)
         if MASKED:
             scores = tl.where((queries - start_n)[:, None] >= keys[None, :], scores, float("-inf"))
+        if MASKED and BOUNDED:
+            scores = tl.where((firsts - start_n)[:, None] <= keys[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE)
-        weights = tl.exp2(scores * SCALE - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
+        base = new_max
+        if MASKED and BOUNDED:  # a row that has seen no key yet
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores * SCALE - base[:, None])
+        shrink = tl.exp2(row_max - base)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
         row_max = new_max
         v = load_tile(v_block, v_stride, keys, left, 0, HEAD, HEAD_DIM, MASKED)
@@ -46,11 +55,12 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
 def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,  # noqa: ANN001
+    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr,  # noqa: ANN001
     q_stride_b, q_stride_t, q_stride_n, k_stride_b, k_stride_t, k_stride_n,  # noqa: ANN001
     v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
     num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Write out (B, T, N, H), contiguous, and lse (B, N, rows) for one block of queries of one head.
 
@@ -76,13 +86,26 @@ def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
         q_tail, acc_tail = q, acc  # not read
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if BOUNDED:
+        first_block = first_ptr + batch * seq_len + start_m
+        firsts = tl.load(first_block + rows, mask=rows < left, other=0)
+        all_see = tl.cdiv(tl.load(first_block + tl.minimum(left, BLOCK_M) - 1), BLOCK_N) * BLOCK_N
+        all_see = tl.minimum(all_see, start_m)
+        acc, acc_tail, row_sum, row_max = _attend(
+            acc, acc_tail, row_sum, row_max, q, q_tail, start_m + rows, firsts, k_head, k_stride_t, v_head, v_stride_t,
+            tl.load(first_block) // BLOCK_N * BLOCK_N, all_see, seq_len,
+            True, HEAD_DIM, HEAD, TAIL, MASKED_N, QK_SCALE, SOFTCAP, BOUNDED,
+        )  # fmt: skip
+    else:
+        all_see, firsts = 0, rows  # not read
     acc, acc_tail, row_sum, row_max = _attend(
-        acc, acc_tail, row_sum, row_max, q, q_tail, start_m + rows, k_head, k_stride_t, v_head, v_stride_t,
-        0, start_m, seq_len, False, HEAD_DIM, HEAD, TAIL, BLOCK_N,
+        acc, acc_tail, row_sum, row_max, q, q_tail, start_m + rows, firsts, k_head, k_stride_t, v_head, v_stride_t,
+        all_see, start_m, seq_len, False, HEAD_DIM, HEAD, TAIL, BLOCK_N, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
     acc, acc_tail, row_sum, row_max = _attend(
-        acc, acc_tail, row_sum, row_max, q, q_tail, start_m + rows, k_head, k_stride_t, v_head, v_stride_t,
-        start_m, tl.minimum(start_m + BLOCK_M, seq_len), seq_len, True, HEAD_DIM, HEAD, TAIL, MASKED_N,
+        acc, acc_tail, row_sum, row_max, q, q_tail, start_m + rows, firsts, k_head, k_stride_t, v_head, v_stride_t,
+        start_m, tl.minimum(start_m + BLOCK_M, seq_len), seq_len,
+        True, HEAD_DIM, HEAD, TAIL, MASKED_N, QK_SCALE, SOFTCAP, BOUNDED,
     )  # fmt: skip
     out_stride = num_heads * HEAD_DIM
     out_block = out_ptr + ((batch * seq_len + start_m) * num_heads + query_head) * HEAD_DIM

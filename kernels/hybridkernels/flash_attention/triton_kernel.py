@@ -4,12 +4,16 @@ B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the
 CUDA wheels for Linux and is imported only when a CUDA tensor asks for it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from hybridkernels.flash_attention.bounds import first_keys, last_queries
 from hybridkernels.flash_attention.sdpa import lse_rows
-from hybridkernels.flash_attention.tiles import constants, launch_config
+from hybridkernels.flash_attention.tiles import LaunchConfig, constants, launch_config
 from hybridkernels.flash_attention.triton_backward import attention_dkdv_kernel, attention_dq_kernel
 from hybridkernels.flash_attention.triton_forward import attention_kernel
 from hybridkernels.triton_launch import compute_capability
@@ -21,7 +25,32 @@ _LARGEST_STRIDE = 1 << 24
 """Elements between tokens, up to which the 128 rows of a tile have 32-bit offsets."""
 
 
-def causal_attention_triton(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What attention is besides causal."""
+
+    scale: float | None = None
+    """None: 1/sqrt(H)."""
+    softcap: float = 0.0
+    window: int = 0
+    ids_BT: Tensor | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether queries have a first key."""
+        return self.window > 0 or self.ids_BT is not None
+
+    def constants(self, config: LaunchConfig, head_dim: int) -> dict[str, int | float]:
+        """Return the values of the kernels' compile-time arguments."""
+        return constants(config, head_dim, scale=self.scale, softcap=self.softcap, bounded=self.bounded)
+
+
+_USUAL = Options()
+
+
+def causal_attention_triton(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, options: Options = _USUAL
+) -> tuple[Tensor, Tensor]:
     """Return out_BTNH, contiguous, and lse_BNR (float32, natural logarithm); bfloat16, float16 or float32."""
     q_BTNH, k_BTKH, v_BTKH = (_with_dense_rows(tensor) for tensor in (q_BTNH, k_BTKH, v_BTKH))
     batch, seq_len, num_heads, head_dim = q_BTNH.shape
@@ -34,16 +63,18 @@ def causal_attention_triton(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> t
         config = launch_config(_capability(q_BTNH), "forward", head_dim)
         with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
             attention_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
-                q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *_strides(q_BTNH, k_BTKH, v_BTKH),
+                q_BTNH, k_BTKH, v_BTKH, _bounds(first_keys, q_BTNH, options), out_BTNH, lse_BNR,
+                *_strides(q_BTNH, k_BTKH, v_BTKH),
                 num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-                **constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+                **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
     return out_BTNH, lse_BNR
 
 
 def causal_attention_backward_triton(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor,
+    options: Options = _USUAL,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous; ``lse_BNR`` may be any provider's."""
     grad_BTNH, q_BTNH, k_BTKH, v_BTKH = (_with_dense_rows(tensor) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH))
     out_BTNH, lse_BNR = out_BTNH.contiguous(), lse_BNR.contiguous()
@@ -54,20 +85,27 @@ def causal_attention_backward_triton(
     num_kv_heads, rows, capability = k_BTKH.shape[2], lse_BNR.shape[2], _capability(q_BTNH)
     group, strides = num_heads // num_kv_heads, _strides(grad_BTNH, q_BTNH, k_BTKH, v_BTKH)
     delta_BNT = q_BTNH.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
+    first_BT = _bounds(first_keys, q_BTNH, options)
     with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
         config, all_heads = launch_config(capability, "dq", head_dim), batch * num_heads
         attention_dq_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
-            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, delta_BNT, dq_BTNH, *strides,
+            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNR, delta_BNT, dq_BTNH, *strides,
             num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-            **constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         config, all_heads = launch_config(capability, "dkdv", head_dim), batch * num_kv_heads
         attention_dkdv_kernel[(all_heads * triton.cdiv(seq_len, config.block_n),)](
-            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, lse_BNR, delta_BNT, dk_BTKH, dv_BTKH, *strides,
+            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, _bounds(last_queries, q_BTNH, options),
+            lse_BNR, delta_BNT, dk_BTKH, dv_BTKH, *strides,
             num_kv_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, group),
-            **constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return dq_BTNH, dk_BTKH, dv_BTKH
+
+
+def _bounds(of: Callable[[Tensor, int, Tensor | None], Tensor], q_BTNH: Tensor, options: Options) -> Tensor | None:
+    """Return first keys or last queries, (B, T) int32; None where there are none to mind."""
+    return of(q_BTNH, options.window, options.ids_BT) if options.bounded else None
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:

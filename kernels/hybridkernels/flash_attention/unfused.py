@@ -7,42 +7,69 @@ Hugging Face's ``eager_attention_forward``.
 import torch
 from torch import Tensor
 
-from hybridkernels.flash_attention.checks import check_inputs
+from hybridkernels.flash_attention.checks import check_inputs, check_options
 
 
-def unfused_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
-    """Return causal attention scaled by 1/sqrt(H), in torch's own ops, each visible to the dispatcher.
+def unfused_attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    document_ids_BT: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention in torch's own ops, each visible to the dispatcher; options as ``causal_attention``'s.
 
     Args:
         q_BTNH: (B, T, N, H), any floating point dtype, strides and device, meta too.
         k_BTKH: (B, T, K, H), N a multiple of K.
         v_BTKH: (B, T, K, H).
+        scale: Of the scores; None: 1/sqrt(H).
+        softcap: c of c * tanh(score / c); 0: none.
+        window: Keys that a token sees at most, itself among them; 0: all.
+        document_ids_BT: (B, T) int32 or int64: a token sees its own document only; None: one document a row.
 
     Returns:
         out_BTNH: (B, T, N, H), contiguous, dtype and device of the inputs.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not go together.
+        ValueError: shapes, dtypes or devices do not go together, or an option is out of its range.
 
     Memory: keeps B*N*T*T weights for the backward pass, in float32 (what softmax saves) and, for 16-bit inputs, once
-    more rounded (what the product with v saves); besides q, and k and v with N heads.
+    more rounded (what the product with v saves); besides q, and k and v with N heads. A soft cap keeps B*N*T*T more in
+    the inputs' dtype.
     """
     check_inputs("unfused_attention", q_BTNH, k_BTKH, v_BTKH)
+    check_options("unfused_attention", q_BTNH, softcap, window, document_ids_BT)
+    scale = q_BTNH.shape[3] ** -0.5 if scale is None else scale
     q_BNTH = q_BTNH.transpose(1, 2)
     k_BNTH, v_BNTH = (_repeat_heads(tensor, q_BTNH.shape[2]) for tensor in (k_BTKH, v_BTKH))
-    weights_BNTT = torch.matmul(q_BNTH, k_BNTH.transpose(2, 3)) * q_BNTH.shape[3] ** -0.5
-    weights_BNTT = weights_BNTT + _causal_mask(weights_BNTT)
+    weights_BNTT = torch.matmul(q_BNTH, k_BNTH.transpose(2, 3)) * scale
+    if softcap:
+        weights_BNTT = torch.tanh(weights_BNTT / softcap) * softcap
+    weights_BNTT = weights_BNTT + _mask(weights_BNTT, window, document_ids_BT)
     wide = torch.promote_types(weights_BNTT.dtype, torch.float32)
     weights_BNTT = weights_BNTT.to(wide).softmax(-1).to(v_BNTH.dtype)
     out_BNTH = torch.matmul(weights_BNTT, v_BNTH)
     return out_BNTH.transpose(1, 2).contiguous()
 
 
-def _causal_mask(scores_BNTT: Tensor) -> Tensor:
-    """Return a (T, T) summand: the type's lowest number above the diagonal, whose softmax is exactly 0."""
+def _mask(scores_BNTT: Tensor, window: int, document_ids_BT: Tensor | None) -> Tensor:
+    """Return a summand: the type's lowest number where a key is hidden, whose softmax is exactly 0.
+
+    (T, T), or (B, 1, T, T) with documents.
+    """
     seq_len = scores_BNTT.shape[-1]
     lowest = torch.finfo(scores_BNTT.dtype).min
-    return scores_BNTT.new_full((seq_len, seq_len), lowest).triu(1)
+    mask = scores_BNTT.new_full((seq_len, seq_len), lowest).triu(1)
+    if 0 < window < seq_len:
+        mask = mask + scores_BNTT.new_full((seq_len, seq_len), lowest).tril(-window)
+    if document_ids_BT is not None:
+        differs_B1TT = document_ids_BT[:, None, :, None] != document_ids_BT[:, None, None, :]
+        mask = torch.where(differs_B1TT, lowest, mask)
+    return mask
 
 
 def _repeat_heads(kv_BTKH: Tensor, num_heads: int) -> Tensor:

@@ -31,13 +31,7 @@ def _layer_norm_fake(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) ->
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtypes = (x.dtype, weight_D.dtype, bias_D.dtype)
-    if x.device.type == "cpu":  # torch's CPU kernel sums 16-bit parameter gradients in 16 bits, its CUDA kernel in fp32
-        grad, x, weight_D, bias_D = (tensor.float() for tensor in (grad, x, weight_D, bias_D))
-    grads = torch.ops.aten.native_layer_norm_backward(
-        grad.contiguous(), x.contiguous(), weight_D.shape, mean, rstd, weight_D, bias_D, [True, True, True]
-    )
-    dx, dweight_D, dbias_D = (found.to(dtype) for found, dtype in zip(grads, dtypes, strict=True))
+    dx, dweight_D, dbias_D = _grads(grad, x, mean, rstd, weight_D, bias_D, wants_parameters=True)
     return dx, dweight_D, dbias_D
 
 
@@ -53,13 +47,47 @@ def _layer_norm_backward_fake(
     return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape), bias_D.new_empty(bias_D.shape)
 
 
+@torch.library.custom_op("hybridkernels::layer_norm_input_grad", mutates_args=())
+def _input_grad(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
+    return _grads(grad, x, mean, rstd, weight_D, bias_D, wants_parameters=False)[0]
+
+
+@_input_grad.register_fake
+def _input_grad_fake(
+    grad: Tensor,  # noqa: ARG001
+    x: Tensor,
+    mean: Tensor,  # noqa: ARG001
+    rstd: Tensor,  # noqa: ARG001
+    weight_D: Tensor,  # noqa: ARG001
+    bias_D: Tensor,  # noqa: ARG001
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _grads(grad: Tensor, x: Tensor, *others: Tensor, wants_parameters: bool) -> list[Tensor]:
+    """Return the gradients of x and, where they are wanted, of weight and bias."""
+    mean, rstd, weight_D, bias_D = others
+    dtypes = (x.dtype, weight_D.dtype, bias_D.dtype)
+    if x.device.type == "cpu":  # torch's CPU kernel sums 16-bit parameter gradients in 16 bits, its CUDA kernel in fp32
+        grad, x, weight_D, bias_D = (tensor.float() for tensor in (grad, x, weight_D, bias_D))
+    wanted = [True, wants_parameters, wants_parameters]
+    grads = torch.ops.aten.native_layer_norm_backward(
+        grad.contiguous(), x.contiguous(), weight_D.shape, mean, rstd, weight_D, bias_D, wanted
+    )
+    return [found.to(dtype) for found, dtype, is_wanted in zip(grads, dtypes, wanted, strict=True) if is_wanted]
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight_D, bias_D, _eps = inputs
     _out, mean, rstd = output
     ctx.save_for_backward(x, mean, rstd, weight_D, bias_D)
 
 
-def _differentiate(ctx: Any, grad: Tensor, *_statistics: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _differentiate(
+    ctx: Any, grad: Tensor, *_statistics: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    if not any(ctx.needs_input_grad[1:3]):
+        return _input_grad(grad, *ctx.saved_tensors), None, None, None
     return *_layer_norm_backward(grad, *ctx.saved_tensors), None
 
 
@@ -67,6 +95,9 @@ _layer_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 8 bytes a row."""
+    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 8 bytes a row.
+
+    Parameters neither of which needs a gradient have none computed, nor memory for it.
+    """
     out: Tensor = _layer_norm(x, weight_D, bias_D, eps)[0]
     return out

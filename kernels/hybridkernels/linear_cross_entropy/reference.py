@@ -3,14 +3,27 @@
 import torch
 from torch import Tensor
 
+from hybridkernels.linear_cross_entropy.plain import IGNORED
 
-def cross_entropy_grad_reference(logits_CV: Tensor, targets_C: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (losses_C, dlogits_CV): logsumexp(x) - x[target] in nats, and scale * (softmax(x) - onehot(target)).
 
-    16-bit logits are computed in float32; the losses stay in it, the gradient is rounded once to the logits' dtype.
+def cross_entropy_grad_reference(
+    logits_CV: Tensor, targets_C: Tensor, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return (losses_C, dlogits_CV): logsumexp(y) - y[target] in nats, and scale * (softmax(y) - onehot(target)).
+
+    y is x, or c * tanh(x / c) with a soft cap c, whose gradient takes 1 - (y / c)^2 more. Tokens of target -100 have
+    neither loss nor gradient. 16-bit logits are computed in float32; the losses stay in it, the gradient is rounded
+    once to the logits' dtype.
     """
     work_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    slope_CV = torch.ones_like(work_CV)
+    if softcap:
+        work_CV = softcap * torch.tanh(work_CV / softcap)
+        slope_CV = 1 - (work_CV / softcap) ** 2
+    counts_C = (targets_C != IGNORED).to(work_CV.dtype)
+    targets_C = targets_C.clamp(min=0)
     picked_C = work_CV.gather(1, targets_C[:, None])[:, 0]
-    losses_C = work_CV.logsumexp(1) - picked_C
+    losses_C = (work_CV.logsumexp(1) - picked_C) * counts_C
     one_hot_CV = torch.nn.functional.one_hot(targets_C, logits_CV.shape[1])
-    return losses_C, (scale * (work_CV.softmax(1) - one_hot_CV)).to(logits_CV.dtype)
+    grad_CV = scale * (work_CV.softmax(1) - one_hot_CV) * slope_CV * counts_C[:, None]
+    return losses_C, grad_CV.to(logits_CV.dtype)

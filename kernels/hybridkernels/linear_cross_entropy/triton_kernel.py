@@ -16,6 +16,23 @@ NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _capped(logits, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Return c * tanh(logits / c), by (1 - e) / (1 + e) of e = exp(-2 |.|), which overflows nowhere."""
+    shrunk = tl.exp(tl.abs(logits) * (-2 / SOFTCAP))
+    size = SOFTCAP * (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(logits < 0, -size, size)
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _load(pointers, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Return logits in fp32, capped where there is a cap."""
+    logits = tl.load(pointers).to(tl.float32)
+    if SOFTCAP > 0:
+        logits = _capped(logits, SOFTCAP)
+    return logits
+
+
+@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _with_block(largest, total, logits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Return the largest value and the sum of exponentials, relative to it, with one more block of logits."""
     above = tl.maximum(largest, tl.max(logits, 0))
@@ -24,7 +41,7 @@ def _with_block(largest, total, logits):  # type: ignore[no-untyped-def]  # noqa
 
 
 @triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201, C901  branches of the compiler's
     logits_ptr,  # noqa: ANN001
     targets_ptr,  # noqa: ANN001
     losses_ptr,  # noqa: ANN001
@@ -32,36 +49,55 @@ def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     row_stride,  # noqa: ANN001
     scale,  # noqa: ANN001
     BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IGNORES: tl.constexpr,
 ):
     """Write loss = ln(sum(exp(x - a))) + (a - x[target]), a = max(x), and x = scale * (softmax(x) - onehot(target))."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     target = tl.load(targets_ptr + row)
-    picked = tl.load(row_ptr + target).to(tl.float32)
+    if IGNORES:
+        counts = target != -100
+        scale = tl.where(counts, scale, 0.0)
+        target = tl.where(counts, target, 0)
+    picked = _load(row_ptr + target, SOFTCAP)
     lanes = tl.arange(0, BLOCK)
     whole = vocab // BLOCK * BLOCK  # blocks before it need no mask, hence 16-byte accesses for any vocabulary
     largest = -float("inf")
     total = 0.0
     for start in range(0, whole, BLOCK):
-        logits = tl.load(row_ptr + start + lanes).to(tl.float32)
+        logits = _load(row_ptr + start + lanes, SOFTCAP)
         largest, total = _with_block(largest, total, logits)
     inside = whole + lanes < vocab
     if whole < vocab:
         logits = tl.load(row_ptr + whole + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+        if SOFTCAP > 0:  # which would make of -inf what is not
+            logits = tl.where(inside, _capped(logits, SOFTCAP), -float("inf"))
         largest, total = _with_block(largest, total, logits)
-    tl.store(losses_ptr + row, tl.log(total) + (largest - picked))
+    loss = tl.log(total) + (largest - picked)
+    if IGNORES:
+        loss = tl.where(counts, loss, 0.0)
+    tl.store(losses_ptr + row, loss)
     share = scale / total
     for start in range(0, whole, BLOCK):
-        logits = tl.load(row_ptr + start + lanes).to(tl.float32)
+        logits = _load(row_ptr + start + lanes, SOFTCAP)
         grad = share * tl.exp(logits - largest) - tl.where(start + lanes == target, scale, 0.0)
+        if SOFTCAP > 0:
+            grad = grad * (1.0 - (logits / SOFTCAP) * (logits / SOFTCAP))
         tl.store(row_ptr + start + lanes, grad.to(logits_ptr.dtype.element_ty))
     if whole < vocab:
         logits = tl.load(row_ptr + whole + lanes, mask=inside, other=0.0).to(tl.float32)
+        if SOFTCAP > 0:
+            logits = _capped(logits, SOFTCAP)
         grad = share * tl.exp(logits - largest) - tl.where(whole + lanes == target, scale, 0.0)
+        if SOFTCAP > 0:
+            grad = grad * (1.0 - (logits / SOFTCAP) * (logits / SOFTCAP))
         tl.store(row_ptr + whole + lanes, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def cross_entropy_grad_triton(logits_CV: Tensor, targets_C: Tensor, scale: float) -> Tensor:
+def cross_entropy_grad_triton(
+    logits_CV: Tensor, targets_C: Tensor, scale: float, softcap: float = 0.0, *, ignores: bool = False
+) -> Tensor:
     """Return losses_C (float32) and overwrite ``logits_CV`` (float32, bfloat16 or float16, dense rows)."""
     num_tokens, vocab = logits_CV.shape
     losses_C = logits_CV.new_empty(num_tokens, dtype=torch.float32)
@@ -69,6 +105,6 @@ def cross_entropy_grad_triton(logits_CV: Tensor, targets_C: Tensor, scale: float
         with torch.cuda.device_of(logits_CV):  # type: ignore[no-untyped-call]
             cross_entropy_grad_kernel[(num_tokens,)](
                 logits_CV, targets_C.contiguous(), losses_C, vocab, logits_CV.stride(0), scale,
-                BLOCK=BLOCK, num_warps=NUM_WARPS,
+                BLOCK=BLOCK, SOFTCAP=softcap, IGNORES=ignores, num_warps=NUM_WARPS,
             )  # fmt: skip
     return losses_C

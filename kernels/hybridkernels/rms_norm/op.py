@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("hybridkernels::rms_norm", mutates_args=(), device_types="cpu")
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _plain(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x_fp32 = x.contiguous().float()
     rstd = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     return (x_fp32 * rstd * weight_D).to(x.dtype), rstd
 
 
+_rms_norm = torch.library.custom_op("hybridkernels::rms_norm", _plain, mutates_args=(), device_types="cpu")
+
+
 @_rms_norm.register_kernel("cuda")
 def _rms_norm_cuda(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), list(weight_D.shape), weight_D, eps)
-    return out, rstd
+    x_work = x.contiguous().to(weight_D.dtype)  # torch's kernel takes one type
+    out, rstd = torch.ops.aten._fused_rms_norm(x_work, list(weight_D.shape), weight_D, eps)
+    return out.to(x.dtype), rstd
 
 
 @_rms_norm.register_fake
@@ -24,22 +27,25 @@ def _rms_norm_fake(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Ten
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("hybridkernels::rms_norm_backward", mutates_args=(), device_types="cpu")
-def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_plain(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
     grad_fp32 = grad.contiguous().float()
     normed = x.contiguous().float() * rstd
-    dnormed = grad_fp32 * weight_D
-    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
     dweight_D = (grad_fp32 * normed).flatten(0, -2).sum(0)
-    return dx.to(x.dtype), dweight_D.to(weight_D.dtype)
+    return _dx(grad_fp32, normed, rstd, weight_D).to(x.dtype), dweight_D.to(weight_D.dtype)
+
+
+_rms_norm_backward = torch.library.custom_op(
+    "hybridkernels::rms_norm_backward", _backward_plain, mutates_args=(), device_types="cpu"
+)
 
 
 @_rms_norm_backward.register_kernel("cuda")
 def _rms_norm_backward_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    grad_work, x_work = (tensor.contiguous().to(weight_D.dtype) for tensor in (grad, x))
     dx, dweight_D = torch.ops.aten._fused_rms_norm_backward(
-        grad.contiguous(), x.contiguous(), list(weight_D.shape), rstd, weight_D, [True, True]
+        grad_work, x_work, list(weight_D.shape), rstd, weight_D, [True, True]
     )
-    return dx, dweight_D
+    return dx.to(x.dtype), dweight_D
 
 
 @_rms_norm_backward.register_fake
@@ -52,12 +58,44 @@ def _rms_norm_backward_fake(
     return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape)
 
 
+def _input_grad_plain(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
+    normed = x.contiguous().float() * rstd
+    return _dx(grad.contiguous().float(), normed, rstd, weight_D).to(x.dtype)
+
+
+_input_grad = torch.library.custom_op(
+    "hybridkernels::rms_norm_input_grad", _input_grad_plain, mutates_args=(), device_types="cpu"
+)
+
+
+@_input_grad.register_kernel("cuda")
+def _input_grad_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
+    if weight_D.dtype != x.dtype:
+        return _input_grad_plain(grad, x, rstd, weight_D)
+    dx: Tensor = torch.ops.aten._fused_rms_norm_backward(
+        grad.contiguous(), x.contiguous(), list(weight_D.shape), rstd, weight_D, [True, False]
+    )[0]
+    return dx
+
+
+@_input_grad.register_fake
+def _input_grad_fake(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape)
+
+
+def _dx(grad_fp32: Tensor, normed: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
+    dnormed = grad_fp32 * weight_D
+    return (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight_D, _eps = inputs
     ctx.save_for_backward(x, output[1], weight_D)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _rstd: Tensor | None) -> tuple[Tensor, Tensor, None]:
+def _differentiate(ctx: Any, grad: Tensor, _rstd: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+    if not ctx.needs_input_grad[1]:
+        return _input_grad(grad, *ctx.saved_tensors), None, None
     return *_rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
@@ -65,6 +103,10 @@ _rms_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 4 bytes a row."""
+    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 4 bytes a row.
+
+    The weight may be float32 where ``x`` is not; on CUDA these are torch's own ops with fp32 scratch. One that needs no
+    gradient has none computed, nor memory for it.
+    """
     out: Tensor = _rms_norm(x, weight_D, eps)[0]
     return out

@@ -43,7 +43,7 @@ def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, contiguous; float32, bfloat16 or float16."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _launch(swiglu_kernel, gate, up, out)
+    launch(swiglu_kernel, gate, up, out)
     return out
 
 
@@ -51,11 +51,12 @@ def swiglu_backward_triton(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tens
     """Return the gradients of gate and up, both contiguous."""
     gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    _launch(swiglu_backward_kernel, gate, up, grad, grad_gate, grad_up)
+    launch(swiglu_backward_kernel, gate, up, grad, grad_gate, grad_up)
     return grad_gate, grad_up
 
 
-def _launch(kernel: "triton.JITFunction", *tensors: Tensor) -> None:
+def launch(kernel: "triton.JITFunction", *tensors: Tensor) -> None:
+    """Run an elementwise kernel over contiguous tensors of one length."""
     numel = tensors[0].numel()
     if numel:  # CUDA refuses an empty grid
         with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]

@@ -1,5 +1,8 @@
 """The Triton kernels on a real card, against float32 and torch's own kernels."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +61,34 @@ def test_a_card_is_as_exact_as_the_plain_formula(shape: tuple[int, int, int, int
     exact = results(tuple(tensor.float() for tensor in inputs), grad, None)
     for name, *tensors in zip(("out", "dq", "dk", "dv"), actual, same_dtype, exact, strict=True):
         assert_error_bound(*tensors, floor=FLOORS[dtype], name=name)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 300}, {"softcap": 5.0, "window": 700}, {"packed": True}, {"packed": True, "scale": 0.2}],
+    ids=str,
+)
+def test_options_on_a_card_are_as_exact_as_the_plain_formula(options: dict[str, Any], head_dim: int) -> None:
+    inputs, grad = random_inputs((2, 1000, 4, 2, head_dim), torch.bfloat16)
+    ids_BT = torch.arange(1000, device="cuda").div(270, rounding_mode="floor").int().expand(2, -1)
+    chosen = {name: value for name, value in options.items() if name != "packed"}
+    chosen["document_ids_BT"] = ids_BT if "packed" in options else None
+    found = [
+        with_gradients(attention, inputs, grad, **chosen)
+        for attention in (causal_attention, causal_attention_reference)
+    ]
+    exact = with_gradients(causal_attention_reference, tuple(tensor.float() for tensor in inputs), grad, **chosen)
+    for name, *tensors in zip(("out", "dq", "dk", "dv"), *found, exact, strict=True):
+        assert_error_bound(*tensors, floor=FLOORS[torch.bfloat16], name=name)
+
+
+def with_gradients(
+    attention: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = attention(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
 
 @pytest.mark.parametrize("forward", ["triton", "sdpa_flash"])

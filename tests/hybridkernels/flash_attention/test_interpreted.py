@@ -4,6 +4,7 @@ B batch, T sequence, N query heads, K key/value heads, H head dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,16 @@ from torch import Tensor
 from hybridkernels.flash_attention import causal_attention, op, triton_kernel
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from hybridkernels.flash_attention.tiles import LaunchConfig, head_widths
-from hybridkernels.flash_attention.triton_kernel import causal_attention_backward_triton, causal_attention_triton
+from hybridkernels.flash_attention.triton_kernel import (
+    Options,
+    causal_attention_backward_triton,
+    causal_attention_triton,
+)
 from numerics import assert_bitwise, assert_error_bound
 
 OP = torch.ops.hybridkernels.causal_attention.default
 BACKWARD_OP = torch.ops.hybridkernels.causal_attention_backward.default
+USUAL = Options()
 NAMES = ("out", "dq", "dk", "dv")
 FLOORS = {torch.float32: 1e-6, torch.float16: 1e-3}
 """About one rounding of a result near 1, for cases where the plain formula happens to be exact."""
@@ -52,6 +58,17 @@ def real_blocks() -> None:
     """Leave the block sizes of a card."""
 
 
+def make_options(
+    lengths: tuple[int, ...] = (), window: int = 0, softcap: float = 0.0, scale: float | None = None
+) -> Options:
+    """Return options with documents of these lengths in the first row, in the second the other way round."""
+    ids_BT = None
+    if lengths:
+        rows = [torch.arange(len(part)).repeat_interleave(torch.tensor(part)) for part in (lengths, lengths[::-1])]
+        ids_BT = torch.stack(rows).int()
+    return Options(scale=scale, softcap=softcap, window=window, ids_BT=ids_BT)
+
+
 def random_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype, scale: float = 1.0) -> Inputs:
     """Return q, k, v and the gradient of the output."""
     batch, seq_len, num_heads, num_kv_heads, head_dim = shape
@@ -62,9 +79,10 @@ def random_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype, sca
     return q, k, v, grad
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    out, lse = causal_attention_triton(q, k, v)
-    return dict(zip(NAMES, (out, *causal_attention_backward_triton(grad, q, k, v, out, lse)), strict=True))
+def ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, options: Options = USUAL) -> dict[str, Tensor]:
+    out, lse = causal_attention_triton(q, k, v, options)
+    grads = causal_attention_backward_triton(grad, q, k, v, out, lse, options)
+    return dict(zip(NAMES, (out, *grads), strict=True))
 
 
 def results(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -73,12 +91,17 @@ def results(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, g
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
 
-def assert_as_exact_as_torch(inputs: Inputs) -> None:
-    same_dtype = results(causal_attention_reference, *inputs)
-    exact = results(causal_attention_reference, *(tensor.double() for tensor in inputs))
-    for name, tensor in ours(*inputs).items():
+def assert_as_exact_as_torch(inputs: Inputs, options: Options = USUAL) -> None:
+    keywords = {"scale": options.scale, "softcap": options.softcap, "window": options.window}
+    formula = partial(causal_attention_reference, **keywords, document_ids_BT=options.ids_BT)
+    same_dtype = results(formula, *inputs)
+    exact = results(formula, *(tensor.double() for tensor in inputs))
+    # tanh is of two exponentials, exact to some roundings of 1: the cap multiplies them. Of a single key the score's
+    # gradient is the difference of one sum in two orders, where the plain formula is exactly 0.
+    factor = max(4.0 if options.window == 1 else 1.0, options.softcap)
+    for name, tensor in ours(*inputs, options).items():
         assert tensor.is_contiguous(), name
-        assert_error_bound(tensor, same_dtype[name], exact[name], floor=FLOORS[tensor.dtype], name=name)
+        assert_error_bound(tensor, same_dtype[name], exact[name], floor=factor * FLOORS[tensor.dtype], name=name)
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
@@ -86,6 +109,39 @@ def assert_as_exact_as_torch(inputs: Inputs) -> None:
 def test_results_are_as_exact_as_the_plain_formula(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     inputs = random_inputs(shape, dtype)
     assert_as_exact_as_torch(inputs)
+
+
+OPTIONS = {
+    "scale": {"scale": 0.3},
+    "cap": {"softcap": 2.0},
+    "window-1": {"window": 1},
+    "window-5": {"window": 5},
+    "window-40": {"window": 40},
+    "documents": {"lengths": (1, 37, 2, 1, 60)},
+    "one-document": {"lengths": (101,)},
+    "everything": {"lengths": (20, 50, 31), "window": 17, "softcap": 3.0, "scale": 0.4},
+}
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+def test_options_are_as_exact_as_the_plain_formula(chosen: dict[str, Any], dtype: torch.dtype) -> None:
+    inputs = random_inputs((2, 101, 4, 2, 16), dtype)
+    assert_as_exact_as_torch(inputs, make_options(**chosen))
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_wide_heads_take_options_too(head_dim: int) -> None:
+    assert_as_exact_as_torch(random_inputs((2, 70, 2, 1, head_dim), torch.float16), make_options((30, 40), 25, 5.0))
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16), (32, 32)])
+def test_dk_and_dv_of_documents_do_not_depend_on_the_shape_of_tiles(
+    block_m: int, block_n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = LaunchConfig(block_m, block_n, num_warps=4, num_stages=2)
+    monkeypatch.setattr(triton_kernel, "launch_config", lambda _, kernel, __: tiles if kernel == "dkdv" else SMALL)
+    assert_as_exact_as_torch(random_inputs((2, 300, 2, 1, 16), torch.float32), make_options((130, 150, 20), 100))
 
 
 @pytest.mark.usefixtures("real_blocks")

@@ -106,3 +106,24 @@ def test_the_backward_op_passes_torchs_own_checks(shape: tuple[int, ...], dtype:
     _, mean, rstd = OP(x, weight_D, bias_D, EPS)
     arguments = (torch.randn_like(x), x, mean, rstd, weight_D, bias_D)
     torch.library.opcheck(BACKWARD_OP, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_frozen_parameters_have_no_gradient_computed_and_x_has_the_same(dtype: torch.dtype) -> None:
+    x, *parameters = random_inputs((3, 17, 36), dtype)
+    x.requires_grad_()
+    grad = torch.randn(x.shape).to(dtype)
+    (frozen,) = torch.autograd.grad(layer_norm(x, *parameters, EPS), x, grad)
+    trained = [parameter.requires_grad_() for parameter in parameters]
+    expected, *_ = torch.autograd.grad(layer_norm(x, *trained, EPS), (x, *trained), grad)
+    assert_bitwise(frozen, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_the_op_for_frozen_parameters_passes_torchs_own_checks(dtype: torch.dtype) -> None:
+    x, *parameters = random_inputs((3, 17, 36), dtype)
+    _, *statistics = OP(x, *parameters, EPS)
+    arguments = (torch.randn_like(x), x, *statistics, *parameters)
+    op = torch.ops.hybridkernels.layer_norm_input_grad.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert isinstance(op(*arguments), Tensor)  # and nothing beside it

@@ -36,6 +36,24 @@ def test_losses_and_gradients_are_as_exact_as_torch(shape: tuple[int, int], dtyp
     assert (buffer == GUARD).all(), "written outside of the logits"
 
 
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("vocab", [7, BLOCK + 100])
+def test_ignored_targets_and_a_soft_cap_are_as_exact_as_torch(vocab: int, softcap: float, dtype: torch.dtype) -> None:
+    buffer, logits, targets = case(4, vocab, dtype)
+    targets[::2] = -100
+    same_dtype, exact = (torchs_results(work.clone(), targets, 0.25, softcap) for work in (logits, logits.double()))
+    losses = cross_entropy_grad_triton(logits, targets, 0.25, softcap, ignores=True)
+    # tanh is of exponentials, exact to some roundings of 1: the cap multiplies them.
+    floor = FLOORS[torch.float32] * max(1.0, exact[0].abs().max().item(), softcap)
+    assert_error_bound(losses, same_dtype[0], exact[0], floor=floor, name="losses")
+    assert_error_bound(logits, same_dtype[1], exact[1], floor=FLOORS[dtype] * 0.25 * max(1.0, softcap), name="gradient")
+    assert not losses[::2].any()
+    assert not logits[::2].any()
+    logits.fill_(GUARD)
+    assert (buffer == GUARD).all(), "written outside of the logits"
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's numpy; a card has no such
 def test_extreme_logits_stay_finite_and_faults_stay_visible() -> None:
     largest = torch.finfo(torch.float32).max

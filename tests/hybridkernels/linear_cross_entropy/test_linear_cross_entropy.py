@@ -132,3 +132,67 @@ def test_two_dtypes_are_refused() -> None:
     hidden, weight, targets = leaves(torch.float32)
     with pytest.raises(ValueError, match="of one dtype"):
         linear_cross_entropy(hidden.bfloat16(), weight, targets, chunk_tokens=4)
+
+
+def whole_capped(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    logits = functional.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(softcap * torch.tanh(logits / softcap) if softcap else logits, targets)
+
+
+@pytest.mark.parametrize("num_targets", [None, M - 6])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_ignored_targets_do_not_count_and_logits_can_be_capped(
+    dtype: torch.dtype, softcap: float, num_targets: int | None
+) -> None:
+    hidden, weight, targets = leaves(dtype)
+    targets[[0, 3, 6, 7, 8, 23]] = -100
+    wide = tuple(tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    exact = results(whole_capped(*wide, targets, softcap), *wide)
+    same_dtype = results(whole_capped(hidden, weight, targets, softcap), hidden, weight)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=7, softcap=softcap, num_targets=num_targets)
+    for name, actual, torchs, target in zip(
+        ("loss", "hidden", "weight"), results(loss, hidden, weight), same_dtype, exact, strict=True
+    ):
+        assert_error_bound(actual, torchs, target, floor=FLOORS[dtype] * target.abs().max().item(), name=name)
+
+
+def test_where_no_target_counts_loss_and_gradients_are_zero() -> None:
+    hidden, weight, targets = leaves(torch.float32)
+    loss, *grads = results(
+        linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk_tokens=7), hidden, weight
+    )
+    assert loss == 0
+    assert not any(grad.any() for grad in grads)
+
+
+def test_without_ignored_targets_the_dispatcher_sees_what_it_saw() -> None:
+    """Counting the targets is the host's, by whatever way they come: no op more, no tensor more."""
+    hidden, weight, targets = leaves(torch.float32)
+    seen = []
+    for num_targets in (None, M):
+        with OpNames() as names:
+            linear_cross_entropy(hidden, weight, targets, chunk_tokens=9, num_targets=num_targets)
+        seen.append(names.found)
+    assert seen[0] == seen[1]
+    assert "aten.ne.Scalar" not in seen[0]
+    assert seen[0].count("hybridkernels.cross_entropy_grad_.default") == 3
+
+
+class OpNames(TorchDispatchMode):
+    """Collects the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"softcap": -1.0}, {"num_targets": M + 1}, {"num_targets": -1}], ids=str)
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"softcap is .* of 24; allowed: 0 or above, and from 0 to all"):
+        linear_cross_entropy(*leaves(torch.float32), chunk_tokens=4, **options)

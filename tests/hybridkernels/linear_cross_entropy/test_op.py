@@ -34,10 +34,27 @@ def test_losses_and_gradients_are_as_exact_as_torch(shape: tuple[int, int], dtyp
     assert_error_bound(logits, same_dtype[1], exact[1], floor=FLOORS[dtype] * 0.25)
 
 
-def test_the_reference_is_torchs_cross_entropy() -> None:
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_ignored_targets_and_a_soft_cap_are_as_exact_as_torch(softcap: float, dtype: torch.dtype) -> None:
+    logits, targets = random_case(9, 130, dtype)
+    targets[::2] = -100
+    same_dtype, exact = (torchs_results(work, targets, 0.25, softcap) for work in (logits, logits.double()))
+    losses = cross_entropy_grad_(logits, targets, 0.25, softcap=softcap, ignores=True)
+    assert not losses[::2].any()
+    assert not logits[::2].any()
+    assert_error_bound(losses, same_dtype[0], exact[0], floor=FLOORS[torch.float32] * exact[0].abs().max().item())
+    assert_error_bound(logits, same_dtype[1], exact[1], floor=FLOORS[dtype] * 0.25)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_the_reference_is_torchs_cross_entropy(softcap: float) -> None:
     logits, targets = random_case(6, 50, torch.float64)
+    targets[2] = -100
     for actual, expected in zip(
-        cross_entropy_grad_reference(logits, targets, 0.5), torchs_results(logits, targets, 0.5), strict=True
+        cross_entropy_grad_reference(logits, targets, 0.5, softcap),
+        torchs_results(logits, targets, 0.5, softcap),
+        strict=True,
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 

@@ -111,3 +111,35 @@ def test_the_backward_op_passes_torchs_own_checks(shape: tuple[int, ...], dtype:
     _, rstd = OP(x, weight_D, EPS)
     arguments = (torch.randn_like(x), x, rstd, weight_D)
     torch.library.opcheck(BACKWARD_OP, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_wide_weight_is_not_rounded() -> None:
+    """Gemma's: what is stored is the weight less 1, and the sum is taken in fp32."""
+    x, weight_D = random_inputs((3, 17, 36), torch.bfloat16)
+    wide_D = (weight_D.float() + 1 / 1024).requires_grad_()
+    x.requires_grad_()
+    out = rms_norm(x, wide_D, EPS)
+    assert_bitwise(out, rms_norm_reference(x, wide_D, EPS))
+    dx, dweight = torch.autograd.grad(out, (x, wide_D), torch.ones_like(out))
+    assert (dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_frozen_parameters_have_no_gradient_computed_and_x_has_the_same(dtype: torch.dtype) -> None:
+    x, *parameters = random_inputs((3, 17, 36), dtype)
+    x.requires_grad_()
+    grad = torch.randn(x.shape).to(dtype)
+    (frozen,) = torch.autograd.grad(rms_norm(x, *parameters, EPS), x, grad)
+    trained = [parameter.requires_grad_() for parameter in parameters]
+    expected, *_ = torch.autograd.grad(rms_norm(x, *trained, EPS), (x, *trained), grad)
+    assert_bitwise(frozen, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_the_op_for_frozen_parameters_passes_torchs_own_checks(dtype: torch.dtype) -> None:
+    x, *parameters = random_inputs((3, 17, 36), dtype)
+    _, *statistics = OP(x, *parameters, EPS)
+    arguments = (torch.randn_like(x), x, *statistics, *parameters)
+    op = torch.ops.hybridkernels.rms_norm_input_grad.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert isinstance(op(*arguments), Tensor)  # and nothing beside it

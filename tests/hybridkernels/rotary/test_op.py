@@ -50,6 +50,27 @@ def test_the_gradient_is_the_one_autograd_finds_for_the_reference(shape: tuple[i
     assert_bitwise(actual, expected, "dx")  # the same two products and one sum per element
 
 
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_rows_can_have_positions_of_their_own(dtype: torch.dtype) -> None:
+    x_BTNH, cos_TR, sin_TR = random_inputs((2, 5, 4, 16), dtype)
+    places_BT = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+    turned_BTNH = rotary(x_BTNH, cos_TR[places_BT], sin_TR[places_BT])
+    for row, places_T in enumerate(places_BT):
+        expected = rotary(x_BTNH[row, :, None], cos_TR[places_T, None], sin_TR[places_T, None])
+        assert_bitwise(turned_BTNH[row], expected[:, 0], "row")
+
+
+def test_columns_beyond_the_tables_stay() -> None:
+    x_BTNH = torch.randn(2, 5, 4, 16).requires_grad_()
+    cos_TR, sin_TR = tables(5, 3)
+    out = rotary(x_BTNH, cos_TR, sin_TR)
+    assert_bitwise(out[..., :6], rotary(x_BTNH[..., :6].contiguous(), cos_TR, sin_TR))
+    assert_bitwise(out[..., 6:], x_BTNH[..., 6:])
+    torch.library.opcheck(OP, (x_BTNH, cos_TR, sin_TR))
+    (grad,) = torch.autograd.grad(out, x_BTNH, torch.ones_like(out))
+    assert (grad[..., 6:] == 1).all()
+
+
 def test_dot_products_depend_on_the_distance_only() -> None:
     cos_TR, sin_TR = tables(32, 8)
     q, k = torch.randn(16), torch.randn(16)
@@ -80,3 +101,16 @@ def test_the_op_can_be_traced_with_its_gradient() -> None:
     x_BTNH, cos_TR, sin_TR = random_inputs((1, 17, 3, 12), torch.float32)
     arguments = (x_BTNH.requires_grad_(), cos_TR, sin_TR)
     torch.library.opcheck(OP, arguments, test_utils="test_aot_dispatch_dynamic")
+
+
+def test_told_positions_are_rows_of_the_tables() -> None:
+    x_BTNH, cos_TR, sin_TR = random_inputs((2, 7, 3, 12), torch.float32)
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
+    x_BTNH.requires_grad_()
+    weight = torch.randn(x_BTNH.shape)
+    told = rotary(x_BTNH, cos_TR, sin_TR, positions_BT)
+    gathered = rotary(x_BTNH, cos_TR[positions_BT], sin_TR[positions_BT])
+    assert_bitwise(told, gathered)
+    grads = [torch.autograd.grad(out, x_BTNH, weight)[0] for out in (told, gathered)]
+    assert_bitwise(*grads)
+    assert_bitwise(told[1], rotary(x_BTNH[1:], cos_TR, sin_TR)[0])

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hybridkernels.swiglu.triton_kernel import (
     BLOCK,
-    _launch,
+    launch,
     swiglu_backward_kernel,
     swiglu_backward_triton,
     swiglu_kernel,
@@ -78,8 +78,8 @@ def test_nothing_is_written_outside() -> None:
     inputs = torch.ones(3, BLOCK + 5).unbind(0)
     buffers = torch.full((3, 3 * BLOCK), GUARD).unbind(0)
     outputs = [buffer[BLOCK : 2 * BLOCK + 5] for buffer in buffers]
-    _launch(swiglu_kernel, *inputs[:2], outputs[0])
-    _launch(swiglu_backward_kernel, *inputs, *outputs[1:])
+    launch(swiglu_kernel, *inputs[:2], outputs[0])
+    launch(swiglu_backward_kernel, *inputs, *outputs[1:])
     for buffer, output in zip(buffers, outputs, strict=True):
         assert (output != GUARD).all()
         assert (buffer == GUARD).sum() == buffer.numel() - output.numel()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridkernels import gated_op
 from hybridkernels.provider import use_provider
 from hybridkernels.swiglu import op
 from hybridkernels.swiglu.plain import swiglu_backward_plain, swiglu_plain
@@ -25,14 +26,14 @@ def triton_backward(gate: Tensor, up: Tensor, _grad: Tensor) -> tuple[Tensor, Te
 def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     stand_in = SimpleNamespace(swiglu_triton=triton_forward, swiglu_backward_triton=triton_backward)
     monkeypatch.setitem(sys.modules, "hybridkernels.swiglu.triton_kernel", stand_in)
-    monkeypatch.setattr(op, "cuda_backend", lambda: getattr(request, "param", "triton"))
+    monkeypatch.setattr(gated_op, "cuda_backend", lambda: getattr(request, "param", "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "some card")
 
 
 def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return what the CUDA functions give of ones."""
     gate, up, grad = torch.ones(3, 5, dtype=dtype).unbind(0)
-    return op._swiglu_cuda(gate, up), *op._swiglu_backward_cuda(gate, up, grad)
+    return op._OP.cuda(gate, up), *op._OP.backward_cuda(gate, up, grad)
 
 
 def assert_torchs(dtype: torch.dtype) -> None:

@@ -113,6 +113,6 @@ def test_an_unreadable_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     path = tmp_path / "a.toml"
     path.touch()
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # a chmod would not stop the superuser
+    monkeypatch.setattr("hybridtrain.config.decode.read_plain", refuse)  # a chmod would not stop the superuser
     with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); check its permissions"):
         load_toml(Model, path)

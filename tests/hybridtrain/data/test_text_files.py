@@ -100,6 +100,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "a.txt"
     path.touch()
     monkeypatch.setattr(Path, "read_bytes", refuse)  # a chmod would not stop the superuser
+    monkeypatch.setattr("hybridtrain.data.corpus.read_plain", refuse)
     for corpus in (path, tmp_path):
         with pytest.raises(DataError, match=r"a.txt cannot be read \(Permission denied\); check its permissions"):
             text_corpus(corpus)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.errors import DivergenceError
+from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import (
     ChunkedLoss,
+    FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
     Int8Optimizer,
     MixedPrecision,
+    OptimizerOffload,
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
@@ -171,3 +176,55 @@ def test_gradients_that_are_no_numbers_are_refused_under_a_finite_loss() -> None
     hook.remove()
     assert_same(everything(trainer), before)
     trainer.step(good_steps()[0])
+
+
+UNCLIPPED = TrainerConfig(optimizer=AdamWConfig(max_grad_norm=0.0))
+PREVIOUS = TrainerConfig(optimizer=AdamWConfig(clip="previous"))
+NO_CLIP_NEEDED: dict[str, list[Optimization]] = {
+    "plain": [], "offloaded": [OptimizerOffload()], "fused": [FusedUpdate()]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stack", "config", "is_applied"),
+    [
+        ("plain", UNCLIPPED, False),
+        ("offloaded", UNCLIPPED, False),
+        ("fused", UNCLIPPED, True),
+        ("fused", PREVIOUS, True),
+    ],
+)
+def test_gradients_that_are_no_numbers_are_refused_without_clipping_too(
+    stack: str, config: TrainerConfig, is_applied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is a number; before, such a step was applied, and saved."""
+    trainer = Trainer(GPT2_UNTIED, compose(NO_CLIP_NEEDED[stack]), config, DirectTransfer(torch.device("cpu")))
+    first, second, _ = random_steps(GPT2_UNTIED, 3, 1)
+    trainer.step(first)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    accumulate = GradStore.accumulate
+
+    def poisoned(store: GradStore, unit: str, grads: Sequence[Tensor]) -> None:
+        if unit == "block.1":
+            grads[2].view(-1)[3] = math.inf
+        accumulate(store, unit, grads)
+
+    monkeypatch.setattr(GradStore, "accumulate", poisoned)
+    with pytest.raises(DivergenceError, match="step 2: a gradient is no finite number") as caught:
+        trainer.step(second)
+    name, _ = trainer.model.units()[2].parameters[2]
+    assert caught.value.layers == (name,)
+    assert caught.value.is_applied is is_applied  # block 2 was updated before block 1 was looked at
+    monkeypatch.undo()
+    if not is_applied:
+        assert_same(list(trainer.model.parameters()), before)
+    assert trainer.step(second).step == 2
+
+
+def test_the_layers_are_known_where_a_pass_before_the_update_finds_them() -> None:
+    trainer = poisoned_trainer([FusedUpdate()])
+    with pytest.raises(DivergenceError) as caught:
+        trainer.step(bad_step()[-1:])
+    names = {name for unit in trainer.model.units() for name, _ in unit.parameters}
+    assert caught.value.layers
+    assert set(caught.value.layers) <= names

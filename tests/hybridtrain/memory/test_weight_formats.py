@@ -25,6 +25,7 @@ ALLOWED: dict[tuple[Codec, Codec], type[WeightFormat]] = {
     (Codec.BFLOAT16, Codec.FLOAT32): Float32Master,
     (Codec.BFLOAT16, Codec.SPLIT16): Split16Master,
     (Codec.BFLOAT16, Codec.ABSENT): StochasticWeight,
+    (Codec.FLOAT16, Codec.FLOAT32): Float32Master,
 }
 BFLOAT16_STEP = 2.0**-7
 """Distance of neighbours in [1, 2)."""

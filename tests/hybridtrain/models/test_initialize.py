@@ -17,7 +17,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
+from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
 
 MODELS = {"gpt2": GPT2_TIED_DROPOUT, "llama": LLAMA_GROUPED}
 
@@ -95,6 +95,20 @@ def test_weights_are_normal_and_narrower_onto_the_residual_stream(name: str, exp
     # The standard error of a deviation over n = 100,000 draws is sigma / sqrt(2 n) = 0.22 %; five of them.
     assert values.std().item() == pytest.approx(expected, rel=0.011)
     assert abs(values.mean().item()) < 5 * expected / math.sqrt(values.numel())
+
+
+def test_gemmas_norms_start_at_one_which_is_stored_as_zero() -> None:
+    values = torch.ones(8)
+    fill_initial("block.0.attention_out_norm.weight", values, FAMILIES["gemma2"], None)
+    assert (values == 0).all()
+
+
+@pytest.mark.parametrize("name", ["router", "experts_gate", "experts_up", "experts_out"])
+def test_experts_start_like_matrices(name: str) -> None:
+    values, config = torch.empty(5, 200, 250), FAMILIES["mixtral"]
+    fill_initial(f"block.0.{name}", values, config, torch.Generator().manual_seed(0))
+    expected = 0.02 / math.sqrt(2 * config.num_blocks) if name == "experts_out" else 0.02
+    assert values.std().item() == pytest.approx(expected, rel=0.011)
 
 
 def test_every_parameter_has_numbers_of_its_own() -> None:

@@ -16,6 +16,8 @@ def test_it_claims_the_step_loop_and_the_storage_of_gradients() -> None:
         Claim("grad_accum_steps", 3),
         Claim("schedule", Schedule.VERTICAL),
         Claim("visit_micro_batches", 2),
+        Claim("normalize_gradients", value=True),
+        Claim("scale_lr", value=False),
         Claim("grad.codec", Codec.BFLOAT16),
     ]
 

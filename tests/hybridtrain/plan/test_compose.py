@@ -12,6 +12,7 @@ from hybridtrain.optimizations import (
     OPTIMIZATIONS,
     ActivationOffload,
     Bf16Optimizer,
+    Bitnet,
     ChunkedLoss,
     FlashAttention,
     FusedUpdate,
@@ -19,11 +20,14 @@ from hybridtrain.optimizations import (
     GradientCheckpointing,
     Int8Optimizer,
     Int8Weights,
+    Lora,
     MixedPrecision,
+    Nf4Weights,
     OptimizerOffload,
     PredictMemory,
     PredictorState,
     WeightStreaming,
+    Zero,
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim
@@ -52,6 +56,7 @@ STACK: tuple[Optimization, ...] = (
     ChunkedLoss(loss_chunk_tokens=256),
     FlashAttention(),
     WeightStreaming(),
+    Zero(),
     OptimizerOffload(offload_grads=False),
     ActivationOffload(),
     FusedUpdate(),
@@ -60,6 +65,8 @@ STACK: tuple[Optimization, ...] = (
 )
 OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(),)
 """Each in place of the 8-bit optimizer."""
+OTHER_WEIGHTS: tuple[Optimization, ...] = (Lora(), Nf4Weights(), Bitnet())
+"""In place of int8 weights."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def on_device(codec: Codec) -> Cell:
 
 
 def test_the_stacks_of_this_file_hold_every_optimization() -> None:
-    assert {optimization.kind for optimization in STACK + OTHER_MOMENTS} == set(OPTIMIZATIONS)
+    assert {optimization.kind for optimization in STACK + OTHER_MOMENTS + OTHER_WEIGHTS} == set(OPTIMIZATIONS)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -238,8 +245,12 @@ def test_fetching_ahead_leaves_a_slot_for_the_block_at_work(slots: int, wish: in
 def another_value(path: str) -> PlanValue:
     """Return an allowed value that is not the default."""
     setting = SETTINGS[path]
+    if type(setting.default) is str:
+        return "query"
     if setting.least is not None:
-        return setting.least if setting.default != setting.least else setting.least + 7
+        return type(setting.default)(
+            setting.least if setting.default != setting.least else min(setting.least + 7, setting.most)
+        )
     if setting.allowed:
         return type(setting.default)(next(value for value in setting.allowed if value != setting.default))
     return not setting.default
@@ -248,6 +259,8 @@ def another_value(path: str) -> PlanValue:
 NEEDS: dict[str, dict[str, PlanValue]] = {
     "boundary.placement": {"recompute_every": 1},
     "history_codec": {"history_tensors": 1},
+    "adapter_rank": {"adapter_targets": "query"},
+    "zero_stage": {"weight.placement": "host"},
 }
 """What a value needs beside it."""
 
@@ -276,7 +289,7 @@ WRONG: dict[str, dict[str, object]] = {
     "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too.": {
         "prefetch_distance": 2
     },
-    "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks; claim one of those.": {
+    "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks, nf4; claim one of those.": {
         "weight": on_device(Codec.SPLIT16)
     },
     "grad.placement: fused_update with 4 accumulated micro-batches needs grad_accumulation with schedule = 'vertical' "

@@ -286,7 +286,7 @@ def test_remembered_ops_make_the_trace_of_real_ones(
     assert record_steps(config, compose(STACKS[stack]), batches, VirtualTransfer()) == remembered
 
 
-def call_every_op(_cache: MetaCache, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
+def call_every_op(_cache: MetaCache, func: Callable[..., object], args: tuple, kwargs: dict, _key: object) -> object:
     return func(*args, **kwargs)
 
 

@@ -3,17 +3,18 @@
 import importlib
 import re
 from collections.abc import Iterator
-from math import log
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.roofline import efficiency_of
+from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY, Efficiency, Rates, efficiency_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ModelConfig(
@@ -33,8 +34,8 @@ def time_model(peers: ModuleType) -> ModuleType:  # noqa: ARG001  it must be imp
     return importlib.import_module("time_model")
 
 
-def op(name: str, unit: str = "block.1", stage: Stage = Stage.BACKWARD, **facts: object) -> OpRecord:
-    fields: dict[str, object] = {"event": 0, "is_matmul": False, "flops": 0, "bytes_moved": 900, "dtype": "bfloat16"}
+def op(name: str, unit: str = "block.1", stage: Stage = Stage.BACKWARD, **facts: Any) -> OpRecord:
+    fields: dict[str, Any] = {"event": 0, "is_matmul": False, "flops": 0, "bytes_moved": 900, "dtype": "bfloat16"}
     return OpRecord(name=name, unit=unit, stage=stage, **(fields | facts))
 
 
@@ -43,14 +44,20 @@ def facts_of(**changes: object) -> dict[str, object]:
         "system": "ml_dataflow", "card": "rtx-4090", "recompute_share": 0.0, "seq_len": 64, "micro_batch_size": 1,
         "head_chunk_tokens": 16, "weights_home": "host", "optimizer_home": "host", "grads_home": "host",
         "embed_head_home": "card", "micro_batches_per_step": 7, "tokens_per_step": 7 * 64,
+        "resident_layers": 4, "vram_used_gib": 0.0, "host_layers_full": 0, "host_layers_inp_attn": 0,
+        "host_layers_inp_only": 0,
     } | changes  # fmt: skip
+
+
+def made(peers: ModuleType, facts: dict[str, object]) -> Any:
+    return peers.PeerRun(facts, SMALL, find_card("rtx-4090"), Host())
 
 
 def test_the_recompute_share_is_that_of_the_recorded_ops(peers: ModuleType) -> None:
     done_once = []
     for kept in range(5):
         facts = facts_of(recompute_share=peers.recompute_share(SMALL, kept), head_chunk_tokens=64)
-        run = peers.PeerRun(facts, SMALL)
+        run = made(peers, facts)
         assert run.kept_blocks == kept
         ops = run.record(2).ops[2]
         done_once.append(sum(op.flops for op in ops) * (1 - peers.recompute_share(SMALL, kept)))
@@ -65,7 +72,7 @@ def test_all_that_is_kept_leaves_flash_attentions_second_scores(peers: ModuleTyp
 
 
 def test_an_extrapolated_step_takes_as_long_as_a_whole_one(peers: ModuleType) -> None:
-    run = peers.PeerRun(facts_of(recompute_share=peers.recompute_share(SMALL, 1)), SMALL)
+    run = made(peers, facts_of(recompute_share=peers.recompute_share(SMALL, 1)))
     steps = run.record(2, 3, 7)
     efficiency = efficiency_of(find_card("rtx-4090"))
     whole = 7 * 64 / run.step_time(steps, 7, efficiency).seconds
@@ -113,34 +120,77 @@ def test_fused_kernels_move_their_share(peers: ModuleType) -> None:
     assert [new.bytes_moved for new in fused] == [300, 900, 900, 60, 20, 900]
 
 
-def test_the_fit_finds_the_zero_of_a_rising_error(time_model: ModuleType) -> None:
-    assert time_model.solve(lambda matmul: log(matmul / 0.61)) == 0.61
-    with pytest.raises(ValueError, match=r"no efficiency between 0\.2 and 2\.0"):
-        time_model.solve(lambda matmul: log(matmul / 3))
+def test_activations_go_to_the_host_and_come_back(peers: ModuleType) -> None:
+    first = 100
+    ops = [
+        op("mm", "block.0", Stage.FORWARD),  # 100
+        op("mm", "block.1", Stage.FORWARD, waits=(100,)),
+        op("mm", "head", Stage.FORWARD),
+        op("mm", "block.1"),
+        op("mm", "block.0", waits=(103, 7)),
+        op("mm", "embedding"),
+    ]
+    changed = peers.send_activations(ops, first, blocks=1, slots=1, num_bytes=77)
+    copies = [
+        (i + first, new.lane, new.unit, new.bytes_moved, new.waits)
+        for i, new in enumerate(changed)
+        if new.lane is not Lane.COMPUTE
+    ]
+    assert copies == [
+        (101, Lane.COPY_OUT, "block.0", 77, (100,)),
+        (105, Lane.COPY_IN, "block.0", 77, (104,)),  # its place is free once block 1 is done
+    ]
+    assert changed[2].waits == (100, 101)  # the forward visit that takes the place
+    assert changed[6].waits == (104, 7, 105)
 
 
-def test_only_well_known_test_runs_within_the_tolerance_count(peers: ModuleType, time_model: ModuleType) -> None:
-    def row(predicted: float, role: str = "test", confidence: str = "high") -> object:
-        facts = facts_of(role=role, confidence=confidence, recorded_tokens_per_s=100.0)
-        return time_model.Row(
-            run=peers.PeerRun(facts, SMALL), tokens_per_s={"peers": predicted}, bound="compute", device_bytes=0,
-            host_bytes=0,
-        )  # fmt: skip
-
-    good = [row(119.0), row(81.0, confidence="medium")]
-    bad = [row(121.0), row(79.0), row(100.0, role="calibration"), row(100.0, confidence="low")]
-    assert time_model.counted([*good, *bad], {"tolerance": 0.2}) == good
-
-
-def test_fitted_runs_are_small_and_predicted_ones_large(peers: ModuleType) -> None:
+def test_what_a_block_keeps_is_what_the_recorded_host_memory_says(peers: ModuleType) -> None:
     _, runs = peers.load_runs(ROOT / "benchmarks" / "peer_runs.toml")
-    assert len({run.facts["id"] for run in runs}) == len(runs) == 33
-    assert sum(run.is_test for run in runs) == 22
-    assert all((run.model.num_params > 5e9) is run.is_test for run in runs)
+    run = next(run for run in runs if run.facts["id"] == "mdf-1b-h100-24g-s1024")
+    recorded = (13.054142 - 8.354191) * 2**30 / 6 / 16384  # used GiB with 6 blocks on the host, and with none
+    assert run.bytes_of_level["full"] == pytest.approx(recorded, rel=1e-3)
+    assert not run.is_streamed
 
 
-def test_the_shipped_efficiencies_are_the_fitted_ones() -> None:
+def synthetic(time_model: ModuleType, peers: ModuleType, name: str, shares: Efficiency) -> Any:
+    """Return a run that takes exactly as long as the time model says at the given shares."""
+    _, runs = peers.load_runs(ROOT / "benchmarks" / "peer_runs.toml")
+    run = next(run for run in runs if run.facts["id"] == name)
+    sizes = [(8192, 2048, 512), (4096, 4096, 4096), (1024, 128256, 2048)]
+    kernels = [
+        (op("mm", flops=2 * m * n * k, bytes_moved=2 * (m * k + k * n + m * n), shape=(m, n, k)), 1e3)
+        for m, n, k in sizes
+    ]
+    kernels.append((op("attention", flops=10**12, bytes_moved=10**6), 1e3))
+    rates = Rates(run.card, run.host, shares)
+    seconds = sum(rates.duration(kernel, ())[0] * count for kernel, count in kernels)
+    facts = run.facts | {"recorded_tokens_per_s": run.facts["tokens_per_step"] / seconds}
+    return time_model.Timed(replace(run, facts=facts), None, tuple(kernels), 0.0)
+
+
+def test_the_fit_finds_the_shares_that_made_the_runs(peers: ModuleType, time_model: ModuleType) -> None:
+    truth = {"mdf-1b-h100-16g-s1024": 0.6, "llmq-7b-4090-bf16": 0.95}
+    runs = [
+        synthetic(time_model, peers, name, Efficiency(matmul=matmul, inner_half=100.0, waves_half=0.3, attention=0.7))
+        for name, matmul in truth.items()
+    ]
+    found = time_model.fit(runs, time_model.card_of)
+    assert [found[time_model.card_of(run)].matmul for run in runs] == pytest.approx(list(truth.values()), rel=0.02)
+    left = time_model.left_out(runs, time_model.card_of, time_model.family_of)
+    assert [shares.matmul for shares in left.values()] == [DEFAULT_EFFICIENCY.matmul] * 2  # no other card of a family
+
+
+def test_runs_are_of_many_cards_and_sizes(peers: ModuleType) -> None:
+    _, runs = peers.load_runs(ROOT / "benchmarks" / "peer_runs.toml")
+    assert len({run.facts["id"] for run in runs}) == len(runs) == 67
+    cross = [run for run in runs if run.facts["role"] == "cross" and run.facts["confidence"] != "low"]
+    assert len(cross) == 61
+    assert len({run.card.name for run in cross}) == 8
+    assert sum(run.facts["role"] == "transfer" for run in runs) == 5
+
+
+def test_the_shipped_shares_are_the_fitted_ones() -> None:
     text = (ROOT / "results" / "time-model.md").read_text(encoding="utf-8")
-    fitted = dict(re.findall(r"^\| (geforce|data_center) \| (0\.\d{3}|1\.\d{3}) \|", text, re.MULTILINE))
-    shipped = {find_card(name).family: efficiency_of(find_card(name)).matmul for name in ("rtx-3090", "h100-sxm")}
-    assert {family: float(matmul) for family, matmul in fitted.items()} == shipped
+    fitted = dict(re.findall(r"^\| (\S[^|]*?) \| (\d\.\d{3}) \| \d+\.\d \| \d", text, re.MULTILINE))
+    cards = [find_card(name) for name in ("rtx-3090", "rtx-4090", "h100-sxm", "l40s")]
+    assert [f"{efficiency_of(card).matmul:.3f}" for card in cards] == [fitted[card.name] for card in cards]

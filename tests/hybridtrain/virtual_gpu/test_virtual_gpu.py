@@ -247,7 +247,11 @@ def test_it_imports_nothing_of_the_trainer_and_no_torch_before_it_is_needed() ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed = {"hybridtrain", *(f"hybridtrain.{name}" for name in ("virtual_gpu", "units", "errors", "config"))}
-    assert set(done.stdout.split()) <= allowed | {"hybridtrain.dtypes", "hybridtrain.atomic_write"}
+    assert set(done.stdout.split()) <= allowed | {
+        "hybridtrain.dtypes",
+        "hybridtrain.atomic_write",
+        "hybridtrain.plain_file",
+    }
 
 
 def test_a_fraction_of_the_card_is_a_cap() -> None:

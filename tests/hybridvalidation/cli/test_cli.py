@@ -1,7 +1,12 @@
+import errno
 import json
+import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridkernels.adamw_int8 import cpu_build
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.dry_runs import DryRun
 from hybridtrain.models.layers import Head
@@ -19,60 +25,18 @@ from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation import scenario_files
+from hybridvalidation.cli import check
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import dry_run_report, runner
 from hybridvalidation.scenario_files import ScenarioFiles
 from inline_child import InlineChild
+from tiny_files import CARD, scenario_file, shape_file
 
 MIB = 2**20
-SHAPE = """\
-family = "gpt2"
-vocab_size = 256
-max_seq_len = 16
-num_blocks = 2
-width = 32
-num_heads = 2
-num_kv_heads = 2
-ffn_width = 64
-tied = true
-"""
-CARD = """\
-name = "Tiny card"
-memory_mib = 64
-compute_capability = "8.9"
-tflops_bf16 = 100.0
-tflops_fp32 = 50.0
-memory_gbps = 500.0
-pcie_gbps = 30.0
-context_mib = 1
-"""
-SCENARIO = f"""\
-name = "mine"
-says = "A tiny model"
-stacks = ["vanilla", "lean"]
-
-[model.shape]
-{SHAPE}
-[card.custom]
-{CARD}
-[workload]
-batch_size = 2
-seq_len = 8
-
-[accuracy]
-seeds = [0, 1, 2]
-num_steps = 10
-batch_size = 4
-seq_len = 16
-lr = 1e-2
-validation_batches = 4
-
-[accuracy.proxy]
-{SHAPE}
-[[targets]]
-id = "small"
-stacks = ["lean"]
-"""
+SHAPE = shape_file(num_blocks=2, tied=True)
+SCENARIO = scenario_file(
+    ["vanilla", "lean"], SHAPE, seq_len=8, num_steps=10, targets='\n[[targets]]\nid = "small"\nstacks = ["lean"]\n'
+)
 STACKS = {
     "vanilla": 'name = "vanilla"\nsays = "nothing on"\n',
     "lean": """\
@@ -263,7 +227,8 @@ def test_nine_faults_say_what_is_allowed(command: Command) -> None:
         "$.workload.seq_len: found True (a boolean); an integer is required",
         "$.workload.sequence: is an unknown key (found 3); allowed: batch_size, seq_len",
         "$.accuracy.seeds[1]: found 1.5 (a number); an integer is required",
-        "$.accuracy.proxy.family: 'gpt3' is not one of gpt2, llama; did you mean 'gpt2'?",
+        "$.accuracy.proxy.family: 'gpt3' is not one of gpt2, llama, mistral, ",
+        "mixtral, qwen3_moe; did you mean 'gpt2'?",
     ):
         assert words in command.err
 
@@ -352,9 +317,7 @@ def test_an_unknown_verb_names_the_known_ones(command: Command) -> None:
 
 def test_an_unknown_option_names_the_nearest_and_all(command: Command) -> None:
     assert command("gate", "--acept") == 2
-    assert "option '--acept' is not one of --accept, --json, --results, --scenarios; did you mean '--accept'?" in (
-        command.err
-    )
+    assert "is not one of --accept, --json, --markdown, --results, --scenarios; did you mean '--accept'?" in command.err
 
 
 def test_an_option_without_its_value_is_told(command: Command) -> None:
@@ -363,8 +326,9 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "peers", "evidence",
-    "bench", "study", "train", "gate", "report", "records", "list", "doctor",
+    "fit", "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "peers", "evidence",
+    "bench", "study", "train", "export", "quantize", "gate", "report", "records", "snapshots", "list",
+    "doctor",
 )  # fmt: skip
 
 
@@ -375,8 +339,11 @@ def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> Non
     assert f"Example: hybridtrain {verb}" in command.out
 
 
-def test_help_version_and_names_need_no_torch() -> None:
+def test_help_version_names_and_logs_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
+    Path("log.txt").write_text("CUDA out of memory")
+    asked.append("doctor --from log.txt")
     program = f"""\
 import sys
 from hybridvalidation.cli.main import main
@@ -386,6 +353,19 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_tells_exit_codes_in_colours_unless_there_should_be_none() -> None:
+    def told(**environment: str) -> str:
+        wanted = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | environment
+        command = [sys.executable, "-m", "hybridtrain", "--help"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=wanted).stdout
+
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]")  # bold is none
+    plain = told(FORCE_COLOR="1", NO_COLOR="1")
+    assert "Exit codes: 0 it went well" in plain
+    assert not colour.search(plain)
+    assert colour.search(told(FORCE_COLOR="1"))
 
 
 @pytest.mark.parametrize(
@@ -437,17 +417,22 @@ def test_dry_run_json_holds_the_documented_figures(command: Command, stack: str)
     found = command.json(*dry_run(stack=stack))
     figures = {
         "params": int, "peak_allocated_bytes": int, "peak_reserved_bytes": int, "device_used_bytes": int,
+        "reserved_range": dict,
         "host_peak_bytes": int, "by_class": dict, "fits": bool, "step_time_s": float, "tokens_per_s": float,
         "bound": str, "host_by_class": dict, "disk_peak_bytes": int, "fits_host": bool, "fits_card": bool,
         "host_needed_bytes": int, "host_memory_bytes": int,
     }  # fmt: skip
-    details = {"peak_active_bytes", "steps", "oom", "evidence", "fitting_stacks"}
+    details = {"peak_active_bytes", "steps", "oom", "evidence", "fitting_stacks", "phases", "savings", "world", "ranks"}
     assert set(found) == figures.keys() | details
     assert {name: type(found[name]) for name in figures} == figures
     assert list(found["by_class"]) == [
         "weight", "master", "grad", "optim_state", "boundary", "activation", "workspace",
     ]  # fmt: skip
     assert sum(found["by_class"].values()) == found["peak_allocated_bytes"]
+    moves = found["reserved_range"]
+    assert moves["planned_bytes"] == found["peak_reserved_bytes"]
+    assert moves["margin_bytes"] >= 0
+    assert moves["by_change"].keys() == {"driver", "evaluation", "lengths"}
     assert found["params"] == 256 * 32 + 16 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 64 + 9 * 32 + 64) + 2 * 32
     assert found["device_used_bytes"] == found["peak_reserved_bytes"] + MIB
     assert found["peak_allocated_bytes"] <= found["peak_active_bytes"] <= found["peak_reserved_bytes"]
@@ -585,17 +570,22 @@ def test_training_logs_every_step_saves_and_samples(command: Command) -> None:
     log = log_of("run")
     assert [entry["step"] for entry in log] == [1, 2, 3, 4]
     assert set(log[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes"}
-    assert Path("run/state.pt").stat().st_size > 26_000 * 4
+    assert Path("run/checkpoints/step-00000004/tensors-00000.safetensors").stat().st_size > 26_000 * 4
     assert "4 steps, loss " in command.out
     assert "run" in command.out.splitlines()[-1]
 
 
 def test_training_json_is_one_object(command: Command) -> None:
     found = command.json(*train())
-    assert set(found) == {"last_step", "corpus", "said", "out"}
+    assert set(found) == {"last_step", "corpus", "said", "out", "performance", "optimizations"}
     assert found["last_step"] == log_of("run")[-1]
     assert (found["corpus"], found["out"]) == ("text.txt", "run")
-    (sample,) = found["said"]
+    size, performance, announced, sample = found["said"]
+    assert size.startswith("a saved state takes ")
+    assert announced.startswith("a sample of ")
+    assert performance.startswith("4 steps: ")
+    assert found["performance"]["steps"] == 4
+    assert found["optimizations"] == []
     assert sample.startswith("\n")
 
 
@@ -628,10 +618,10 @@ def test_a_finished_training_is_not_run_again(command: Command) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(command: Command) -> None:
     command(*train())
-    files = {path: path.read_bytes() for path in Path("run").iterdir()}
+    files = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     assert command(*train()) == 2
     assert "run: 1 fault\n  holds a saved run; continue it with --resume or choose another --out" in command.err
-    assert {path: path.read_bytes() for path in Path("run").iterdir()} == files
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == files
 
 
 def test_resuming_needs_a_saved_state(command: Command) -> None:
@@ -639,19 +629,15 @@ def test_resuming_needs_a_saved_state(command: Command) -> None:
     assert "there is no saved state to resume from; start without --resume" in command.err
 
 
-@pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_state_is_named_and_kept(command: Command, damage: str) -> None:
+def test_damaged_states_are_named_and_kept(command: Command) -> None:
     command(*train())
-    state = Path("run/state.pt")
-    Path("run/state.previous.pt").unlink()
-    if damage == "cut":
+    for number in (2, 4):
+        state = Path(f"run/checkpoints/step-0000000{number}/tensors-00000.safetensors")
         state.write_bytes(state.read_bytes()[:5000])
-    else:
-        torch.save([1, 2, 3], state)
     content, log = state.read_bytes(), Path("run/log.jsonl").read_bytes()
     change("train.toml", "num_steps = 4", "num_steps = 6")
     assert command(*train(), "--resume") == 2
-    assert "run/state.pt: 1 fault" in command.err
+    assert "run/checkpoints: 2 faults\n  step-00000004: not a whole saved state (tensors-" in command.err
     assert (state.read_bytes(), Path("run/log.jsonl").read_bytes()) == (content, log)
 
 
@@ -717,7 +703,7 @@ def test_a_run_that_was_never_saved_does_not_mix_with_the_next(
     with monkeypatch.context() as patch:
         break_loss(patch, step=2)
         command(*train())
-    assert not Path("run/state.pt").exists()
+    assert not Path("run/checkpoints").exists()
     assert command(*train()) in {0, 2}  # begun anew, or refused
     steps = [entry["step"] for entry in log_of("run")]
     assert steps == sorted(set(steps))
@@ -825,11 +811,11 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
     found = command.json("validate", "mine", "--out", "own")
-    assert set(found) == {"scenario", "records", "verdicts", "num_cached", "files"}
+    assert set(found) == {"scenario", "records", "verdicts", "joint", "num_cached", "files"}
     assert (found["scenario"], found["num_cached"], len(found["records"])) == ("mine", 0, 4)
     assert [verdict["status"] for verdict in found["verdicts"]] == ["holds"]
     assert all(Path(file).is_file() for file in found["files"])
-    assert command.json("report", "--results", "own") == {"files": found["files"]}
+    assert command.json("report", "mine", "--results", "own") == {"files": found["files"]}
     assert command("validate", "mine", "--out", "own") == 0
     assert "0 runs made, 4 read from records." in command.out
     assert command("validate", "mine", "--fresh") == 0
@@ -897,6 +883,8 @@ def test_list_tells_one_kind_of_names(command: Command) -> None:
     assert command.json("list", "stacks") == {"stacks": ["lean", "vanilla"]}
     assert command("list", "cards") == 0
     assert command.out.splitlines() == list(card_catalogue())
+    (target,) = command.json("list", "targets")["targets"]
+    assert (target["target"], target["status"], target["reason"]) == ("small", "unproven", "lean: no dry run of lean.")
     assert command("list", "card") == 2
     assert "cards" in command.err
 
@@ -917,6 +905,30 @@ def test_doctor_tells_what_the_machine_can_do(command: Command) -> None:
     for name in found["checks"]:
         assert f"{name}: " in command.out
     assert f"torch {torch.__version__}" in command.out
+
+
+def test_doctor_tells_of_a_compiler_that_fails_and_of_a_cache_that_cannot_be_written(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cpu_build, "find_compiler", lambda: shutil.which("false"))
+    for folder, words in (("cache", "cannot build"), ("file/cache", "XDG_CACHE_HOME")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
+        cpu_build.load_cpu_kernel.cache_clear()
+        assert command("doctor") == 1
+        told = command.out.partition("8-bit update on the CPU: ")[2]
+        assert told.startswith("does not work")
+        assert words in told
+    cpu_build.load_cpu_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [("--micro-batch", "10000000000000"), ("--accum", "1000000000"), ("--seq", "1" + 30 * "0")],
+)  # fmt: skip
+def test_an_absurd_request_is_refused_with_one_clear_fault(command: Command, absurd: tuple[str, str]) -> None:
+    assert command(*dry_run(), *absurd) == 2  # of an option that is given twice the last counts
+    assert "must be at most" in command.err
 
 
 def test_without_a_verb_it_says_that_one_is_needed(command: Command) -> None:
@@ -946,3 +958,90 @@ def test_the_module_is_the_command(module: str) -> None:
     )
     assert done.returncode == 2
     assert "usage: hybridtrain dry-run" in done.stderr
+
+
+# --- the last resort --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (MemoryError(), "more was asked for"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes."), "3.00 MiB"),
+        (RuntimeError("can't start new thread"), "more was asked for"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "more was asked for"),
+    ],
+)
+def test_too_little_memory_of_the_host_is_a_sentence(
+    command: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, asked: str
+) -> None:
+    def full(*_: object) -> list[str]:
+        raise error
+
+    limits = {resource.RLIMIT_AS: 5 * 2**30, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    monkeypatch.setattr(check, "known_names", full)
+    assert command("list", "models") == 1
+    assert "the host's memory is too small for this: " in command.err
+    assert asked in command.err
+    assert "ulimit -v allows 5.00 GiB; " in command.err
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_stop_that_leaves_an_error_behind_is_a_stop(
+    command: Command, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
+) -> None:
+    def broken(*_: object) -> list[str]:
+        try:
+            raise stop
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")  # as torch does where a signal met it
+
+    monkeypatch.setattr(check, "known_names", broken)
+    assert command("list", "models") == code
+    assert "at fault" not in command.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fault_of_ours_is_a_sentence_and_a_report(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, as_json: bool
+) -> None:
+    def broken(*_: object) -> list[str]:
+        raise KeyError("a name that \ud800 is not there")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(check, "known_names", broken)
+    assert command("list", "models", *(["--json"] if as_json else [])) == 70
+    (report,) = tmp_path.glob("hybridtrain-report-*.txt")
+    told = json.loads(command.out)["message"] if as_json else command.err
+    assert "the program is at fault, not what it was given (KeyError: " in told
+    assert str(report) in told
+    assert "Traceback" not in command.out + command.err
+    assert "Traceback" in report.read_text()
+    assert "in broken" in report.read_text()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert command("list", "models") == 70
+    assert "no report could be written (No such file or directory)" in command.err
+
+
+def test_sigterm_lets_folders_and_children_go(tmp_path: Path) -> None:
+    program = """
+import sys, tempfile, time
+from hybridvalidation.cli import check, main
+def work(*_):
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("in", flush=True)
+        time.sleep(600)
+check.known_names = work
+sys.exit(main.main(["list", "models"]))
+"""
+    place = tmp_path / "place"
+    place.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", program, str(place)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in\n"
+    assert len(list(place.iterdir())) == 1
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 143
+    assert not list(place.iterdir())

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,53 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.models import gpt2
-from hybridtrain.models.gpt2 import Gpt2Block
+from hybridtrain.models import build
+from hybridtrain.models.block_model import Documents
+from hybridtrain.models.decoder import Block
 from hybridvalidation.cli.main import main
 from hybridvalidation.gate.gate import GateExit, StackBaseline, compare
+from tiny_files import scenario_file, shape_file
 
 MIB = 2**20
-SHAPE = """\
-family = "gpt2"
-vocab_size = 256
-max_seq_len = 16
-num_blocks = 3
-width = 32
-num_heads = 2
-num_kv_heads = 2
-ffn_width = 64
-"""
-SCENARIO = f"""\
-name = "mine"
-says = "A tiny model"
-stacks = ["plain", "recompute"]
-
-[model.shape]
-{SHAPE}
-[card.custom]
-name = "Tiny card"
-memory_mib = 64
-compute_capability = "8.9"
-tflops_bf16 = 100.0
-tflops_fp32 = 50.0
-memory_gbps = 500.0
-pcie_gbps = 30.0
-context_mib = 0
-
-[workload]
-batch_size = 2
-seq_len = 16
-
-[accuracy]
-seeds = [0, 1, 2]
-num_steps = 3
-batch_size = 2
-seq_len = 8
-lr = 1e-3
-validation_batches = 2
-
-[accuracy.proxy]
-{SHAPE}"""
+SCENARIO = scenario_file(["plain", "recompute"], shape_file(num_blocks=3), seq_len=16, num_steps=3)
 STACKS = {
     "plain": 'name = "plain"\nsays = "nothing on"\n',
     "recompute": """\
@@ -72,11 +35,13 @@ REPLACEMENT = Path("results/baselines/mine.replacement.json")
 ACTIVATION_BYTES = 2 * 16 * 32 * 4  # B x T x D of float32: a whole multiple of the allocator's 512 bytes
 
 
-class ForgetfulBlock(Gpt2Block):
+class ForgetfulBlock(Block):
     """The same block, holding one more activation for its backward pass, as an unfused op would."""
 
-    def forward(self, hidden_BTD: Tensor, *, computes_output: bool = True) -> Tensor:
-        out_BTD = super().forward(hidden_BTD, computes_output=computes_output)
+    def forward(
+        self, hidden_BTD: Tensor, documents: Documents | None = None, *, computes_output: bool = True
+    ) -> Tensor:
+        out_BTD = super().forward(hidden_BTD, documents, computes_output=computes_output)
         return out_BTD + 0 * torch.sigmoid(out_BTD)  # sigmoid saves its result
 
 
@@ -91,7 +56,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("scenarios/stacks").mkdir(parents=True)
     SCENARIO_FILE.write_text(SCENARIO)
-    Path("scenarios/targets.toml").write_text("target = []\n")
     for name, text in STACKS.items():
         Path(f"scenarios/stacks/{name}.toml").write_text(text)
 
@@ -123,7 +87,7 @@ def lines_of(out: str, code: GateExit) -> list[str]:
 
 
 def block_class(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module]) -> None:
-    monkeypatch.setattr(gpt2, "Gpt2Block", block)
+    monkeypatch.setattr(build, "Block", block)
 
 
 def test_equal_runs_pass(gate: Gate) -> None:
@@ -150,6 +114,24 @@ def test_one_more_retained_activation_is_a_regression_that_names_class_and_block
         assert f"activation/block.{block} +" in plain[0]
     assert " B)" in plain[0]
     assert "gate: regressed, 2 dry runs" in out
+
+
+def test_a_pipeline_is_shown_a_regression(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept(gate)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    _, out = gate("--markdown", "equal.md")
+    assert "::error" not in out
+    assert Path("equal.md").read_text() == "### Memory gate: ok, 2 dry runs of 1 scenarios compared\n"
+    block_class(monkeypatch, ForgetfulBlock)
+    code, out = gate("--markdown", "report.md")
+    assert code is GateExit.REGRESSED
+    assert "::error title=regressed::mine plain: allocated, later step" in out
+    report = Path("report.md").read_text()
+    assert re.search(
+        r"^\| regressed +\| mine +\| plain +\| allocated, later step: .*activation/block.0 \+", report, re.MULTILINE
+    )
+    assert Path("summary.md").read_text() == Path("equal.md").read_text() + report
 
 
 def test_a_regression_is_measured_to_the_byte(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +166,7 @@ def test_an_accepted_change_is_clean_the_next_time(gate: Gate, monkeypatch: pyte
     gate()
     code, out = gate("--accept")
     assert code is GateExit.OK
-    assert "regressed: mine plain" in out  # what was accepted is still told
+    assert "accepted: regressed: mine plain" in out  # what was accepted is still told
     assert f"written: {BASELINE}" in out
     assert BASELINE.read_bytes() != before
     assert not REPLACEMENT.exists()
@@ -372,6 +354,18 @@ def test_the_largest_changes_are_named_first_and_the_rest_counted() -> None:
     moved = finding.message.partition("moved: ")[2]
     assert moved.startswith("activation/block.8 +800 B, activation/block.7 +700 B, ")
     assert moved.endswith("activation/block.3 +300 B and 2 more")
+
+
+def test_holders_are_told_once_beside_the_step_of_the_peak() -> None:
+    grown = baseline(
+        allocated_bytes=(15_000, 30_000), reserved_bytes=(150_000, 300_000), by_unit={"weight/head": 11_000}
+    )
+    findings = compare("mine", "plain", baseline(), grown)
+    told = {finding.message.partition(":")[0]: "moved: weight/head" in finding.message for finding in findings}
+    assert told == {
+        "allocated, first step": False, "allocated, later step": True,
+        "reserved, first step": False, "reserved, later step": False,
+    }  # fmt: skip
 
 
 def test_a_baseline_is_readable_text_in_a_stable_order(gate: Gate) -> None:

@@ -37,7 +37,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (SCENARIOS / "recorded").mkdir(parents=True)
     (SCENARIOS / "stacks").mkdir()  # by which the folder is found
-    (SCENARIOS / "targets.toml").write_text("target = []\n")
     (SCENARIOS / "recorded" / "mine.toml").write_text(SOURCE)
     plan(peak=103.0, oom=0.0)
     write_baselines({"recorded": run().replacement}, BASELINES, accept=True)

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.dry_runs import dry_run
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload, block_params, model_preset
+from hybridtrain.models.model_config import BatchWorkload, Workload, block_params, model_preset
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card
@@ -77,9 +78,17 @@ def test_a_total_stands_beside_what_is_planned() -> None:
     record = planned("lean", peak_allocated_bytes=17 * GB, by_class=sizes)
     found = answer("sum_of_parts_gb", record, parts=EVERYTHING)
     assert found.remark == (
-        "4 + 4 + 8 bytes for each of 6.74B parameters and 20 GB of activations as stated; planned: 17.00 GB allocated "
-        "at the peak, of it weights 2.00, gradients 3.00, optimizer 5.00, activations 7.00"
+        "4 + 4 + 8 bytes for each of 6.74B parameters and 20 GB of activations as stated; planned: weights 2.00, "
+        "gradients 3.00, optimizer 5.00, activations 7.00"
     )
+    assert found.decider is not None
+    assert (found.decider.value, found.decider.evidence, found.decider.is_saving) == (17.0, Evidence.PLANNED, False)
+
+
+def test_a_total_is_of_as_many_parameters_as_its_document_counts() -> None:
+    found = answer("sum_of_parts_gb", parts=StatedParts(weight=4, grad=4, optim_state=8, num_params=7e9))
+    assert found.value == pytest.approx(16 * 7.0, rel=1e-12)  # float64
+    assert "this model has 6.74B" in found.remark
 
 
 def test_a_layer_is_counted_with_all_that_it_needs() -> None:
@@ -139,7 +148,9 @@ def test_optimizer_state_is_told_by_its_codes_beside_what_is_planned() -> None:
     found = answer("optimizer_bytes_reduction_pct", *records, preset="llama-13b-57l")
     assert found.value == pytest.approx(100 * (1 - 2 * (1 + 4 / 256) / 8), rel=1e-12)  # float64
     assert found.evidence is Evidence.ARITHMETIC
-    assert found.remark.startswith("105.14 to 26.70 GB; planned: 73.75 %")
+    assert found.remark == "105.14 to 26.70 GB"
+    assert found.decider is not None
+    assert (found.decider.value, found.decider.evidence) == (73.75, Evidence.PLANNED)
 
 
 @pytest.mark.parametrize(

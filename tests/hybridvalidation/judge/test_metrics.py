@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.dry_runs import dry_run
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
+from hybridtrain.models.model_config import BatchWorkload, Workload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
@@ -164,7 +165,39 @@ def test_kept_bytes_are_compared_at_each_runs_own_peak_of_them() -> None:
     assert (found.value, found.evidence) == (75.0, Evidence.PLANNED)
 
 
-@pytest.mark.parametrize("name", ["peak_vram_reduction_pct", "slowdown_x"])
+@pytest.mark.parametrize("name", ["slowdown_x", "relative_throughput_x"])
+def test_a_speed_is_told_against_no_step_of_other_tokens(name: str) -> None:
+    run = run_of(planned("lean", tokens_per_step=4096), planned("vanilla", tokens_per_step=512))
+    assert asked(run, name, "lean") is None
+
+
+def test_a_speed_against_bf16_has_that_against_fp32_beside_it() -> None:
+    speeds = {"lean": 30.0, "mixed": 60.0, "vanilla": 20.0}
+    run = run_of(*(planned(stack, tokens_per_s=speed) for stack, speed in speeds.items()))
+    found = asked(run, "slowdown_x", "lean", baseline="mixed")
+    assert found is not None
+    assert found.value == pytest.approx(2.0, rel=ROUNDING)
+    assert found.remark == "against mixed; 0.67 x against vanilla"
+    assert found.error is not None
+    assert found.error.low < 2.0 < found.error.high
+
+
+def cycle(stack: str, predicted: int, whole: int) -> StackRun:
+    step = PLANNED.steps[-1]
+    steps = (replace(step, phase="full"), replace(step, phase="predict", allocated_bytes=predicted))
+    return planned(stack, steps=steps, peak_allocated_bytes=whole)
+
+
+def test_of_a_cycle_the_whole_peak_decides() -> None:
+    run = run_of(planned("vanilla", peak_allocated_bytes=1000), cycle("lean", predicted=170, whole=1160))
+    found = asked(run, "predict_phase_vram_reduction_pct", "lean")
+    assert found is not None
+    assert found.value == pytest.approx(83.0, rel=ROUNDING)
+    assert found.decider is not None
+    assert found.decider.value == pytest.approx(-16.0, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["peak_vram_reduction_pct", "step_time_overhead_pct"])
 def test_other_batches_than_the_baselines_are_told(name: str) -> None:
     run = run_of(planned("lean", tokens_per_step=4096), planned("vanilla", tokens_per_step=512))
     found = asked(run, name, "lean")

@@ -1,12 +1,15 @@
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
+from hybridvalidation.judge import joint as joint_module
 from hybridvalidation.judge import verdict as verdict_module
 from hybridvalidation.judge.case import Decider, Metric
+from hybridvalidation.judge.joint import Joint, judge_all, judge_jointly
 from hybridvalidation.judge.statistics import Interval
-from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_all
+from hybridvalidation.judge.time_error import TIME_ERROR, within_error
+from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import (
@@ -47,13 +50,9 @@ def planned(value: float, *, fits: bool = True, interval: Interval | None = None
     return Metric(value, Evidence.PLANNED, "GiB", interval=interval, fits=fits, remark=remark)
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, stated: Target, found: Mapping[str, Metric], stack: str = "any") -> Verdict:
-    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: found.get(case.stack))
-    return judge(run_of(), stated, stack)
-
-
-def judged_one(monkeypatch: pytest.MonkeyPatch, stated: Target, metric: Metric) -> Verdict:
-    return judged(monkeypatch, stated, {"lean": metric}, "lean")
+def judged_one(monkeypatch: pytest.MonkeyPatch, stated: Target, metric: Metric | None) -> Verdict:
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda _case: metric)
+    return judge(run_of(), stated, "lean", ScenarioTarget(id="stated"))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +129,9 @@ def test_ranges_and_equalities_are_named(monkeypatch: pytest.MonkeyPatch, stated
 
 
 def test_without_evidence_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(monkeypatch, target(value=4.0), {}, "lean")
+    found = judged_one(monkeypatch, target(value=4.0), None)
     assert (found.status, found.evidence, found.value) == (Status.UNPROVEN, None, None)
-    assert found.reason == "no record of peak_vram_gib for stack lean"
+    assert found.reason == "lean: no dry run of lean."
 
 
 @pytest.mark.parametrize("metric", ["peak_vram_gib", "tokens_per_s", "relative_throughput_x"])
@@ -157,36 +156,6 @@ def test_a_statement_on_what_an_oversize_run_takes_is_not_refuted_by_its_size(
     monkeypatch: pytest.MonkeyPatch, stated: Target
 ) -> None:
     assert judged_one(monkeypatch, stated, planned(30.0, fits=False)).status is Status.HOLDS
-
-
-@pytest.mark.parametrize(
-    ("direction", "values", "best"),
-    [
-        ("max", (3.0, 1.0, 2.0), "lean"),
-        ("min", (3.0, 1.0, 2.0), "vanilla"),
-        ("max", (9.0, 8.0, 2.0), "tight"),
-        ("max", (9.0, 7.0, 8.0), "lean"),
-        ("min", (1.0, 2.0, 3.0), "tight"),
-    ],
-)
-def test_any_is_the_stack_that_does_best(
-    monkeypatch: pytest.MonkeyPatch, direction: str, values: tuple[float, ...], best: str
-) -> None:
-    found = {stack: planned(value) for stack, value in zip(STACKS, values, strict=True)}
-    assert judged(monkeypatch, target(direction, "tokens_per_s", value=4.0), found).stack == best
-
-
-@pytest.mark.parametrize(
-    ("values", "shown", "status"),
-    [((30.0, 18.0, 20.0), "lean", Status.HOLDS), ((30.0, 15.0, 9.0), "tight", Status.REFUTED)],
-)
-def test_a_need_is_refuted_by_the_one_stack_that_does_with_less(
-    monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...], shown: str, status: Status
-) -> None:
-    # "13B does not fit 16 GB" speaks of every stack: vanilla, which does not fit, must not prove it.
-    found = {stack: planned(value, fits=value < 16) for stack, value in zip(STACKS, values, strict=True)}
-    verdict = judged(monkeypatch, target("min", value=16.0), found)
-    assert (verdict.stack, verdict.status) == (shown, status)
 
 
 def saving(stated: float, deciding: float) -> Metric:
@@ -223,11 +192,39 @@ def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest
     )
 
 
-def test_any_prefers_a_figure_that_may_hold_to_a_misleading_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    unsure = Metric(97.0, Evidence.EXECUTED, "%", interval=Interval(97.0, 90.0, 99.0))
-    found = {"vanilla": saving(1.0, 1.0), "lean": saving(99.0, 1.0), "tight": unsure}
-    assert judged(monkeypatch, target("min", "step", value=96.0), found).stack == "tight"
-    assert judged(monkeypatch, target("min", "step", value=96.0), found | {"tight": saving(2.0, 2.0)}).stack == "lean"
+@pytest.mark.parametrize(
+    ("deciding", "status"), [(124.9, Status.BY_DEFINITION), (153.0, Status.MISLEADING), (99.0, Status.MISLEADING)]
+)
+def test_a_total_that_follows_from_its_parts_is_called_so_where_the_plan_agrees(
+    monkeypatch: pytest.MonkeyPatch, deciding: float, status: Status
+) -> None:
+    decider = Decider(deciding, Evidence.PLANNED, "adds up parts", "the peak", is_saving=False)
+    stated = replace(target("equal", "sum_of_parts_gb", value=124.0), by_definition="adds up parts that are stated")
+    found = judged_one(monkeypatch, stated, Metric(124.0, Evidence.ARITHMETIC, "GB", decider=decider))
+    assert found.status is status
+    assert "met by definition: adds up parts that are stated" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (0.99 * 0.9 / (1 + TIME_ERROR), Status.REFUTED),
+        (1.01 * 0.9 / (1 + TIME_ERROR), Status.UNDECIDED),
+        (0.99 * 0.9 / (1 - TIME_ERROR), Status.UNDECIDED),
+        (1.01 * 0.9 / (1 - TIME_ERROR), Status.HOLDS),
+    ],
+)
+def test_a_difference_below_the_time_models_error_is_undecided(
+    monkeypatch: pytest.MonkeyPatch, value: float, status: Status
+) -> None:
+    metric = Metric(value, Evidence.ESTIMATED, "x", error=within_error(value))
+    assert judged_one(monkeypatch, target("min", "relative_throughput_x", value=0.9), metric).status is status
+
+
+def test_the_error_of_an_overhead_is_that_of_the_ratio_behind_it() -> None:
+    error = within_error(1 / 1.28, lambda ratio: 100 * (1 / ratio - 1))
+    assert (error.mean, error.low) == pytest.approx((28.0, 100 * (1.28 / (1 + TIME_ERROR) - 1)))
+    assert error.high == pytest.approx(100 * (1.28 / (1 - TIME_ERROR) - 1))
 
 
 def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,28 +237,87 @@ def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.Mon
     assert [found.value for found in judge_all(run, {"stated": target(value=4.0)})] == [1.0, 2.0]
 
 
-def test_any_holds_when_one_stack_is_sure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    unsure = planned(3.0, interval=Interval(3.0, 1.0, 5.0))
-    found = {"vanilla": planned(9.0), "lean": unsure, "tight": planned(3.5)}
-    chosen = judged(monkeypatch, target(value=4.0), found)
-    assert (chosen.stack, chosen.status) == ("tight", Status.HOLDS)
+def jointly(
+    monkeypatch: pytest.MonkeyPatch, rows: Mapping[str, Mapping[str, Metric | None]], fits: Sequence[str] = STACKS
+) -> tuple[Joint, list[Verdict]]:
+    """Judge rows that want at most 4 of some metric, by the name of the metric."""
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: rows[case.target.metric].get(case.stack))
+    monkeypatch.setattr(joint_module, "_fits", lambda _run, stack: stack in fits)
+    targets = {name: replace(target(metric=name, value=4.0), id=name) for name in rows}
+    run = run_of(*(ScenarioTarget(id=name) for name in rows))
+    found = judge_jointly(run, targets)
+    assert found is not None
+    return found, judge_all(run, targets)
 
 
-def test_any_is_unproven_while_a_stack_may_still_meet_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"vanilla": planned(9.0), "lean": planned(8.0)}
-    assert judged(monkeypatch, target(value=4.0), found).status is Status.UNPROVEN
+def values(*figures: float) -> dict[str, Metric | None]:
+    return {stack: planned(value) for stack, value in zip(STACKS, figures, strict=True)}
 
 
-def test_any_passes_over_stacks_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # None meets the bound: what is shown is the best that runs, not the speed of one that cannot.
-    found = {"vanilla": planned(500.0, fits=False), "lean": planned(50.0), "tight": planned(40.0)}
-    chosen = judged(monkeypatch, target("min", "tokens_per_s", value=80.0), found)
-    assert (chosen.stack, chosen.status) == ("lean", Status.REFUTED)
+def test_no_stack_picks_another_stacks_cherries(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each row is held by some stack, and none holds all: as 7b-16gb was once judged, by the best stack per row.
+    found, verdicts = jointly(monkeypatch, {"a": values(3, 3, 9), "b": values(9, 3, 3), "c": values(3, 9, 3)})
+    assert "No stack holds all 3 rows" in found.sentence
+    assert {verdict.stack for verdict in verdicts} == {found.best}
+    assert sum(verdict.status is Status.REFUTED for verdict in verdicts) == 1
+    missed = next(verdict.target for verdict in verdicts if verdict.status is Status.REFUTED)
+    assert len(found.holders(missed)) == 2
 
 
-def test_every_target_is_judged_on_every_named_stack_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stack_that_holds_all_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, verdicts = jointly(monkeypatch, {"a": values(1, 3, 9), "b": values(9, 3, 1)})
+    assert (found.best, found.sentence) == ("lean", "lean holds all 2 rows.")
+    assert all(verdict.is_of_scenario for verdict in verdicts)
+
+
+def test_of_several_the_one_with_the_widest_narrowest_margin_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = jointly(monkeypatch, {"a": values(0.1, 2, 3), "b": values(3.9, 2, 3)})
+    assert list(found.stacks) == ["lean", "tight", "vanilla"]
+    assert found.sentence == "lean holds all 2 rows; so do tight, vanilla."
+
+
+def test_what_is_not_known_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = jointly(monkeypatch, {"a": values(3, 3, 9), "b": {"vanilla": planned(9), "lean": None, "tight": None}})
+    assert found.sentence == "No stack holds all 2 rows: nearest is lean, which lacks b (unproven)."
+
+
+def test_a_verdict_that_was_reached_elsewhere_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: planned(3) if case.target.id == "a" else None)
+    monkeypatch.setattr(joint_module, "_fits", lambda *_: True)
+    targets = {name: replace(target(value=4.0), id=name) for name in ("a", "b")}
+    run = run_of(ScenarioTarget(id="a"), ScenarioTarget(id="b"))
+    elsewhere = {("b", "tight"): judge_metric(targets["b"], "tight", planned(2))}
+    found = judge_jointly(run, targets, elsewhere)
+    assert found is not None
+    assert found.sentence == "tight holds all 2 rows."
+    assert [verdict.stack for verdict in judge_all(run, targets, elsewhere)] == ["tight", "tight"]
+
+
+def test_a_stack_that_does_not_fit_is_no_candidate_beside_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = jointly(monkeypatch, {"a": values(3, 9, 9)}, fits=("lean", "tight"))
+    assert set(found.stacks) == {"lean", "tight"}
+    found, _ = jointly(monkeypatch, {"a": values(3, 9, 9)}, fits=())
+    assert set(found.stacks) == set(STACKS)
+
+
+@pytest.mark.parametrize(
+    ("needs", "shown", "status"),
+    [((30.0, 18.0, 20.0), "lean", Status.HOLDS), ((30.0, 15.0, 9.0), "tight", Status.REFUTED)],
+)
+def test_a_need_is_refuted_by_the_one_stack_that_does_with_less(
+    monkeypatch: pytest.MonkeyPatch, needs: tuple[float, ...], shown: str, status: Status
+) -> None:
+    # "13B does not fit 16 GB" speaks of every stack: vanilla, which does not fit, must not prove it.
+    found = {stack: planned(value, fits=value < 16) for stack, value in zip(STACKS, needs, strict=True)}
+    monkeypatch.setattr(verdict_module, "compute_metric", lambda case: found[case.stack])
+    (verdict,) = judge_all(run_of(ScenarioTarget(id="stated")), {"stated": target("min", value=16.0)})
+    assert (verdict.stack, verdict.status) == (shown, status)
+
+
+def test_rows_on_stacks_are_judged_on_each_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict_module, "compute_metric", lambda case: planned(len(case.target.metric)))
     targets = {name: replace(target(value=4.0), id=name) for name in ("a", "b")}
-    run = run_of(ScenarioTarget(id="b", stacks=("tight", "lean")), ScenarioTarget(id="a"))
+    run = run_of(ScenarioTarget(id="b", stacks=("tight", "lean")), ScenarioTarget(id="a", stacks=("vanilla",)))
     verdicts = judge_all(run, targets)
     assert [(item.target, item.stack) for item in verdicts] == [("b", "tight"), ("b", "lean"), ("a", "vanilla")]
+    assert judge_jointly(run, targets) is None

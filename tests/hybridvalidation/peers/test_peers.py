@@ -20,7 +20,7 @@ from hybridvalidation.peers import command as peers_command
 from hybridvalidation.peers import run as peer_run
 from hybridvalidation.peers.figures import KINDS, PeerFigures, PeerRecord, append_peer_record, rows_of
 from hybridvalidation.peers.scenario import PeerRun, jobs_of, read_peers
-from hybridvalidation.peers.table import peer_table, row_mapping
+from hybridvalidation.peers.table import peer_table, row_mapping, versions_lines
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -290,6 +290,7 @@ def test_a_row_shows_each_kind_of_evidence_or_why_there_is_none(folder: Path) ->
         ),
     ]
     rows = rows_of(scenario, files, records)
+    assert versions_lines(rows) == ["torch: torch 2.", "hybridtrain: torch 2."]
     lines = peer_table(rows, TERMINAL).splitlines()[2:]
     assert [line.split()[0] for line in lines] == ["torch", "torch", "hybridtrain", "torch", "deepspeed"]
     assert "1.00" in lines[0]  # of the newest record

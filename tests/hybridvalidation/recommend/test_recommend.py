@@ -1,30 +1,24 @@
 """The search for a stack: it fits, it is the fastest of what was tried, and it says what is missing."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from hybridtrain import dry_runs, recommendation
+from hybridtrain import recommendation
+from hybridtrain.candidates import ARRANGEMENTS, LEVELS, Candidate, Question
 from hybridtrain.config.encode import to_toml
-from hybridtrain.data.batches import TokenBatch
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, OutOfMemoryError
-from hybridtrain.memory.transfer import VirtualTransfer
+from hybridtrain.fitting import Way, confirmed
 from hybridtrain.models.model_config import PRESETS, ModelConfig
-from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.recommendation import ARRANGEMENTS, LEVELS, Candidate, Question, Recommendation, recommend
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.recommendation import Recommendation, recommend
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend import command
-from hybridvalidation.recommend.command import parse_size
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.sizes import parse_size
 
 SEQ_LEN, NUM_SEQUENCES = 512, 2
 MODEL = ModelConfig(
@@ -44,27 +38,9 @@ def question(card_mib: int, host_gib: float = 8.0) -> Question:
     return Question(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), SEQ_LEN, NUM_SEQUENCES)
 
 
-KNOWN: dict[object, tuple[LedgerTrace, dict[str, object]]] = {}
-
-
-def recorded_once(
-    model: ModelConfig, plan: MemoryPlan, batches: Sequence[Sequence[TokenBatch]], transfer: VirtualTransfer,
-    config: TrainerConfig, hybrid: None,
-) -> LedgerTrace:  # fmt: skip
-    """Record the steps of a plan once for all cards and hosts: they only play the ledger again."""
-    key = model, repr(plan), tuple(len(step) for step in batches), batches[0][0].token_ids_BT.shape, config
-    if key not in KNOWN:
-        KNOWN[key] = record_steps(model, plan, batches, transfer, config, hybrid), vars(transfer)
-    trace, account = KNOWN[key]
-    vars(transfer).update(account)
-    return trace
-
-
 @cache
 def ask(asked: Question) -> Recommendation:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dry_runs, "record_steps", recorded_once)
-        return recommend(asked, lambda _text: None)
+    return recommend(asked, lambda _text: None)
 
 
 def test_a_large_card_keeps_everything_and_exact_numbers() -> None:
@@ -74,21 +50,29 @@ def test_a_large_card_keeps_everything_and_exact_numbers() -> None:
     assert found.chosen.keep_last == MODEL.num_blocks
 
 
+def test_what_can_move_reserved_bytes_stays_free() -> None:
+    for asked in (question(2048), question(SMALL)):
+        found = ask(asked)
+        assert found.run.peak_reserved_bytes + found.way.margin_bytes <= asked.card.allocator_capacity_bytes
+
+
 def test_a_small_card_streams() -> None:
     roomy, tight = ask(question(2048)), ask(question(SMALL))
     assert tight.run.fits
     assert tight.run.device_used_bytes <= SMALL * 2**20 < roomy.run.device_used_bytes
     assert tight.chosen.arrangement.offloads_state
     assert tight.chosen.arrangement.streams
-    assert tight.run.tokens_per_s <= roomy.run.tokens_per_s
+    assert tight.way.tokens_per_s <= roomy.way.tokens_per_s
 
 
-def test_the_figures_are_those_of_the_whole_run_of_the_chosen_stack() -> None:
+def test_the_figures_are_those_of_a_run_of_the_chosen_stack_with_every_block() -> None:
     asked = question(SMALL)
     found = ask(asked)
+    assert found.way.micro_batches_run == found.chosen.num_micro_batches  # no more than are run
     again = asked.run(found.chosen)
-    assert found.chosen.tokens_per_s == found.run.tokens_per_s == again.tokens_per_s
-    assert found.run.tokens_per_step == NUM_SEQUENCES * SEQ_LEN
+    assert found.way.tokens_per_s == again.tokens_per_s
+    assert found.way.device_bytes == again.device_used_bytes
+    assert found.way.host_bytes == again.host_peak_bytes
 
 
 def test_little_host_memory_asks_for_fewer_bytes() -> None:
@@ -99,20 +83,6 @@ def test_little_host_memory_asks_for_fewer_bytes() -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(OutOfMemoryError, match=r"nothing fits: .* on the card and .* of host memory .*--seq"):
         ask(replace(question(80), num_sequences=1))  # of one size, so that no level is tried twice
-
-
-def test_short_runs_extended_in_straight_lines_are_the_whole_run() -> None:
-    # The searches above are of models as deep as the probes.
-    asked = replace(question(2048), model=replace(MODEL, num_blocks=8), num_sequences=4)
-    line = recommendation._Line(asked, LEVELS[1], ARRANGEMENTS[2], 1)
-    candidate = Candidate(
-        level=LEVELS[1], arrangement=ARRANGEMENTS[2], micro_batch_size=1, num_micro_batches=4, keep_last=0
-    )
-    whole = asked.run(candidate)
-    assert line.seconds(0) == pytest.approx(whole.time.seconds)
-    assert line._extended(lambda run: run.host_peak_bytes) == whole.host_peak_bytes
-    found = line._extended(lambda run: run.peak_reserved_bytes)
-    assert found == pytest.approx(whole.peak_reserved_bytes, abs=2 * 2**20)  # one of the allocator's segments
 
 
 def test_every_arrangement_composes_with_every_level() -> None:
@@ -173,6 +143,18 @@ def test_every_preset_has_a_default_question(model: str, monkeypatch: pytest.Mon
     assert question.host.memory_gib == 64
 
 
+def test_a_scenarios_stated_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = asked_for(monkeypatch, "--scenario", "7b-16gb", "--tokens-per-step", "131072")
+    assert (question.card.memory_mib, question.num_sequences) == (14 * 1024, 128)
+    question = asked_for(monkeypatch, "--scenario", "7b-16gb", "--device-budget", "10GiB")
+    assert (question.card.memory_mib, question.num_sequences) == (10 * 1024, 8)
+
+
+def test_a_budget_below_what_cuda_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--model", "gpt2-small", "--card", "rtx-4090", "--device-budget", "0.1GiB"]) == 2
+    assert "102.40 MiB must be above the CUDA context's" in capsys.readouterr().err
+
+
 def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(to_toml(replace(MODEL, max_seq_len=777)))
@@ -180,12 +162,28 @@ def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeyp
     assert (question.seq_len, question.num_sequences) == (777, 131072 // 777)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_block_of_a_tied_model_is_as_large_as_that_of_another(family: Literal["llama", "gpt2"], tied: bool) -> None:
-    model = replace(
-        MODEL, num_blocks=8, family=family, tied=tied, vocab_size=32768
-    )  # an embedding larger than all blocks
-    block = 4 * 512 * 512 + (3 * 512 * 1376 + 2 * 512 if family == "llama" else 2 * 512 * 1376 + 9 * 512 + 1376)
-    assert recommendation._blocks_within(5.5 * 2 * block, model, LEVELS[0]) == 5
-    assert recommendation._blocks_within(100.0 * 2 * block, model, LEVELS[0]) == model.num_blocks
+@pytest.mark.parametrize("waits", [True, False])
+def test_blocks_stay_on_the_card_where_the_bus_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    monkeypatch.setattr(recommendation, "_WAITS", 0.0 if waits else 1.0)
+    asked = replace(question(2048), card=replace(question(2048).card, pcie_gbps=0.1))
+    candidate = Candidate(
+        level=LEVELS[2], arrangement=ARRANGEMENTS[2], micro_batch_size=1, num_micro_batches=2, keep_last=0
+    )
+    way = Way(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
+    streamed = confirmed(asked, way, free_share=0.0, leaves_margin=True)
+    found = recommendation._with_resident_blocks(asked, streamed)
+    assert found.candidate.resident_layers == (MODEL.num_blocks if waits else 0)
+    assert (found.tokens_per_s > streamed.tokens_per_s) is waits
+
+
+def test_each_setting_has_a_reason() -> None:
+    roomy, tight = (command.RecommendReport(answer=ask(question(mib)), model="mine") for mib in (2048, SMALL))
+    why = roomy.as_mapping()["reasons"]
+    assert isinstance(why, dict)
+    assert list(why) == ["precision", "accumulation", "checkpointing", "offload", "predict_memory"]
+    assert "the gentlest numbers" in why["precision"]
+    assert " less, on card and host" in why["precision"]
+    assert why["checkpointing"].startswith("every block keeps")
+    assert why["offload"].startswith("none")
+    assert tight.answer.chosen.arrangement.name in tight.as_mapping()["reasons"]["offload"]  # type: ignore[index]
+    assert all(sentence in roomy.as_text() for sentence in why.values())

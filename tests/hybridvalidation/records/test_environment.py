@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import socket
 import subprocess
@@ -62,3 +63,16 @@ def test_a_package_inside_of_somebody_elses_repository_has_no_commit(
     monkeypatch.setattr(environment.hybridtrain, "__file__", str(package))
     assert not environment.is_checkout()
     assert (read_environment().commit, environment.uncommitted_files()) == ("", [])
+
+
+def test_asking_for_the_checkout_leaves_its_index_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "hybridtrain" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    for arguments in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)  # noqa: S607
+    os.utime(package, (1, 1))  # now git would write the index anew, under a lock
+    monkeypatch.setattr(environment.hybridtrain, "__file__", str(package))
+    before = (tmp_path / ".git/index").read_bytes()
+    assert environment.uncommitted_files() == ["hybridtrain/__init__.py"]
+    assert (tmp_path / ".git/index").read_bytes() == before

@@ -12,10 +12,10 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode, to_json
 from hybridtrain.errors import RecordError
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import Program
+from hybridvalidation.records.program import Program, current_program, remember_program
 from hybridvalidation.records.record import SCHEMA
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.records.store import RecordStore
+from hybridvalidation.records.store import RecordStore, append_record
 from tiny_runs import ACCURACY, MEASURED, MEMORY, record
 
 RECORDS = {
@@ -67,7 +67,7 @@ def test_without_a_file_there_are_no_records(store: RecordStore) -> None:
 @pytest.mark.parametrize("num_whole", [0, 1, 2])
 @pytest.mark.parametrize("cut", [1, 40, -1])
 def test_a_record_that_was_cut_short_is_left_out_and_the_next_takes_its_place(
-    store: RecordStore, num_whole: int, cut: int
+    store: RecordStore, num_whole: int, cut: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # As after a crash while writing: its run is repeated, nobody must edit a file by hand.
     for _ in range(num_whole):
@@ -77,6 +77,10 @@ def test_a_record_that_was_cut_short_is_left_out_and_the_next_takes_its_place(
     path_of(store).write_bytes(whole + to_json(record()).encode()[:cut])
     assert store.read("mine") == [record()] * num_whole
     store.append(record("next"))
+    assert "cut short" in capsys.readouterr().err
+    aside = store.folder / "mine.jsonl.torn"
+    assert aside.read_bytes() == to_json(record()).encode()[:cut] + b"\n"
+    assert store.scenarios() == ["mine"]
     assert store.read("mine") == [record()] * num_whole + [record("next")]
     assert path_of(store).read_bytes() == whole + to_json(record("next")).encode() + b"\n"
 
@@ -101,6 +105,23 @@ def test_writers_at_once_lose_nothing(store: RecordStore) -> None:
     assert [writer.wait() for writer in writers] == [0, 0]
     found = [(program.torch, *program.files.values()) for program in store.programs().values()]
     assert sorted(found) == sorted((name, str(number)) for name in ("a", "b") for number in range(50))
+
+
+def test_the_program_of_a_record_is_kept_with_it_and_asked_whether_it_holds(store: RecordStore) -> None:
+    program = current_program()
+    other = Program(torch=program.torch, files={"hybridtrain/trainer.py": "0"})
+    for key, digest in (("a", other.digest), ("b", program.digest), ("a", program.digest), ("c", other.digest)):
+        append_record(store.folder, "studies/one.jsonl", record(key, program=digest))
+    assert store.programs() == {program.digest: program}  # nobody here knows the other one
+    append_record(store.folder, "studies/one.jsonl", record("d", program=remembered(other).digest))
+    assert store.changes(["studies/one"]) == {
+        "studies/one": ["", "", *["hybridtrain/trainer.py has changed"] * 2]  # of a the newest counts
+    }
+
+
+def remembered(program: Program) -> Program:
+    remember_program(program)
+    return program
 
 
 def test_pruning_keeps_what_it_is_told_and_the_programs_of_that(store: RecordStore) -> None:
@@ -145,3 +166,18 @@ def test_a_record_of_another_schema_says_which_is_read(store: RecordStore) -> No
     path_of(store).write_text(to_json(record()).replace(f'"schema":{SCHEMA}', '"schema":99') + "\n")
     with pytest.raises(RecordError, match=f"99 must be {SCHEMA}"):
         store.read("mine")
+
+
+def test_a_timeline_of_unequal_lengths_is_no_record(store: RecordStore) -> None:
+    assert MEMORY.timeline is not None
+    whole = encode(record(memory=MEMORY))
+    whole["memory"]["timeline"]["times_s"] = [0.0, 1e-6, 2e-6]
+    store.folder.mkdir()
+    path_of(store).write_text(json.dumps(whole) + "\n")
+    with pytest.raises(RecordError, match=r"weight: 2 sizes must be as many as times_s has moments \(3\)"):
+        store.read("mine")
+
+
+def test_a_class_that_a_timeline_does_not_tell_has_no_bytes() -> None:
+    assert MEMORY.timeline is not None
+    assert (MEMORY.timeline.sizes("weight"), MEMORY.timeline.sizes("grad")) == ((5, 5), (0, 0))

@@ -34,21 +34,12 @@ from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.execute import first_difference
 from hybridvalidation.show.pages.executed import executed_table, write_executed
 from hybridvalidation.show.tables import TERMINAL
+from tiny_files import shape_file
 from tiny_models import GPT2_UNTIED, random_steps
 
 ROOT = Path(__file__).parents[3]
 STACK_FOLDER = ROOT / "scenarios" / "stacks"
-GPT2 = """\
-family = "gpt2"
-vocab_size = 256
-max_seq_len = 16
-num_blocks = 3
-width = 32
-num_heads = 2
-num_kv_heads = 2
-ffn_width = 64
-tied = true
-"""
+GPT2 = shape_file(num_blocks=3, tied=True)
 LLAMA = """\
 family = "llama"
 vocab_size = 300
@@ -198,9 +189,7 @@ def test_accumulation_can_be_changed(command: Command) -> None:
 
 
 def test_a_model_of_the_catalogue_is_recorded_by_its_name(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hybridvalidation.runs.dry_run_report.read_model", lambda _: replace(GPT2_UNTIED, vocab_size=256)
-    )
+    monkeypatch.setattr("hybridtrain.models.find_model.find_model", lambda _: replace(GPT2_UNTIED, vocab_size=256))
     command(*arguments("gpt2-1b"))
     assert [run.model for run in records()] == ["gpt2-1b"]
 
@@ -453,7 +442,6 @@ def test_the_table_tells_every_step_and_where_it_was_made(run: ExecutedRun) -> N
 
 
 def test_a_report_rebuilds_the_same_bytes(command: Command) -> None:
-    (Path("scenarios") / "targets.toml").write_text("")
     command(*arguments())
     command(*arguments("llama.toml", HOST_STACK))
     table = Path("results/tables/executed.md")

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from hybridtrain.config.encode import to_json
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.program import known_program
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.runs.job import make_job
 from hybridvalidation.runs.runner import run_in_process
@@ -98,8 +100,8 @@ def test_kinds_are_told_apart() -> None:
 @pytest.fixture(scope="module")
 def crash() -> StackRun:
     job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
-    record, program = run_in_process(job)
-    assert program is None
+    record = run_in_process(job)
+    assert not record.program
     return record
 
 
@@ -121,9 +123,10 @@ def test_every_job_reaches_its_worker_whole() -> None:
     accuracy = replace(SCENARIO.accuracy, proxy=replace(PROXY, family="llama"))
     scenario = replace(SCENARIO, model=ModelSpec(shape=LLAMA_GROUPED), accuracy=accuracy)
     job = make_job("dry_run", scenario, stack)
-    done, program = run_in_process(job)
+    done = run_in_process(job)
+    program = known_program(done.program)
     assert program is not None
-    assert done.program == program.digest
+    assert "hybridtrain/trainer.py" in program.files
     assert (done.key, done.kind, done.stack, done.evidence) == (job.key, "dry_run", "vanilla", Evidence.PLANNED)
     assert done.plan["optim_state.codec"] == "int8_blocks"
     assert done.memory is not None

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
+from hybridtrain.errors import HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.phase import Phase
+from hybridtrain.train_state.generations import generations
+from hybridtrain.train_state.manifest import read_generation
 from hybridtrain.trainer import Trainer
 from hybridtrain.training_file import load_config
 from hybridvalidation.cli.main import main
-from hybridvalidation.runs import train as train_run
+from hybridvalidation.runs import train_data
 from hybridvalidation.runs.train_log import RunMonitor
+from tiny_files import shape_file
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 12
@@ -32,18 +37,9 @@ num_steps = {NUM_STEPS}
 save_every = 1
 sample_tokens = 0
 """
-BODY = """\
+BODY = f"""\
 [model.shape]
-family = "gpt2"
-vocab_size = 256
-max_seq_len = 16
-num_blocks = 1
-width = 32
-num_heads = 2
-num_kv_heads = 2
-ffn_width = 64
-tied = true
-[workload]
+{shape_file(num_blocks=1, tied=True)}[workload]
 batch_size = 2
 seq_len = 8
 [schedule]
@@ -102,9 +98,9 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def state_of(out: str) -> dict[str, Any]:
-    state = torch.load(Path(out, "state.pt"), weights_only=True)
-    assert isinstance(state, dict)
-    return state
+    generation = read_generation(generations(Path(out, "checkpoints"))[-1])
+    values = {name: tensor.read(slice(0, prod(tensor.shape))) for name, tensor in generation.tensors().items()}
+    return {"tensors": values, "cycle": generation.cycle, "settings": generation.settings}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -197,7 +193,7 @@ def test_the_probe_split_is_a_part_of_the_training_tokens(
             seen.append((tokens, seed))
             super().__init__(tokens, seed=seed, **settings)
 
-    monkeypatch.setattr(train_run, "BatchSampler", Spied)
+    monkeypatch.setattr(train_data, "BatchSampler", Spied)
     assert train(file_of(kind)) == 0
     (learned, seed), *probes = seen
     content = Path("text.txt").read_bytes()
@@ -222,7 +218,7 @@ def stop_every(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
     def stopped(trainer: Trainer, *arguments: Any, **settings: Any) -> Any:
         if next(numbers) % calls == 0:
-            raise KeyboardInterrupt
+            raise HostMemoryError("stopped; what is being saved is")  # the user's own way is at once
         return step(trainer, *arguments, **settings)
 
     monkeypatch.setattr(Trainer, "step", stopped)
@@ -260,7 +256,7 @@ def test_jumps_that_are_taken_back_go_on_to_the_bit(
     stop_every(monkeypatch, 3)
     arguments: list[str] = []
     while train(text, "parts", *arguments) != 0:
-        arguments = ["--resume"] if Path("parts", "state.pt").exists() else []
+        arguments = ["--resume"] if generations(Path("parts", "checkpoints")) else []
     assert without_times(log_of("parts")) == without_times(log_of("whole"))
     assert same(state_of("parts"), state_of("whole"))
 

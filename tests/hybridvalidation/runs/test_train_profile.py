@@ -14,30 +14,9 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs import train_log
+from tiny_files import training_file
 
-TRAIN = """\
-num_steps = 4
-save_every = 2
-sample_tokens = 0
-[model.shape]
-family = "gpt2"
-vocab_size = 256
-max_seq_len = 16
-num_blocks = 2
-width = 32
-num_heads = 2
-num_kv_heads = 2
-ffn_width = 64
-tied = true
-[workload]
-batch_size = 2
-seq_len = 8
-[optimizer]
-lr = 1e-3
-[schedule]
-warmup_steps = 0
-total_steps = 10
-"""
+TRAIN = training_file(num_blocks=2, more="[optimizer]\nlr = 1e-3\n[schedule]\nwarmup_steps = 0\ntotal_steps = 10\n")
 
 
 class FakeWandb:
@@ -142,10 +121,10 @@ def test_a_run_that_fails_leaves_its_profile(
 ) -> None:
     step = Trainer.step
 
-    def diverge(trainer: Trainer, batches: Any) -> Any:
+    def diverge(trainer: Trainer, batches: Any, **kwargs: Any) -> Any:
         if trainer.steps_done == 2:
             raise DivergenceError("step 3: loss is nan")
-        return step(trainer, batches)
+        return step(trainer, batches, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", diverge)
     assert train("--profile-memory", "memory.csv", "--wandb", "mine") == 1

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.dry_runs import dry_run
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec, Workload
+from hybridtrain.models.model_config import BatchWorkload, Workload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
@@ -25,7 +26,7 @@ from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.measured import measured_table
-from hybridvalidation.show.sections.memory import class_table, outcome_lines
+from hybridvalidation.show.sections.memory import class_table, outcome_lines, phase_table
 from hybridvalidation.show.sections.summary import summary_table
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, verdict_table
 from tiny_models import GPT2_UNTIED
@@ -118,7 +119,16 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
 
 def test_a_stack_without_records_is_unknown_and_claims_nothing() -> None:
     _, vanilla, _ = rows(summary_table(run_of(), MARKDOWN))
-    assert vanilla == ["vanilla", "unknown", *["-"] * 11]
+    assert vanilla == ["vanilla", "unknown", *["-"] * 9]  # nothing was trained: no columns of accuracy
+
+
+def test_phases_are_told_apart_where_a_stack_has_several() -> None:
+    steps = tuple(replace(step, phase=phase) for step, phase in zip(STEPS, ("full", "predict"), strict=True))
+    run = run_of(
+        record("dry_run", "vanilla", memory=PLANNED), record("dry_run", "lean", memory=replace(PLANNED, steps=steps))
+    )
+    assert rows(phase_table(run, MARKDOWN)) == [["stack", "full", "predict"], ["lean", "20.00", "28.00"]]
+    assert phase_table(run_of(record("dry_run", "vanilla", memory=PLANNED)), MARKDOWN) == ""
 
 
 def test_a_stack_that_host_memory_refuses_says_so() -> None:
@@ -200,7 +210,7 @@ def test_verdicts_are_told_with_evidence_and_reason(style: str) -> None:
             value=3.2,
         ),
         Verdict(
-            target="fast", says="s", stack="any", status=Status.UNPROVEN, reason="no record", evidence=None,
+            target="fast", says="s", stack="mine", status=Status.UNPROVEN, reason="no record", evidence=None,
             value=None,
         ),
     ]  # fmt: skip

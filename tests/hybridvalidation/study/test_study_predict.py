@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.cli.main import main
@@ -17,7 +18,7 @@ from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.figures import run_dry
 from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import CardSpec, Scenario, Stack, Target
+from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack, Target
 from tiny_models import GPT2_UNTIED
 
 GIB = 2**30
@@ -96,6 +97,10 @@ def metric(run: ScenarioRun, stack: str, wanted: Target = REDUCTION) -> Metric |
     return compute_metric(Case(run=run, target=wanted, stack=stack))
 
 
+def judged(run: ScenarioRun, wanted: Target, stack: str) -> Status:
+    return judge(run, wanted, stack, ScenarioTarget(id=wanted.id)).status
+
+
 def peak(run: ScenarioRun, stack: str, phase: str) -> int:
     return next(step.allocated_bytes for step in memory(run, stack).steps if step.phase == phase)
 
@@ -110,7 +115,7 @@ def test_other_plans_run_ordinary_steps_and_have_no_figure_of_a_phase(run: Scena
     assert [step.phase for step in memory(run, stack).steps] == ["full", "full"]
     assert predict_reduction(Case(run=run, target=REDUCTION, stack=stack)) is None
     assert predict_gib(Case(run=run, target=REDUCTION, stack=stack)) is None
-    assert judge(run, REDUCTION, stack).status is Status.UNPROVEN
+    assert judged(run, REDUCTION, stack) is Status.UNPROVEN
 
 
 @pytest.mark.parametrize("stack", ["stays", "leaves", "codes"])
@@ -120,7 +125,9 @@ def test_the_reduction_is_of_predict_against_the_baselines_peak(run: ScenarioRun
     assert found is not None
     assert found.value == pytest.approx(100 * (1 - peak(run, stack, "predict") / baseline))
     cycle = max(step.allocated_bytes for step in memory(run, stack).steps)
-    assert f"the peak of the whole cycle is {cycle / GIB:.2f} GiB" in found.remark
+    assert f"{cycle / GIB:.2f} GiB in the whole cycle" in found.remark
+    assert found.decider is not None
+    assert found.decider.value == pytest.approx(100 * (1 - cycle / baseline))
     assert cycle > peak(run, stack, "predict"), "the figure of the phase says nothing on the cycle"
 
 
@@ -131,8 +138,8 @@ def test_state_that_waits_elsewhere_makes_room_in_predict(run: ScenarioRun) -> N
     assert stays.value < leaves.value
     value = (stays.value + leaves.value) / 2
     wanted = target("predict_phase_vram_reduction_pct", "min", value)
-    assert judge(run, wanted, "stays").status is Status.REFUTED
-    assert judge(run, wanted, "leaves").status is Status.HOLDS
+    assert judged(run, wanted, "stays") is Status.REFUTED
+    assert judged(run, wanted, "leaves") is Status.MISLEADING  # of one phase: the whole cycle peaks as before
     assert peak(run, "leaves", "full") > peak(run, "leaves", "predict")
 
 
@@ -140,8 +147,8 @@ def test_the_model_memory_of_predict_is_its_whole_peak(run: ScenarioRun) -> None
     found = metric(run, "stays", target("predict_phase_model_vram_gib", "max", 1.0))
     assert found is not None
     assert found.value * GIB == peak(run, "stays", "predict")
-    assert judge(run, target("predict_phase_model_vram_gib", "max", 1.0), "stays").status is Status.HOLDS
-    assert judge(run, target("predict_phase_model_vram_gib", "max", 1e-6), "stays").status is Status.REFUTED
+    assert judged(run, target("predict_phase_model_vram_gib", "max", 1.0), "stays") is Status.HOLDS
+    assert judged(run, target("predict_phase_model_vram_gib", "max", 1e-6), "stays") is Status.REFUTED
 
 
 @pytest.mark.parametrize(("stack", "bytes_per_param"), [("stays", 4.0), ("leaves", 4.0), ("codes", 1 + 4 / 256)])
@@ -150,7 +157,7 @@ def test_an_accumulator_is_compared_with_fifty_deltas(run: ScenarioRun, stack: s
     found = metric(run, stack, wanted)
     assert found is not None
     assert found.value == pytest.approx(100 * (1 - int(PARAMS * bytes_per_param) / (50 * 4 * PARAMS)))
-    assert (judge(run, wanted, stack).status is Status.HOLDS) == (found.value >= 90)
+    assert (judged(run, wanted, stack) is Status.HOLDS) == (found.value >= 90)
 
 
 def test_a_stack_without_an_accumulator_saves_nothing(run: ScenarioRun) -> None:

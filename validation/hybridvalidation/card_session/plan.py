@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hybridtrain.candidates import Question
 from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
-from hybridtrain.recommendation import Question, recommend
+from hybridtrain.recommendation import recommend
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
@@ -72,14 +73,12 @@ def plan_part(job: PlanJob) -> PlannedPart:
     stack = part.stack
     if stack is None:
         question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
-        found = recommend(question, lambda _: None)
-        candidate, run = found.chosen, found.run
+        candidate = recommend(question, lambda _: None).chosen
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
         stack = Stack(
             name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()
         )
-    else:
-        run = _run_stack(job, model, stack)
+    run = _run_stack(job, model, stack)
     plan = stack.plan()
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     fault = ""

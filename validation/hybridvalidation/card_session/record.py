@@ -7,7 +7,7 @@ from statistics import median
 
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 
 EVIDENCE_FILE = "evidence.jsonl"
 
@@ -185,8 +185,7 @@ class EvidenceRecord(Record):
 
 def append_evidence(records: Path, record: EvidenceRecord) -> Path:
     """Add a record to the folder's file at once; raises ``RecordError`` when the file's last line was cut short."""
-    append_line(records / EVIDENCE_FILE, record)
-    return records / EVIDENCE_FILE
+    return append_record(records, EVIDENCE_FILE, record)
 
 
 def read_evidence(records: Path) -> list[EvidenceRecord]:

@@ -1,6 +1,9 @@
 """Verbs that compare and tell: baselines, kernels, tables, names, this machine."""
 
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from cyclopts import Parameter
 
 from hybridvalidation.cli.verb import (
     COMMON,
@@ -13,12 +16,18 @@ from hybridvalidation.cli.verb import (
     Names,
     Recorded,
     ScenarioName,
+    described,
     known_names,
     names_of,
 )
 
+if TYPE_CHECKING:
+    from hybridvalidation.scenario_files import ScenarioFiles
 
-def gate(*scenarios: ScenarioName, accept: Flag = False, common: Recorded = RECORDED) -> Answer:
+
+def gate(
+    *scenarios: ScenarioName, accept: Flag = False, markdown: Path | None = None, common: Recorded = RECORDED
+) -> Answer:
     """Compare dry runs, or compiled kernels, with baselines.
 
     Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
@@ -29,7 +38,9 @@ def gate(*scenarios: ScenarioName, accept: Flag = False, common: Recorded = RECO
         scenarios: Default: every scenario, and 'recorded', the errors of committed plans of what others measured;
             'kernels' compiles all Triton kernels for every card.
         accept: Record today's figures as the new baselines.
+        markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
     """
+    from hybridvalidation.gate.ci_text import write_markdown
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.scenario_files import scenario_folder
 
@@ -37,7 +48,9 @@ def gate(*scenarios: ScenarioName, accept: Flag = False, common: Recorded = RECO
         scenario_folder(common.scenarios), scenarios, common.results / "baselines", accept=accept,
         progress=not common.json,
     )  # fmt: skip
-    return Answer(text=report.as_text(), content=report.as_mapping(), code=int(report.exit_code))
+    write_markdown(report.as_markdown(), markdown)
+    text = "\n".join([report.as_text(), *report.annotations()])
+    return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
 
 
 def bench(
@@ -102,17 +115,32 @@ def _bench_attention(common: Recorded) -> Answer:
     )
 
 
-def report(*scenarios: ScenarioName, common: Recorded = RECORDED) -> Answer:
+def report(*scenarios: ScenarioName, html: Path | None = None, common: Recorded = RECORDED) -> Answer:
     """Rebuild tables and plots from committed records, nothing is run.
 
     Example: hybridtrain report 1b-16gb
 
     Args:
         scenarios: Default: every scenario that has records.
+        html: Instead write everything as pages for a browser into this folder; they need no network and no server.
     """
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import rebuild
 
+    if html is not None:
+        from hybridtrain.errors import ConfigError
+        from hybridtrain.units import format_bytes
+        from hybridvalidation.show.web.site import write_site
+
+        if scenarios:
+            faults = [
+                f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
+            ]
+            raise ConfigError("report", faults)
+        pages = write_site(scenario_folder(common.scenarios), common.results, html)
+        size = sum(path.stat().st_size for path in pages)
+        told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
+        return Answer(text=told, content={"files": names_of(pages), "bytes": size})
     paths = names_of(rebuild(scenario_folder(common.scenarios), scenarios, common.results))
     return Answer(
         text="\n".join(paths) or "no records yet; run: hybridtrain validate SCENARIO", content={"files": paths}
@@ -124,7 +152,7 @@ def records(
 ) -> Answer:
     """Say which records do not hold for the program as it is.
 
-    Exit code 1 when there are some.
+    Exit code 1 when a scenario has some. Of other records (executed runs, peers, studies) it is told and not judged.
 
     Example: hybridtrain records 1b-16gb
 
@@ -133,7 +161,7 @@ def records(
         planned: Ask of dry runs alone: proxies take minutes to hours of a processor without bfloat16.
         prune: Instead drop records that no table shows any more.
     """
-    from hybridvalidation.runs.validate import prune_records, stale_records
+    from hybridvalidation.runs.validate import other_records, prune_records, stale_records
     from hybridvalidation.scenario_files import scenario_folder
 
     files = scenario_folder(common.scenarios)
@@ -142,35 +170,115 @@ def records(
         count = prune_records(files, names, common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
     stale = stale_records(files, names, common.results, planned=planned)
-    told = [*stale, f"{len(stale)} records of {len(names)} scenarios are stale"]
-    return Answer(text="\n".join(told), content={"stale": stale}, code=1 if stale else 0)
+    others = [] if scenarios else other_records(files, common.results)
+    told = [*stale, f"{len(stale)} records of {len(names)} scenarios are stale", *others]
+    return Answer(text="\n".join(told), content={"stale": stale, "others": others}, code=1 if stale else 0)
 
 
-def list_names(kind: Kind | None = None, /, *, common: Common = COMMON) -> Answer:
-    """Tell the scenarios, stacks, optimizations, models, cards and targets that arguments and files may name.
+def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Recorded = RECORDED) -> Answer:
+    """Replay memory snapshots that a CUDA card wrote in the allocator model, and say where it differs.
 
-    Example: hybridtrain list cards
+    Exit code 1 when an event or the end is not as recorded.
+
+    Example: hybridtrain snapshots memory_snapshot.pickle
 
     Args:
-        kind: One kind of names; default: all.
+        files: Of torch.cuda.memory._dump_snapshot; of a folder those that scenarios/snapshots/public.toml knows.
+        plans: Instead, scenarios with commas between them: by how much their plans' reserved bytes can move.
+        record: Append what was found to the records, and rebuild the table.
     """
-    names = {each: known_names(each, common.scenarios) for each in (get_args(Kind) if kind is None else (kind,))}
+    from hybridtrain.errors import ConfigError
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.snapshots.replayed import (
+        append_snapshots,
+        as_mapping,
+        differs,
+        replay_files,
+        snapshots_text,
+        write_reserved,
+    )
+
+    scenarios = scenario_folder(common.scenarios)
+    if plans:
+        return _moves_of(scenarios, plans, common, record=record)
+    if not files:
+        raise ConfigError("snapshots", ["FILES: missing; name snapshots, folders that hold listed ones, or --plans."])
+    found = replay_files(files, scenarios.folder)
+    paths: list[Path] = []
+    if record:
+        append_snapshots(common.records, found)
+        paths = write_reserved(scenarios.folder, common.results)
+    text = "\n".join([snapshots_text(found), *names_of(paths)])
+    return Answer(text=text, content=as_mapping(found), code=1 if differs(found) else 0)
+
+
+def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
+    from hybridtrain.config.encode import encode
+    from hybridvalidation.show.tables import TERMINAL
+    from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
+    from hybridvalidation.snapshots.replayed import write_reserved
+
+    found, paths = [], list[Path]()
+    for name in plans:
+        found.append(plan_moves(scenarios, scenarios.scenario(name), common.note))
+        if record:
+            append_moves(common.records, found[-1])
+            paths = write_reserved(scenarios.folder, common.results)
+    text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
+    return Answer(text=text, content=[encode(each) for each in found])
+
+
+def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> Answer:
+    """Tell the names of scenarios, stacks, optimizations, optimizers, models, cards and targets.
+
+    Targets come with their verdicts, from the records of --results.
+
+    Example: hybridtrain list targets
+
+    Args:
+        kind: One kind of names; default: all but optimizers, who take torch's time to be asked.
+    """
+    if kind == "targets":
+        return _list_targets(common)
+    kinds = [each for each in get_args(Kind) if each != "optimizers"] if kind is None else [kind]
+    names = {each: known_names(each, common.scenarios) for each in kinds}
     if kind is not None:
-        return Answer(text="\n".join(names[kind]), content=names)
+        about = described(kind)
+        return Answer(text="\n".join(f"{n}: {about[n]}" if n in about else n for n in names[kind]), content=names)
     text = "\n".join(f"{title}:\n  " + "\n  ".join(found) for title, found in names.items())
     return Answer(text=text, content=names)
 
 
-def doctor(*, common: Common = COMMON) -> Answer:
-    """Tell what this machine can do, and what is missing.
+def _list_targets(common: Recorded) -> Answer:
+    from hybridtrain.config.encode import encode
+    from hybridvalidation.judge.roll_up import counts
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.targets import all_targets, targets_text
+    from hybridvalidation.show.tables import TERMINAL
 
-    Example: hybridtrain doctor
+    rows = all_targets(scenario_folder(common.scenarios), common.results)
+    content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
+    return Answer(text=targets_text(rows, TERMINAL), content=content)
+
+
+def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
+    """Tell what this machine can do, and what is missing; or what a log shows, why, and what to do.
+
+    Exit code 1 when something is there and does not work, or nothing in the log is known.
+
+    Example: hybridtrain doctor --from run/log.jsonl
+
+    Args:
+        log: Output of a run, ours or not: a traceback, losses, speeds; or the folder of a run (--out of train).
     """
+    if log is not None:
+        return _diagnose(log)
     import os
     import shutil
 
     import torch
 
+    from hybridkernels.adamw_int8.cpu_build import KernelBuildError, load_cpu_kernel
     from hybridkernels.triton_launch import cuda_backend
     from hybridtrain.config.encode import encode
     from hybridtrain.units import to_gib
@@ -180,10 +288,16 @@ def doctor(*, common: Common = COMMON) -> Answer:
 
     environment = read_environment()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    broken = ""
+    try:
+        load_cpu_kernel()
+    except KernelBuildError as error:
+        broken = f"does not work: {error}"
     checks = {
         "CUDA card": environment.gpu or "none: memory is planned, speed is estimated, accuracy is executed on the CPU",
         "bitsandbytes": package_version("bitsandbytes") or "missing: 8-bit updates on CUDA run as a Triton kernel",
-        "8-bit update on the CPU": {
+        "8-bit update on the CPU": broken
+        or {
             "compiled": "compiled with this machine's C compiler",
             "reference": "no C compiler found: plain torch, about 100 times slower (install gcc)",
         }[environment.int8_update],
@@ -196,4 +310,13 @@ def doctor(*, common: Common = COMMON) -> Answer:
         checks["Triton"] = "runs on this card" if runs else "cannot run here: kernels are torch's own ops, slower"
     told = [f"{name}: {value}" for name, value in checks.items()]
     told.append(f"python {environment.python}, torch {environment.torch}, {environment.system}, {environment.cpu}")
-    return Answer(text="\n".join(told), content={"environment": encode(environment), "checks": checks})
+    content = {"environment": encode(environment), "checks": checks}
+    return Answer(text="\n".join(told), content=content, code=1 if broken else 0)
+
+
+def _diagnose(log: Path) -> Answer:
+    from hybridvalidation.troubles import diagnose, diagnosis_text, read_log
+
+    found = diagnose(read_log(log))
+    content = {"log": log.as_posix(), "troubles": [answer.as_mapping() for answer in found]}
+    return Answer(text=diagnosis_text(found, log), content=content, code=0 if found else 1)

@@ -14,6 +14,7 @@ from hybridvalidation.cli.verb import (
     Count,
     Flag,
     ModelName,
+    Names,
     Recorded,
     ScenarioName,
     StackName,
@@ -37,6 +38,8 @@ def dry_run(
     snapshot: Path | None = None,
     trace: Path | None = None,
     suggest: Flag = False,
+    savings: Flag = False,
+    world: Count = 1,
     common: Common = COMMON,
 ) -> Answer:
     """Plan one model, stack and card without a GPU.
@@ -46,7 +49,7 @@ def dry_run(
     Example: hybridtrain dry-run --model gpt2-1b --stack tight --card rtx-4080 --micro-batch 1 --seq 1024
 
     Args:
-        model: Name of a model, or a .toml file with its shape.
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
         stack: Name of a stack, or a .toml file.
         card: Name of a card, or a .toml file with its figures.
         micro_batch: Sequences per micro-batch.
@@ -57,6 +60,8 @@ def dry_run(
         snapshot: Write a memory_viz snapshot (.pickle).
         trace: Write a Chrome trace (.json).
         suggest: Where it does not fit, run all other stacks dry too.
+        savings: Run it dry without each optimization too, and tell what each saves.
+        world: Cards that train together, a rank each; the stack's zero says what is cut among them.
     """
     from hybridvalidation.recommend.command import parse_host
     from hybridvalidation.runs.dry_run_report import plan_run
@@ -65,8 +70,8 @@ def dry_run(
     report = plan_run(
         scenario_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
         seq_len=seq, accum_steps=accum, host=parse_host(host_memory),
-        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest,
-        progress=not common.json,
+        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest, savings=savings,
+        world=world, progress=not common.json,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 
@@ -76,6 +81,9 @@ def virtual(
     card: CardName,
     host_memory: str | None = None,
     steps: Count | None = None,
+    world: Count = 1,
+    rank: int = 0,
+    link: str = "pcie",
     expandable_segments: Flag = False,
     snapshot: Path | None = None,
     trace: Path | None = None,
@@ -92,18 +100,22 @@ def virtual(
         card: Name of a card, or a .toml file with its figures.
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
         steps: Stop the script after so many optimizer steps; default: let it end.
+        world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
+        rank: Which one.
+        link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
         expandable_segments: Plan with torch's expandable_segments:True.
         snapshot: Write a memory_viz snapshot (.pickle).
         trace: Write a Chrome trace (.json).
     """
     from hybridtrain.errors import ConfigError
-    from hybridvalidation.recommend.command import parse_size
     from hybridvalidation.runs.virtual_run import run_script
+    from hybridvalidation.sizes import parse_size
 
     if not command:
         raise ConfigError("virtual", ["SCRIPT: missing; give a Python file, or -m and a module, after --."])
     found = run_script(
-        command[0], command[1:], card=card, steps=steps, snapshot=snapshot, trace=trace, quiet=common.json,
+        command[0], command[1:], card=card, steps=steps, world=world, rank=rank, link=link,
+        snapshot=snapshot, trace=trace, quiet=common.json,
         host_memory=None if host_memory is None else parse_size(host_memory, "--host-memory"),
         expandable_segments=expandable_segments,
     )  # fmt: skip
@@ -136,6 +148,7 @@ def recommend(
     model: ModelName | None = None,
     card: CardName | None = None,
     host_memory: str = _HOST_MEMORY,
+    device_budget: str | None = None,
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
     scenario: ScenarioName | None = None,
@@ -147,11 +160,12 @@ def recommend(
     Example: hybridtrain recommend --model llama-7b --card rtx-4090 --host-memory 64GiB --write mine.toml
 
     Args:
-        model: Name of a model, or a .toml file with its shape.
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
         card: Name of a card, or a .toml file with its figures.
         host_memory: Of the machine around the card, as 64GiB or 128GB.
+        device_budget: At most so much of the card, as 14GiB; default: all of it, of a scenario what its rows state.
         seq: Tokens per sequence; default: 2048, or all positions of the model.
-        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
+        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences, or the scenario's.
         scenario: Take model, card, host and workload of a scenario instead.
         write: Write the stack to a .toml file.
     """
@@ -159,9 +173,52 @@ def recommend(
 
     report = recommend_command(
         model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, scenario=scenario,
-        write=write, scenarios=common.scenarios, say=common.note,
+        write=write, scenarios=common.scenarios, say=common.note, device_budget=device_budget,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping())
+
+
+def fit(
+    model: ModelName,
+    /,
+    *,
+    card: CardName,
+    host_memory: str = _HOST_MEMORY,
+    seq: Count | None = None,
+    tokens_per_step: Count | None = None,
+    tokens: Count = 100_000_000,
+    method: Names = ("full", "lora", "qlora"),
+    margin: float = 5.0,
+    quick: Flag = False,
+    write: Path | None = None,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Tell every way to train a model on a card: what fits, how fast, what binds, what it costs in quality.
+
+    Exit code 1 when nothing fits.
+
+    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
+
+    Args:
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
+        seq: Tokens per sequence; default: 2048, or all positions of the model.
+        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
+        tokens: Of the data set, for the hours it takes.
+        method: full (at each level of exactness), lora, qlora; with commas between them.
+        margin: Percent of the card's bytes that stay free.
+        quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.
+        write: Folder for a stack file and a training file of every way that fits.
+    """
+    from hybridvalidation.recommend.fit_command import fit_command
+
+    report = fit_command(
+        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, tokens=tokens,
+        methods=method, margin=margin, confirm=not quick, write=write, say=common.note,
+        scenarios=common.scenarios, results=common.results,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 
 
 def recorded(

@@ -1,8 +1,10 @@
 """Verbs that run something: dry runs and training beside each other, on the processor or a card."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from cyclopts import Parameter
 
@@ -21,6 +23,9 @@ from hybridvalidation.cli.verb import (
     StackName,
     names_of,
 )
+
+if TYPE_CHECKING:
+    from hybridvalidation.scenario_files import ScenarioFiles
 
 
 def validate(
@@ -48,11 +53,12 @@ def validate(
         out: Or into this folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
-    from hybridvalidation.judge.verdict import judge_all
+    from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
     from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import TERMINAL, report_text
+    from hybridvalidation.study.ladder.targets import ladder_verdicts
 
     files = scenario_folder(common.scenarios)
     done = validate_scenario(
@@ -67,16 +73,19 @@ def validate(
     )
     run, paths, targets = done.run, names_of(done.written), files.targets()
     written = f" Written: {', '.join(paths)}" if paths else ""
+    elsewhere = ladder_verdicts(files, common.results)
+    joint = judge_jointly(run, targets, elsewhere)
     content = {
         "scenario": run.scenario.name,
         "records": [encode(record) for record in run.records.values()],
-        "verdicts": [encode(verdict) for verdict in judge_all(run, targets)],
+        "verdicts": [encode(verdict) for verdict in judge_all(run, targets, elsewhere)],
+        "joint": "" if joint is None else joint.sentence,
         "num_cached": run.num_cached,
         "files": paths,
     }
+    told = report_text(run, targets, TERMINAL, elsewhere)
     return Answer(
-        text=f"{report_text(run, targets, TERMINAL)}\n\n{run.num_made} runs made, {run.num_cached} read from records."
-        + written,
+        text=f"{told}\n\n{run.num_made} runs made, {run.num_cached} read from records.{written}",
         content=content,
         code=1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0,
     )
@@ -103,7 +112,7 @@ def execute(
     Example: hybridtrain execute --model gpt2-small --stack tight --micro-batch 1 --seq 256 --steps 2
 
     Args:
-        model: Name of a model, or a .toml file with its shape.
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
         stack: Name of a stack, or a .toml file.
         micro_batch: Sequences per micro-batch.
         seq: Tokens per sequence.
@@ -116,22 +125,22 @@ def execute(
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
-    from hybridtrain.models.model_config import Workload
+    from hybridtrain.models.find_model import find_model
+    from hybridtrain.models.model_config import asked_workload
     from hybridtrain.units import GIB
     from hybridvalidation.records.executed import append_executed, read_executed
-    from hybridvalidation.runs.dry_run_report import read_model
     from hybridvalidation.runs.execute import ExecuteSpec
     from hybridvalidation.runs.execute import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
     from hybridvalidation.show.report import TERMINAL
 
-    shape = read_model(model)
+    shape = find_model(model)
     chosen = scenario_folder(common.scenarios).stack(stack)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=chosen.name, plan=chosen.plan(accum),
-        workload=Workload(micro_batch_size=micro_batch, seq_len=seq), num_steps=steps,
+        workload=asked_workload(micro_batch, seq), num_steps=steps,
         lr=lr, optimizer=chosen.optimizer, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
         runs_cycle=cycle,
@@ -177,24 +186,27 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
 
 
 def study(
-    study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, forecasts: Flag = False,
+    study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, forecasts: Flag = False, verify: Flag = False,
     common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Compare ways to train, time to loss, by a registered protocol; what is missing is run.
+    """Compare ways to train, time to loss or quality, by a registered protocol; what is missing is run.
 
     Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
     Args:
-        study: Name of a study, or a .toml file.
+        study: Name of a study, of a ladder of quality, or a .toml file of a study.
         jobs: Runs side by side.
         max_runs: Stop after so many; the study can go on later.
         forecasts: Score the loss forecasters on the recorded losses.
+        verify: Of a ladder: run nothing, compute the first steps of one record of every arm again, and compare every
+            stack with the arm whose runs it shares; exit code 1 when something differs.
     """
     from hybridtrain.config.encode import encode
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.tables import TERMINAL
     from hybridvalidation.study.figures import check_targets
     from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
+    from hybridvalidation.study.ladder.protocol import ladder_names
     from hybridvalidation.study.report import study_text, verdict_sentence, write_study
     from hybridvalidation.study.runner import read_study_file, run_study
 
@@ -203,6 +215,8 @@ def study(
         sys.stderr.flush()
 
     files = scenario_folder(common.scenarios)
+    if study in ladder_names(files.folder):
+        return _ladder(files, study, jobs=jobs, max_runs=max_runs, verify=verify, common=common, tell=tell)
     found, targets = read_study_file(files.folder, study), files.targets()
     check_targets(found, targets)  # now, not after the runs
     made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
@@ -221,7 +235,42 @@ def study(
     )
 
 
-@Parameter(name="*", group="Monitoring (the first three also print a memory report at the end)")
+def _ladder(
+    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, verify: bool, common: Recorded,
+    tell: Callable[[str], None],
+) -> Answer:  # fmt: skip
+    from hybridtrain.config.encode import encode
+    from hybridvalidation.show.tables import TERMINAL
+    from hybridvalidation.study.ladder.protocol import read_ladder_file
+    from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
+    from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, run_ladder
+    from hybridvalidation.study.ladder.stacks import arms_of_stacks
+    from hybridvalidation.study.ladder.targets import check_ladder_targets
+
+    ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
+    check_ladder_targets(ladder, targets)  # now, not after the runs
+    if verify:
+        stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
+        astray = sorted(
+            stack for stack, arm in stacks.items() if arm is None or ladder.arm_of(stack) != ladder.arm(arm)
+        )
+        replays = replay(ladder, read_ladder(results, name), results, jobs=jobs, say=tell)
+        count = sum(map(holds, replays))
+        told = f"Stacks that compute something else than their arm: {', '.join(astray) or 'none'}."
+        return Answer(
+            text=f"{count} of {len(replays)} records are what this program computes. {told}",
+            content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
+            code=0 if count == len(replays) and not astray else 1,
+        )
+    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, say=tell)
+    paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
+    return Answer(
+        text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made), "files": paths},
+    )
+
+
+@Parameter(name="*", group="Monitoring (the first four also print a memory report at the end)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """What watches a training run."""
@@ -232,6 +281,8 @@ class Watch:
     """Folder for metrics and memory, for tensorboard --logdir."""
     wandb: str | None = None
     """Log both to this project of Weights & Biases; WANDB_MODE=offline keeps them on this machine."""
+    mlflow: Path | None = None
+    """Folder of MLflow for both, for mlflow ui --backend-store-uri."""
     profile_every: Count = 1
     """Steps between memory snapshots."""
     alert_gb: Count = 45
@@ -243,38 +294,110 @@ _WATCH = Watch()
 
 def train(
     config: Path, /, *,
-    data: Path | None = None, out: Path = Path("run"), resume: Flag = False, disk: Path | None = None,
+    data: Path | None = None, out: Path = Path("run"), resume: Flag = False, change: Names = (),
+    allow_data_change: Flag = False, disk: Path | None = None,
     host_limit_gib: Amount | None = None, watch: Watch = _WATCH, common: Common = COMMON,
 ) -> Answer:  # fmt: skip
     """Train a model on your own text.
+
+    SIGINT and SIGTERM end a run after the step at work, saved; a second one ends it at once. Exit code 0 when the run
+    is done or was done before, 75 when a signal ended it and --resume goes on, 130 when a second one did.
+
+    On several cards: torchrun --nproc-per-node 2 -m hybridtrain train train.toml; the first rank writes log and states.
 
     Example: hybridtrain train train.toml --data my-text/ --out run --profile-memory memory.csv
 
     Args:
         config: A training .toml file.
-        data: Text file, folder of text, or token file (.bin); default: the embedded corpus.
+        data: Text file, folder of text, or token file (.bin); default: what [data] in the file names, else the embedded
+            corpus.
         out: Folder for log and saved state.
-        resume: Continue the run saved in --out.
+        resume: Continue the run saved in --out; its stack may be another one.
+        change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
+            schedule.
+        allow_data_change: With --resume, go on with other data.
         disk: Folder where tensors placed on disk get their files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
     """
     from hybridtrain.data.corpus import open_corpus
+    from hybridtrain.errors import ConfigError
     from hybridtrain.training_file import load_config
     from hybridtrain.units import GB, GIB
     from hybridvalidation.runs.train import train as train_model
     from hybridvalidation.runs.train_log import Monitoring
 
     file = load_config(config)
-    corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
+    if data is not None and file.data is not None:
+        faults = [f"[data] names {file.data.path} and --data {data}; give one of them"]
+        raise ConfigError(str(config), faults)
+    corpus = None
+    if file.data is None:
+        corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []
     monitoring = Monitoring(
         profile_csv=watch.profile_memory, profile_every=watch.profile_every, alert_bytes=watch.alert_gb * GB,
         tensorboard=watch.tensorboard, wandb_project=watch.wandb,
+        mlflow=watch.mlflow,
     )  # fmt: skip
     result = train_model(
         file, corpus, out, resume=resume, say=said.append if common.json else common.say,
         progress=not common.json, monitoring=monitoring, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        allowed=(*change, *(["data"] if allow_data_change else [])),
     )  # fmt: skip
-    content = result.as_mapping() | {"corpus": corpus.name, "said": said, "out": out.as_posix()}
+    content = result.as_mapping() | {"corpus": result.corpus, "said": said, "out": out.as_posix()}
     return Answer(text=result.as_text(out), content=content, code=result.exit_code)
+
+
+def export(
+    run: Path, target: Path, /, *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32", merge: Flag = False, disk: Path | None = None,
+    host_limit_gib: Amount | None = None, common: Common = COMMON,
+) -> Answer:  # fmt: skip
+    """Write a trained model as a folder that transformers' from_pretrained loads; of adapters a folder of PEFT's.
+
+    Example: hybridtrain export run my-model --dtype bfloat16
+
+    Args:
+        run: Folder of a training run (--out of train).
+        target: New folder.
+        dtype: Of the weights; float32 is exact. Adapters are always float32.
+        merge: Add adapters to the weights beside them, and write the whole model.
+        disk: Folder where tensors placed on disk get their files.
+        host_limit_gib: Host memory for offloaded tensors; default: what is available.
+    """
+    from hybridtrain.units import GIB, format_bytes
+    from hybridvalidation.runs.export import export_run
+
+    said: list[str] = []
+    files, steps = export_run(
+        run, target, dtype=dtype, merge=merge, say=said.append if common.json else common.say, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+    )  # fmt: skip
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Answer(
+        text=f"{target}: the model after {steps} steps, {format_bytes(num_bytes)} in {len(files)} files",
+        content={"steps_done": steps, "files": names_of(files), "bytes": num_bytes, "said": said},
+    )
+
+
+def quantize(
+    model: Path, /, *,
+    formats: Names = (), data: Path | None = None, seq: Count | None = None, common: Common = COMMON,
+) -> Answer:  # fmt: skip
+    """Tell what a trained model loses when its matrices are stored in fewer bits: loss and perplexity by format.
+
+    Nothing is written. Weights alone are rounded, without calibration.
+
+    Example: hybridtrain quantize my-model --formats int8,nf4 --data my-texts/
+
+    Args:
+        model: A Hugging Face folder with weights, or the folder of a training run (--out of train).
+        formats: Of bfloat16, int8, nf4, ternary, with commas between them; default: all.
+        data: Text, of which the held-out part is looked at; default: the run's own, or the embedded corpus.
+        seq: Tokens per row; default: those of the run, or 512.
+    """
+    from hybridvalidation.runs.quantize import quantize as quantize_model
+
+    report = quantize_model(model, formats=formats, data=data, seq_len=seq, say=common.note)
+    return Answer(text=report.as_text(), content=report.as_mapping())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ class Answer:
     code: int = 0
 
     def show(self, *, as_json: bool) -> int:
-        """Print it and return the exit code."""
-        sys.stdout.write((json.dumps(self.content, allow_nan=False) if as_json else self.text) + "\n")
+        """Print it, of several ranks the first alone, and return the exit code."""
+        if os.environ.get("RANK", "0") == "0":
+            sys.stdout.write((json.dumps(self.content, allow_nan=False) if as_json else self.text) + "\n")
         return self.code
 
 
@@ -73,23 +75,57 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return [path.as_posix() for path in paths]
 
 
-Kind = Literal["scenarios", "stacks", "optimizations", "models", "cards", "targets"]
+Kind = Literal["scenarios", "stacks", "optimizations", "optimizers", "models", "cards", "targets"]
 
 
 def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
-    """Return every name of a kind that arguments and files may use; ``folder``: of scenario files. Without torch."""
+    """Return every name of a kind, without torch but for optimizers; ``folder``: of scenario files."""
     from hybridtrain.models.model_config import PRESETS
     from hybridtrain.optimizations import OPTIMIZATIONS
     from hybridtrain.virtual_gpu.card import card_catalogue
     from hybridvalidation.scenario_files import scenario_folder
 
+    if kind == "optimizers":
+        return sorted(_optimizers())
     if kind in {"optimizations", "models", "cards"}:
-        catalogue = {"optimizations": sorted(OPTIMIZATIONS), "models": PRESETS, "cards": card_catalogue()}[kind]
-        return list(catalogue)
+        return list({"optimizations": sorted(OPTIMIZATIONS), "models": PRESETS, "cards": card_catalogue()}[kind])
     files = scenario_folder(folder)
     if kind == "targets":
         return list(files.targets())
     return files.scenario_names() if kind == "scenarios" else files.stack_names()
+
+
+def described(kind: Kind) -> dict[str, str]:
+    """Return what each optimization or optimizer is, its settings with their defaults, and its presets."""
+    from dataclasses import MISSING, fields, is_dataclass
+
+    from hybridtrain.optimizations import OPTIMIZATIONS
+
+    catalogue: Mapping[str, type] = {}
+    if kind in {"optimizations", "optimizers"}:
+        catalogue = OPTIMIZATIONS if kind == "optimizations" else _optimizers()
+    told = {}
+    for name, found in sorted(catalogue.items()):
+        assert is_dataclass(found), "a kind is a dataclass"
+        settings = [
+            f"{field.name} = {_as_toml(field.default)}" for field in fields(found) if field.default is not MISSING
+        ]
+        presets = [f"preset = {_as_toml(preset)}" for preset in getattr(found, "PRESETS", {})]
+        lines = [(found.__doc__ or "").partition("\n")[0], ", ".join(settings), " or ".join(presets)]
+        told[name] = "\n    ".join(line for line in lines if line)
+    return told
+
+
+def _optimizers() -> Mapping[str, type]:
+    from hybridtrain.optim import OPTIMIZERS
+
+    return OPTIMIZERS
+
+
+def _as_toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return "unset" if value is None else json.dumps(value)
 
 
 def _completer(kind: Kind) -> Callable[[object], list[str]]:

@@ -44,6 +44,8 @@ def train(task: Task) -> list[float]:
 def stack_and_plan(task: Task) -> tuple[Stack, MemoryPlan]:
     """Return the stack and its plan, with as many micro-batches as divide the batch: the tokens are everyone's."""
     assert task.stack is not None, "found where the task was made"
+    if task.micro_batches > 1:
+        return task.stack, task.stack.plan(task.micro_batches)
     wanted = task.stack.plan().for_phase(Phase.FULL).grad_accum_steps
     fitting = math.gcd(wanted, task.workload.batch_size)
     return task.stack, task.stack.plan(None if fitting == wanted else fitting)

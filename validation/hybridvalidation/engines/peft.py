@@ -1,7 +1,8 @@
 """PEFT: adapters on a frozen model, trained by transformers' Trainer, or by the loop of its method comparison.
 
 ``train``: settings are ``adapter`` (``peft_type`` and the arguments of its configuration), ``quantize`` (arguments of
-``BitsAndBytesConfig``; none: in the task's precision), and ``trainer`` (``TrainingArguments``).
+``BitsAndBytesConfig``; none: in the task's precision), ``prepare`` (``prepare_model_for_kbit_training``, which widens
+embedding, head and norms to fp32; true unless said) and ``trainer`` (``TrainingArguments``).
 
 ``plan`` is that comparison (method_comparison/MetaMathQA/run.py): one model, every method, lengths as in the corpus.
 The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass, outputs
@@ -33,11 +34,14 @@ _SPANS = (range(1), range(1, 5), range(5, 10), range(10, 11), range(11, 15), ran
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return end-of-step allocated and reserved bytes, averaged, and the largest reserved bytes."""
+    """Return end-of-step allocated and reserved bytes, averaged, the largest reserved bytes, and seconds of a step.
+
+    The seconds are those of a step of the mean length.
+    """
     settings = {**common["train"], **config.get("train", {})}
     lengths = bucket_lengths(common["tokens_per_sample"], common["spread"], settings["batch_size"])
     allocated, reserved = 0.0, 0.0
-    with VirtualGpu(find_card(card)):
+    with VirtualGpu(find_card(card)) as gpu:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**common["model"]), dtype=torch.bfloat16)
         model = model.to("cuda")
         if config.get("adapter"):
@@ -61,9 +65,12 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
         torch.cuda.empty_cache()
         outputs = _step(model, optimizer, settings, common["longest"])
         largest = torch.cuda.max_memory_reserved()
+        gpu.begin_step()
+        outputs = _step(model, optimizer, settings, round(mean(lengths)))
         del outputs
     return {
         "allocated_mean": allocated, "reserved_mean": reserved, "reserved_max": largest, "trainable_params": trainable,
+        "step_seconds": gpu.report().time.seconds,
     }  # fmt: skip
 
 
@@ -71,7 +78,7 @@ def train(task: Task) -> list[float]:
     """Run the steps; return the loss of each."""
     settings = task.settings
     model = _quantized(task, settings["quantize"]) if settings.get("quantize") else build_model(task)
-    if settings.get("quantize"):
+    if settings.get("quantize") and settings.get("prepare", True):
         is_checkpointed = bool(settings["trainer"].get("gradient_checkpointing"))
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=is_checkpointed)
     return run_trainer(task, _with_adapter(model, settings["adapter"]), settings["trainer"])

@@ -68,7 +68,8 @@ class Task:
         kv_heads = max(1, 4 * shape.num_kv_heads // shape.num_heads)
         model = replace(
             shape, vocab_size=512, max_seq_len=64, num_blocks=2, width=128, num_heads=4, num_kv_heads=kv_heads,
-            ffn_width=256,
+            ffn_width=256, head_size=32 if shape.head_size else 0,
+            experts=replace(shape.experts, count=4, per_token=2, ffn_width=64) if shape.experts else None,
         )  # fmt: skip
         workload = BatchWorkload(batch_size=2 * self.micro_batches, seq_len=32)
         return replace(self, model=model, workload=workload, num_steps=5, device="cpu")

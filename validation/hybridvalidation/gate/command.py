@@ -11,6 +11,7 @@ from hybridkernels.ahead_of_time import KERNELS
 from hybridkernels.compile_case import CAPABILITIES
 from hybridtrain.config.encode import encode
 from hybridvalidation.gate import kernel_gate, recorded_gate
+from hybridvalidation.gate.ci_text import annotation, markdown_table
 from hybridvalidation.gate.gate import Finding, GateExit, drop_replacements, run_gate, worst_exit, write_baselines
 from hybridvalidation.gate.kernel_gate import KernelBaseline, run_kernel_gate
 from hybridvalidation.gate.recorded_gate import run_recorded_gate
@@ -47,13 +48,28 @@ class GateReport:
         lines = []
         for finding in self.findings:
             where = " ".join(part for part in (finding.scenario, finding.stack) if part)
-            lines.append(f"{finding.exit.name.lower()}: {where}: {finding.message}")
+            accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
+            lines.append(f"{accepted}{finding.exit.name.lower()}: {where}: {finding.message}")
         lines.append(f"gate: {self.exit_code.name.lower()}, {self.compared} compared")
         if self.written:
             again = " ".join(["hybridtrain gate", *self.names, "--accept"])
             hint = "" if self.accepted else f"; if the change is meant, run: {again}"
             lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}{hint}")
         return "\n".join(lines)
+
+    def as_markdown(self) -> str:
+        """Return the same for a pull request or a step summary."""
+        rows = [[f.exit.name.lower(), f.scenario, f.stack, f.message] for f in self.findings]
+        parts = [f"### Memory gate: {self.exit_code.name.lower()}, {self.compared} compared"]
+        if rows:
+            parts.append(markdown_table(["verdict", "scenario", "stack", "what"], rows))
+        return "\n\n".join(parts) + "\n"
+
+    def annotations(self) -> list[str]:
+        """Return a line for each finding that GitHub shows as an error; none elsewhere, or where all is accepted."""
+        findings = self.findings if self.exit_code is not GateExit.OK else []
+        lines = (annotation(f"{f.scenario} {f.stack}: {f.message}", title=f.exit.name.lower()) for f in findings)
+        return [line for line in lines if line]
 
 
 def gate_all(

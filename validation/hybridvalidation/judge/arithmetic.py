@@ -25,16 +25,24 @@ _MB = 10**6
 
 
 def sum_of_parts_gb(case: Case) -> Metric:
-    """Return a stated total of GB with the preset's number of parameters."""
-    parts, num_params = _parts(case), case.model.num_params
+    """Return a stated total of GB anew from its stated parts; what a dry run plans decides where there is one."""
+    parts, own = _parts(case), case.model.num_params
+    num_params = own if parts.num_params is None else parts.num_params
     value = parts.bytes_per_param * num_params / GB + parts.activation_gb
     remark = (
         f"{parts.weight:g} + {parts.grad:g} + {parts.optim_state:g} bytes for each of {num_params / 1e9:.2f}B "
         f"parameters and {parts.activation_gb:g} GB of activations as stated"
     )
-    if case.memory is not None:
-        remark += f"; planned: {_planned_parts(case.memory)}"
-    return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark)
+    if parts.num_params is not None:
+        remark += f" (this model has {own / 1e9:.2f}B: {parts.bytes_per_param * own / GB + parts.activation_gb:.2f} GB)"
+    if case.memory is None:
+        return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark)
+    decider = Decider(
+        case.memory.peak_allocated_bytes / GB, Evidence.PLANNED, "adds up the document's own parts",
+        "the peak of allocated bytes", is_saving=False,
+    )  # fmt: skip
+    remark += f"; {_planned_parts(case.memory)}"
+    return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark, decider=decider)
 
 
 def heavier_card_gb(case: Case) -> Metric:
@@ -90,16 +98,18 @@ def int8_weight_reduction(case: Case) -> Metric | None:
 
 
 def int8_state_reduction(case: Case) -> Metric | None:
-    """Return what codes and scales of 8-bit moments save of fp32 ones, beside what is planned."""
+    """Return what codes and scales of 8-bit moments save of fp32 ones; what is planned decides."""
     planned = optimizer_reduction(case)
     if planned is None:
         return None
     before, after = (2 * size * case.model.num_params / GB for size in (4.0, _MOMENT_BYTES))
-    remark = (
-        f"{before:.2f} to {after:.2f} GB; planned: {planned.value:.2f} %, with small tensors that stay fp32 and the "
-        f"allocator's rounding"
-    )
-    return Metric(100 * (1 - after / before), Evidence.ARITHMETIC, "%", fits=planned.fits, remark=remark)
+    decider = Decider(
+        planned.value, planned.evidence, "counts codes and scales only",
+        "the whole state, with small tensors that stay fp32 and the allocator's rounding",
+    )  # fmt: skip
+    remark = f"{before:.2f} to {after:.2f} GB"
+    value = 100 * (1 - after / before)
+    return Metric(value, Evidence.ARITHMETIC, "%", fits=planned.fits, remark=remark, decider=decider)
 
 
 def phase_aware_weight_reduction(case: Case) -> Metric:
@@ -141,7 +151,6 @@ def _planned_parts(memory: MemoryFigures) -> str:
     kept = memory.by_class[TensorClass.BOUNDARY] + memory.by_class[TensorClass.ACTIVATION]
     state = memory.by_class[TensorClass.OPTIM_STATE] + memory.by_class[TensorClass.MASTER]
     return (
-        f"{memory.peak_allocated_bytes / GB:.2f} GB allocated at the peak, of it weights "
-        f"{memory.by_class[TensorClass.WEIGHT] / GB:.2f}, gradients {memory.by_class[TensorClass.GRAD] / GB:.2f}, "
-        f"optimizer {state / GB:.2f}, activations {kept / GB:.2f}"
+        f"planned: weights {memory.by_class[TensorClass.WEIGHT] / GB:.2f}, gradients "
+        f"{memory.by_class[TensorClass.GRAD] / GB:.2f}, optimizer {state / GB:.2f}, activations {kept / GB:.2f}"
     )

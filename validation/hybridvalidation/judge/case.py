@@ -9,6 +9,11 @@ from hybridvalidation.records.stack_run import MemoryFigures, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
+RATE_METRICS = frozenset({"slowdown_x", "relative_throughput_x"})
+"""Told against the scenario's ``rate_baselines``, at equal tokens a step."""
+ACCURACY_METRICS = frozenset({"accuracy_retention_pct", "accuracy_loss_pct", "relative_weight_difference"})
+"""Of trained proxies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decider:
@@ -20,6 +25,8 @@ class Decider:
     """What the stated figure is instead."""
     decides: str
     """What this one is."""
+    is_saving: bool = True
+    """Whether more of it than stated is as good; a total must be met on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class Metric:
     evidence: Evidence
     unit: str
     interval: Interval | None = None
+    error: Interval | None = None
+    """What an estimated value may be by the time model's own error."""
     fits: bool = True
     """Whether the stack runs on the scenario's card at all."""
     remark: str = ""
@@ -46,6 +55,19 @@ class Case:
     stack: str
     baseline: str = BASELINE_STACK
     """Stack to compare with."""
+
+    @property
+    def missing(self) -> str:
+        """Name the record without which nothing can be said."""
+        if self.target.metric in ACCURACY_METRICS:
+            return f"no proxy trained under {self.stack} beside {self.baseline}"
+        names = [name for name in (self.stack, self.baseline) if self.run.memory(name) is None]
+        if names:
+            return f"no dry run of {names[0]}"
+        if self.target.metric in RATE_METRICS:
+            tokens = self.run.scenario.workload_of(self.stack).batch_size * self.run.scenario.workload.seq_len
+            return f"no dry run of {self.baseline} with {tokens:,} tokens a step"
+        return f"nothing computes {self.target.metric}"
 
     @property
     def model(self) -> ModelConfig:

@@ -1,13 +1,15 @@
 """Metrics of dry runs: bytes planned, times estimated, of PREDICT what the card holds while weights are predicted."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Codec
 from hybridtrain.units import GIB, format_bytes, to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.judge.case import Case, Metric
+from hybridvalidation.judge.case import Case, Decider, Metric
+from hybridvalidation.judge.time_error import within_error
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.scenario import BASELINE_STACK
@@ -39,13 +41,13 @@ def kept_bytes_reduction(case: Case) -> Metric | None:
 
 
 def relative_throughput(case: Case) -> Metric | None:
-    """Return tokens per second against the baseline's."""
-    return _speed(case, "x", lambda ratio: ratio)
+    """Return tokens per second against the baseline's, at as many tokens a step."""
+    return _speed_of_equal_steps(case, lambda ratio: ratio)
 
 
 def slowdown(case: Case) -> Metric | None:
-    """Return how many times as long a step takes as the baseline's."""
-    return _speed(case, "x", lambda ratio: 1 / ratio)
+    """Return how many times as long a step takes as the baseline's, of as many tokens."""
+    return _speed_of_equal_steps(case, lambda ratio: 1 / ratio)
 
 
 def time_overhead(case: Case) -> Metric | None:
@@ -54,18 +56,20 @@ def time_overhead(case: Case) -> Metric | None:
 
 
 def predict_reduction(case: Case) -> Metric | None:
-    """Return by how much the peak in PREDICT is below the baseline's peak."""
+    """Return by how much the peak in PREDICT is below the baseline's peak; the peak of the whole cycle decides."""
     memory = case.memory
     predicted = None if memory is None else _predict_peak(memory)
     if case.memories is None or predicted is None:
         return None
     own, baseline = case.memories
+    whole = 100 * (1 - own.peak_allocated_bytes / baseline.peak_allocated_bytes)
+    decider = Decider(whole, Evidence.PLANNED, "is of one phase", "the peak of the whole cycle")
     remark = (
-        f"{to_gib(predicted):.2f} GiB allocated in PREDICT, host {format_bytes(own.host_peak_bytes)}; the peak of the "
-        f"whole cycle is {to_gib(own.peak_allocated_bytes):.2f} GiB"
+        f"{to_gib(predicted):.2f} GiB allocated in PREDICT, {to_gib(own.peak_allocated_bytes):.2f} GiB in the whole "
+        f"cycle, host {format_bytes(own.host_peak_bytes)}"
     )
     value = 100 * (1 - predicted / baseline.peak_allocated_bytes)
-    return Metric(value, Evidence.PLANNED, "%", fits=own.fits, remark=remark)
+    return Metric(value, Evidence.PLANNED, "%", fits=own.fits, remark=remark, decider=decider)
 
 
 def predict_gib(case: Case) -> Metric | None:
@@ -74,7 +78,10 @@ def predict_gib(case: Case) -> Metric | None:
     predicted = None if memory is None else _predict_peak(memory)
     if memory is None or predicted is None:
         return None
-    remark = f"everything on the card; host {format_bytes(memory.host_peak_bytes)}"
+    remark = (
+        f"everything on the card; the peak of the whole cycle is {to_gib(memory.peak_allocated_bytes):.2f} GiB, host "
+        f"{format_bytes(memory.host_peak_bytes)}"
+    )
     return Metric(predicted / GIB, Evidence.PLANNED, "GiB", fits=memory.fits, remark=remark)
 
 
@@ -105,28 +112,44 @@ def _reduction(case: Case, size: Callable[[MemoryFigures], int | None], remark: 
     )  # fmt: skip
 
 
+def _speed_of_equal_steps(case: Case, express: Callable[[float], float]) -> Metric | None:
+    """Express a speed in the baseline's, with that in fp32's beside it."""
+    metric = _speed(case, "x", express)
+    if metric is None or case.memories is None:
+        return None
+    own, baseline = case.memories
+    if own.tokens_per_step != baseline.tokens_per_step:
+        return None
+    plain = case.run.memory(BASELINE_STACK)
+    if plain is None or case.baseline == BASELINE_STACK:
+        return metric
+    tokens = "" if plain.tokens_per_step == own.tokens_per_step else f" with {plain.tokens_per_step:,} tokens a step"
+    beside = f"{express(own.tokens_per_s / plain.tokens_per_s):.2f} x against {BASELINE_STACK}{tokens}"
+    return replace(metric, remark=f"{metric.remark}; {beside}")
+
+
 def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric | None:
     """Express tokens per second over the baseline's."""
     if case.memories is None:
         return None
     own, baseline = case.memories
     remarks = [_against(case), "" if baseline.fits else f"{case.baseline} {_OVERSIZE}"]
-    value = express(own.tokens_per_s / baseline.tokens_per_s)
-    return Metric(value, Evidence.ESTIMATED, unit, fits=own.fits, remark="; ".join(filter(None, remarks)))
+    error = within_error(own.tokens_per_s / baseline.tokens_per_s, express)
+    return Metric(
+        error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, remark="; ".join(filter(None, remarks))
+    )
 
 
 def _own_peak(memory: MemoryFigures, classes: Sequence[TensorClass]) -> int | None:
     """Return the most bytes that some classes hold together at any moment of the last step."""
     if memory.timeline is None:
         return None
-    totals: list[int] = [
-        sum(sizes) for sizes in zip(*(memory.timeline.by_class[name] for name in classes), strict=True)
-    ]
+    totals: list[int] = [sum(sizes) for sizes in zip(*(memory.timeline.sizes(name) for name in classes), strict=True)]
     return max(totals)
 
 
 def _against(case: Case) -> str:
-    """Name the baseline where it is not the usual one, or has other batches."""
+    """Name the baseline where it is not fp32, or has other batches."""
     assert case.memories is not None, "asked of two runs"
     own, baseline = (memory.tokens_per_step for memory in case.memories)
     batches = "" if own == baseline else f", {own:,} tokens a step against {baseline:,}"

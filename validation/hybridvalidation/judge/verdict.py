@@ -1,27 +1,48 @@
-"""A stated figure, judged: holds, misleading, refuted or unproven, with a sentence and the kind of evidence."""
+"""A stated figure, judged on one stack: a status, a sentence, and the kind of evidence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+from types import MappingProxyType
 
-from hybridvalidation.judge.case import Case, Decider, Metric
+from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.stack_run import RunKind
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import ANY_STACK, BASELINE_STACK, Target
+from hybridvalidation.scenario import BASELINE_STACK, ScenarioTarget, Target
 
 _EQUAL_TOLERANCE = 0.01
 """Figures stated to two or three digits are re-derived within one percent."""
+_LARGEST_MARGIN = 1000.0
+_KINDS: dict[Evidence, RunKind] = {Evidence.EXECUTED: "accuracy", Evidence.MEASURED: "measured"}
+"""Of the record that shows a figure; of all others its dry run."""
 
 
 class Status(StrEnum):
-    """What the evidence says."""
+    """What the evidence says, the best first."""
 
     HOLDS = "holds"
+    BY_DEFINITION = "by definition"
+    """It holds whatever a program does: the figure is how the recipe is written down."""
+    UNDECIDED = "undecided"
+    """The difference is smaller than the time model's own error."""
+    UNPROVEN = "unproven"
+    """There is no record, or its interval lies on both sides."""
     MISLEADING = "misleading"
     """The figure is right as it was got, but is an average or a part; what decides misses the bound."""
     REFUTED = "refuted"
-    UNPROVEN = "unproven"
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure stands."""
+        return self in {Status.HOLDS, Status.BY_DEFINITION}
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the figure falls."""
+        return self in {Status.MISLEADING, Status.REFUTED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,78 +57,98 @@ class Verdict:
     """A sentence with the figure and the bound."""
     evidence: Evidence | None
     value: float | None
+    unit: str = ""
     fits: bool = True
     """Whether the stack runs on the scenario's card."""
+    margin: float = 0.0
+    """How many times better the value is than its bound, at most 1000; below 1 it misses, 0 without a value."""
     decider: Decider | None = None
     """The figure that decides, where ``value`` is an average or a part."""
+    record: str = ""
+    """File, kind and key of the record that shows it."""
+    is_of_scenario: bool = False
+    """Whether it is about the scenario: on that stack which does best on all such rows together."""
 
 
-def judge(run: ScenarioRun, target: Target, stack: str, baseline: str = BASELINE_STACK) -> Verdict:
-    """Return the verdict; for ``any`` the stack that does best among those that fit the card.
+Elsewhere = Mapping[tuple[str, str], "Verdict"]
+"""Verdicts that a scenario does not reach itself, by target and stack: those of a ladder on quality."""
+NOWHERE_ELSE: Elsewhere = MappingProxyType({})
 
-    A figure that says how much must be needed is about every stack: there the most frugal one is shown.
+
+def judge(
+    run: ScenarioRun, target: Target, stack: str, item: ScenarioTarget, elsewhere: Elsewhere = NOWHERE_ELSE
+) -> Verdict:
+    """Return the verdict on one stack, compared with what the scenario's row says."""
+    if (target.id, stack) in elsewhere:
+        return elsewhere[target.id, stack]
+    baselines = run.scenario.rate_baselines if target.metric in RATE_METRICS else (BASELINE_STACK,)
+    baseline = item.baseline or run.scenario.baseline_of(stack, baselines)
+    case = Case(run=run, target=target, stack=stack, baseline=baseline)
+    metric = compute_metric(case)
+    kind = "dry_run" if metric is None else _KINDS.get(metric.evidence, "dry_run")
+    record = run.get(kind, stack)
+    shown_by = "" if record is None else f"{run.scenario.name} {kind} {record.key}"
+    return judge_metric(target, stack, metric, missing=case.missing, record=shown_by)
+
+
+def judge_metric(
+    target: Target, stack: str, metric: Metric | None, *, missing: str = "no record", record: str = ""
+) -> Verdict:
+    """Return the verdict on a figure, whoever computed it.
+
+    Args:
+        target: What is stated.
+        stack: What the figure is about.
+        metric: None where there is no evidence.
+        missing: What would have to be there, if nothing is.
+        record: File, kind and key of the record that shows it.
     """
-    if stack != ANY_STACK:
-        return _judge_stack(run, target, stack, baseline)
-    verdicts = [_judge_stack(run, target, name, baseline) for name in run.scenario.stacks]
-    order = [Status.HOLDS, Status.UNPROVEN, Status.MISLEADING, Status.REFUTED]
-    if _states_least_need(target):
-        order.reverse()
-    return min(verdicts, key=lambda v: (order.index(v.status), not v.fits, _distance(target, v)))
-
-
-def judge_all(run: ScenarioRun, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return one verdict per target and stack of the scenario, in file order."""
-    return [
-        judge(run, targets[item.id], stack, item.baseline) for item in run.scenario.targets for stack in item.stacks
-    ]
-
-
-def _judge_stack(run: ScenarioRun, target: Target, stack: str, baseline: str) -> Verdict:
-    return judge_metric(target, stack, compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline)))
-
-
-def judge_metric(target: Target, stack: str, metric: Metric | None) -> Verdict:
-    """Return the verdict on a figure, whoever computed it; ``stack`` names what it is about."""
     if metric is None:
-        status, reason = Status.UNPROVEN, f"no record of {target.metric} for stack {stack}"
-    else:
-        status, reason = _compare(target, stack, metric)
+        return Verdict(
+            target=target.id, says=target.says, stack=stack, status=Status.UNPROVEN, reason=f"{stack}: {missing}.",
+            evidence=None, value=None,
+        )  # fmt: skip
+    status, reason = _compare(target, stack, metric)
     return Verdict(
-        target=target.id, says=target.says, stack=stack, status=status, reason=reason,
-        evidence=None if metric is None else metric.evidence, value=None if metric is None else metric.value,
-        fits=metric is None or metric.fits, decider=None if metric is None else metric.decider,
+        target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
+        value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
+        decider=metric.decider, record=record,
     )  # fmt: skip
 
 
 def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
-    low, high = _bounds(target)
-    shown = f"{stack}: {_number(metric.value)} {metric.unit}"
-    if metric.interval is not None:
-        shown += f" (95 % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
-    certain_low, certain_high = metric.value, metric.value
-    if metric.interval is not None:
-        certain_low, certain_high = metric.interval.low, metric.interval.high
-    if low <= certain_low and certain_high <= high:
-        status = Status.HOLDS
-    elif certain_high < low or certain_low > high:
-        status = Status.REFUTED
-    else:
-        status = Status.UNPROVEN
-    wanted = _wanted(target)
-    words = {Status.HOLDS: "meets", Status.REFUTED: "misses", Status.UNPROVEN: "cannot be told apart from"}
-    reason = f"{shown} {words[status]} {wanted}, {metric.evidence}"
+    status, reason = _sure_of(target, stack, metric)
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
-        if status is Status.HOLDS and not _states_need(target):
+        if not status.is_missed and not _states_need(target):
             status = Status.REFUTED
         reason += "; this stack runs out of memory"
     if metric.decider is not None:
         if status is Status.HOLDS and not _is_met(target, metric.decider):
             status = Status.MISLEADING
         reason += _told(metric.decider, metric.unit)
-    if metric.remark:
-        reason += f"; {metric.remark}"
-    return status, f"{reason}."
+    if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
+        status = Status.BY_DEFINITION if status is Status.HOLDS else status
+        reason += f"; met by definition: {target.by_definition}"
+    return status, f"{reason}; {metric.remark}." if metric.remark else f"{reason}."
+
+
+def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
+    """Return on which side of its bound a value lies, with its interval or the error of an estimate around it."""
+    low, high = _bounds(target)
+    shown, sure = f"{stack}: {short_number(metric.value)} {metric.unit}", metric.interval or metric.error
+    if metric.interval is not None:
+        shown += f" (95 % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
+    sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
+    if low <= sure_low and sure_high <= high:
+        status, word = Status.HOLDS, "meets"
+    elif sure_high < low or sure_low > high:
+        status, word = Status.REFUTED, "misses"
+    else:
+        status, word = Status.UNPROVEN, "cannot be told apart from"
+        if metric.interval is None:
+            status = Status.UNDECIDED
+            shown += f" ({short_number(sure_low)} to {short_number(sure_high)} by the time model's own error)"
+    return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
 
 
 def _states_need(target: Target) -> bool:
@@ -115,32 +156,32 @@ def _states_need(target: Target) -> bool:
     return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
 
 
-def _states_least_need(target: Target) -> bool:
+def states_least_need(target: Target) -> bool:
+    """Return whether the statement says how much any stack must take: the one that takes least decides."""
     return _states_need(target) and target.direction == "min"
 
 
 def _is_met(target: Target, decider: Decider) -> bool:
-    """Return whether the figure that decides keeps the bound; it may save more than a stated equality."""
+    """Return whether the figure that decides keeps the bound; a saving may be larger than a stated equality."""
     low, high = _bounds(target)
-    return low <= decider.value and (decider.value <= high or target.direction == "equal")
+    return low <= decider.value and (decider.value <= high or (target.direction == "equal" and decider.is_saving))
 
 
 def _told(decider: Decider, unit: str) -> str:
-    what = f"{decider.decides}: {_number(decider.value)} {unit}, {decider.evidence}"
+    what = f"{decider.decides}: {short_number(decider.value)} {unit}, {decider.evidence}"
     return f", but {decider.stated_is}; what decides, {what}"
 
 
 def _bounds(target: Target) -> tuple[float, float]:
-    infinity = float("inf")
     if target.direction == "range":
         assert target.low is not None, "checked at construction"
         assert target.high is not None, "checked at construction"
         return target.low, target.high
     assert target.value is not None, "checked at construction"
     if target.direction == "max":
-        return -infinity, target.value
+        return -inf, target.value
     if target.direction == "min":
-        return target.value, infinity
+        return target.value, inf
     return target.value * (1 - _EQUAL_TOLERANCE), target.value * (1 + _EQUAL_TOLERANCE)
 
 
@@ -151,14 +192,16 @@ def _wanted(target: Target) -> str:
     return f"{word} {target.value:g}"
 
 
-def _distance(target: Target, verdict: Verdict) -> float:
-    """Rank equally judged stacks: the smallest value for an upper bound, the largest for a lower one."""
-    if verdict.value is None:
-        return float("inf")
-    return -verdict.value if target.direction == "min" and not _states_least_need(target) else verdict.value
+def _margin(target: Target, value: float) -> float:
+    """Return how many times better a value is than the nearer of its bounds."""
+    low, high = _bounds(target)
+    below = _LARGEST_MARGIN if value <= 0 else high / value
+    above = value / low if low > 0 else _LARGEST_MARGIN
+    return max(0.0, min(below, above, _LARGEST_MARGIN))
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """Return a figure in as many digits as matter."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"

@@ -24,12 +24,13 @@ from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.time_error import within_error
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.program import current_program
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
@@ -174,8 +175,7 @@ def attention_cost(model: str, attention: Attention, seq_len: int, card: Card) -
 
 def append_attention(records: Path, record: AttentionRecord) -> Path:
     """Add a record to the folder's ``attention.jsonl``; raises ``RecordError`` when its last line was cut short."""
-    append_line(records / _FILE, record)
-    return records / _FILE
+    return append_record(records, _FILE, record)
 
 
 def read_attention(records: Path) -> list[AttentionRecord]:
@@ -204,9 +204,10 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
             else f"{stated:g} % at no length up to {points[-1].seq_len:,}"
         )
         saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
-        cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%")
+        error = within_error(1 + point.time_overhead_pct / 100, lambda ratio: 100 * (ratio - 1))
+        cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", error=error)
         verdicts += [
-            judge_metric(targets[name], stack, metric)
+            judge_metric(targets[name], stack, metric, record=f"attention {record.key}")
             for name, metric in ((SAVING, saving), (COST, cost))
             if name in targets
         ]

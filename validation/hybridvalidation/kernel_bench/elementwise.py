@@ -1,4 +1,4 @@
-"""Cases of the ops that read and write activations once: SwiGLU, both norms, rotary positions.
+"""Cases of the ops that read and write activations once: SwiGLU, GeGLU, both norms, rotary positions.
 
 B batch, T sequence, D width, F feed-forward width, N heads, H head dim, R = H / 2.
 """
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridkernels.geglu import geglu
+from hybridkernels.geglu.reference import geglu_reference
 from hybridkernels.layer_norm import layer_norm
 from hybridkernels.layer_norm.reference import layer_norm_reference
 from hybridkernels.rms_norm import rms_norm
@@ -63,7 +65,7 @@ class _Op:
 
 
 def elementwise_cases(device: torch.device, modes: Sequence[Mode], *, quick: bool) -> Iterator[KernelCase]:
-    """Yield the cases of the four ops."""
+    """Yield the cases of these ops."""
     for op in _OPS:
         for workload in model_batches(device, family=op.family, quick=quick):
             for mode in modes:
@@ -102,10 +104,10 @@ def _providers(op: _Op, mode: Mode, device: torch.device) -> tuple[Provider, ...
 def _numel(op: _Op, workload: ModelBatch) -> int:
     """Return the elements of the first argument, without making it."""
     config = workload.config
-    return workload.num_tokens * (config.ffn_width if op.name == "swiglu" else config.width)
+    return workload.num_tokens * (config.ffn_width if op.make is _gated_inputs else config.width)
 
 
-def _swiglu_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
+def _gated_inputs(maker: Maker, workload: ModelBatch) -> tuple[Tensor, ...]:
     shape = (workload.batch, workload.seq_len, workload.config.ffn_width)
     return maker.normal(*shape), maker.normal(*shape)
 
@@ -130,6 +132,10 @@ def _plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _plain_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _plain_rms_norm(x: Tensor, weight_D: Tensor) -> Tensor:
     """Return what Hugging Face's LlamaRMSNorm does: statistics in fp32, the weight in the dtype of ``x``."""
     wide = x.float()
@@ -151,6 +157,10 @@ def _liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return liger("swiglu", "LigerSiLUMulFunction", gate, up)
 
 
+def _liger_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return liger("geglu", "LigerGELUMulFunction", gate, up)
+
+
 def _liger_rms_norm(x: Tensor, weight_D: Tensor) -> Tensor:
     return liger("rms_norm", "LigerRMSNormFunction", x, weight_D, _EPS, 0.0, "llama", False)
 
@@ -163,8 +173,12 @@ _F, _B, _FB = Mode.FORWARD, Mode.BACKWARD, Mode.BOTH
 _OPS = (
     _Op(
         name="swiglu", family="llama", kernel="swiglu", function=swiglu, plain=_plain_swiglu,
-        reference=swiglu_reference, liger=_liger_swiglu, make=_swiglu_inputs, passes={_F: 3, _B: 5, _FB: 8},
+        reference=swiglu_reference, liger=_liger_swiglu, make=_gated_inputs, passes={_F: 3, _B: 5, _FB: 8},
         flops={_F: 5, _B: 11, _FB: 16},
+    ),
+    _Op(
+        name="geglu", family="llama", kernel="geglu", function=geglu, plain=_plain_geglu, reference=geglu_reference,
+        liger=_liger_geglu, make=_gated_inputs, passes={_F: 3, _B: 5, _FB: 8}, flops={_F: 9, _B: 18, _FB: 27},
     ),
     _Op(
         name="rms_norm", family="llama", function=lambda x, weight_D: rms_norm(x, weight_D, _EPS),

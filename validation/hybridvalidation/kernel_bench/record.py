@@ -8,7 +8,7 @@ from hybridvalidation.kernel_bench.case import Clock, Mode
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 
 KERNELS_FILE = "kernels.jsonl"
 
@@ -78,8 +78,7 @@ class KernelRecord(Record):
 
 def append_kernel(records: Path, record: KernelRecord) -> Path:
     """Add a record to the folder's file at once; raises ``RecordError`` when the file's last line was cut short."""
-    append_line(records / KERNELS_FILE, record)
-    return records / KERNELS_FILE
+    return append_record(records, KERNELS_FILE, record)
 
 
 def read_kernels(records: Path) -> list[KernelRecord]:

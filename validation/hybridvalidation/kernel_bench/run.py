@@ -26,7 +26,7 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.program import current_program
 
 OPS = (
-    "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "rssm_gru",
+    "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",
     "state_encoding", "moment_statistics", "int8_quantize", "int8_dequantize", "rms_norm", "layer_norm", "rotary",
 )  # fmt: skip
 """By the share of a step that hangs on their speed, and by how little is known of it."""

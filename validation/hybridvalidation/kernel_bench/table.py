@@ -49,7 +49,7 @@ def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]
         if cases:
             factor, shape = min(cases)
             metric = Metric(factor, Evidence.MEASURED, "x", remark=f"{shape}; the least of {len(cases)} shapes")
-        verdicts.append(judge_metric(targets[name], op, metric))
+        verdicts.append(judge_metric(targets[name], op, metric, missing="no record of a CUDA card"))
     return verdicts
 
 

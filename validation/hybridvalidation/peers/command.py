@@ -81,7 +81,7 @@ def peers_command(
     made = []
     for (_, job), found in run_jobs(
         [pair for pair in wanted if not missing_package(pair[0].packages)], _start, _record, 1 if has_card else jobs,
-        store if record else None, lambda found: append_peer_record(store.folder, found),
+        (lambda found: append_peer_record(store.folder, found)) if record else None,
     ):  # fmt: skip
         made.append(found)
         say(

@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridvalidation.peers.scenario import PeerRun, PeerScenario, jobs_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario_files import ScenarioFiles
 
 KINDS = (Evidence.PLANNED, Evidence.MEASURED, Evidence.EXECUTED)
@@ -72,12 +72,12 @@ class Row:
 
 def read_peer_records(records: Path) -> list[PeerRecord]:
     """Return all records, of each kind oldest first."""
-    return [record for kind in KINDS for record in read_lines(_file(records, kind), PeerRecord)]
+    return [record for kind in KINDS for record in read_lines(records / _file(kind), PeerRecord)]
 
 
 def append_peer_record(records: Path, record: PeerRecord) -> None:
     """Add a record and wait until it is on disk."""
-    append_line(_file(records, record.evidence), record)
+    append_record(records, _file(record.evidence), record)
 
 
 def rows_of(scenario: PeerScenario, files: ScenarioFiles, records: Iterable[PeerRecord]) -> list[Row]:
@@ -93,5 +93,5 @@ def rows_of(scenario: PeerScenario, files: ScenarioFiles, records: Iterable[Peer
     ]
 
 
-def _file(records: Path, kind: Evidence) -> Path:
-    return records / "peers" / f"{kind.value}.jsonl"
+def _file(kind: Evidence) -> Path:
+    return Path("peers") / f"{kind.value}.jsonl"

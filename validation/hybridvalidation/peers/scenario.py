@@ -8,7 +8,8 @@ from pathlib import Path
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.records.outcome import Evidence

@@ -10,7 +10,7 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 
 _HEADERS = (
     "engine", "recipe", "peak GiB", "reserved GiB", "host GiB", "fits", "step", "tokens/s", "bound by", "evidence",
-    "versions", "remark",
+    "remark",
 )  # fmt: skip
 
 
@@ -18,6 +18,15 @@ def peer_table(rows: Iterable[Row], style: str) -> str:
     """Return a line for each row and kind of evidence; at least one for each row."""
     lines = [line for row in rows for line in _lines(row)]
     return tabulate(lines, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def versions_lines(rows: Iterable[Row]) -> list[str]:
+    """Return with which versions of its recipes' packages each engine was run, a line each."""
+    engines: dict[str, set[str]] = {}
+    for row in rows:
+        told = {f"{package} {version}" for package, version in _versions(row).items()}
+        engines[row.run.engine] = engines.get(row.run.engine, set()) | told
+    return [f"{engine}: {', '.join(sorted(told))}." for engine, told in engines.items() if told]
 
 
 def row_mapping(scenario: str, row: Row) -> dict[str, object]:
@@ -51,9 +60,8 @@ def _lines(row: Row) -> list[list[str]]:
 def _line(row: Row, kind: Evidence) -> list[str]:
     figures = row.figures(kind)
     names = [row.run.engine, row.run.id]
-    versions = ", ".join(f"{package} {version}" for package, version in _versions(row).items())
     if figures is None:
-        return [*names, *["-"] * 7, _evidence(row, kind), versions, _joined(row.why(kind), row.run.remark)]
+        return [*names, *["-"] * 7, _evidence(row, kind), _joined(row.why(kind), row.run.remark)]
     is_timed = figures.step_time_s > 0
     lost = f"{figures.without_gradient} trainable parameters got no gradient" if figures.without_gradient else ""
     return [
@@ -61,7 +69,7 @@ def _line(row: Row, kind: Evidence) -> list[str]:
         f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-",
         "yes" if figures.fits else "NO", format_seconds(figures.step_time_s) if is_timed else "-",
         f"{row.tokens_per_step / figures.step_time_s:,.0f}" if is_timed else "-", figures.bound or "-",
-        _evidence(row, kind), versions, _joined(figures.shortage, lost, row.run.remark),
+        _evidence(row, kind), _joined(figures.shortage, lost, row.run.remark),
     ]  # fmt: skip
 
 

@@ -1,27 +1,30 @@
 """``hybridtrain recommend``: from arguments to a question, from the answer to text, JSON or a stack file."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.candidates import Candidate, Question
 from hybridtrain.config.encode import encode, to_toml
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.model_config import Workload, check_workload
-from hybridtrain.recommendation import Candidate, Question, Recommendation, recommend
-from hybridtrain.units import GB, GIB, format_bytes, format_count, format_seconds, to_gib
+from hybridtrain.fitting import Way
+from hybridtrain.models.find_model import find_model
+from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
+from hybridtrain.recommendation import Recommendation, recommend
+from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.roofline import Bound
-from hybridvalidation.runs.dry_run_report import read_model
-from hybridvalidation.scenario import Scenario, Stack
+from hybridvalidation.recommend.reasons import reasons
+from hybridvalidation.scenario import Scenario, Stack, Target
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.sizes import parse_size
 
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 131072
-_UNITS = {"GiB": GIB, "GB": GB}
+_BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
+"""Metrics that bound the card's memory, with their units."""
 _ADVICE = {
     Bound.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
     Bound.MEMORY: "bandwidth of the card's memory: fused kernels help",
@@ -29,6 +32,7 @@ _ADVICE = {
     Bound.OPTIMIZER: "the update: more tokens per step make it rarer",
     Bound.HOST: "the processor: update on the device",
     Bound.DISK: "the drive: more host memory, or more tokens per step",
+    Bound.LINK: "the link to other cards: more tokens per step hide more of it",
 }
 
 
@@ -51,55 +55,68 @@ class RecommendReport:
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures, bytes and seconds."""
-        run, chosen = self.answer.run, self.answer.chosen
+        way, chosen = self.answer.way, self.answer.chosen
         return {
             "stack": encode(self.stack("best")),
             "micro_batch_size": chosen.micro_batch_size,
             "num_micro_batches": chosen.num_micro_batches,
-            "tokens_per_s": run.tokens_per_s,
-            "step_time_s": run.time.seconds,
-            "bound": run.bound,
-            "time_by_bound": {bound.value: seconds for bound, seconds in run.time.seconds_by_bound.items()},
-            "device_used_bytes": run.device_used_bytes,
-            "host_peak_bytes": run.host_peak_bytes,
-            "disk_peak_bytes": run.disk_peak_bytes,
+            "tokens_per_s": way.tokens_per_s,
+            "step_time_s": self._step_seconds,
+            "bound": way.bound,
+            "micro_batches_run": way.micro_batches_run,
+            "time_by_bound": {  # of the micro-batches run
+                bound.value: seconds for bound, seconds in self.answer.run.time.seconds_by_bound.items()
+            },
+            "device_used_bytes": round(way.device_bytes),
+            "margin_bytes": way.margin_bytes,
+            "host_peak_bytes": round(way.host_bytes),
+            "disk_peak_bytes": round(way.disk_bytes),
             "candidates": [
                 {
-                    "level": c.level.name, "arrangement": c.arrangement.name, "micro_batch_size": c.micro_batch_size,
-                    "keep_last": c.keep_last, "tokens_per_s": c.tokens_per_s,
+                    "level": way.name, "arrangement": way.candidate.arrangement.name,
+                    "micro_batch_size": way.candidate.micro_batch_size, "keep_last": way.candidate.keep_last,
+                    "tokens_per_s": way.tokens_per_s,
                 }
-                for c in self.answer.candidates
+                for way in self.answer.ways
             ],
-            "evidence": {"memory": "planned", "time": "estimated"},
+            "reasons": reasons(self.answer),
+            "evidence": {"memory": way.evidence, "time": "estimated"},
         }  # fmt: skip
+
+    @property
+    def _step_seconds(self) -> float:
+        question = self.answer.question
+        return question.num_sequences * question.seq_len / (self.answer.way.tokens_per_s or 1.0)
 
     def as_text(self) -> str:
         """Return the same for a reader."""
-        run, chosen = self.answer.run, self.answer.chosen
-        rows = [_row(candidate, chosen) for candidate in self.answer.candidates]
+        way, chosen, run, question = self.answer.way, self.answer.chosen, self.answer.run, self.answer.question
+        rows = [_row(each, chosen) for each in self.answer.ways]
         headers = ["", "numbers", "where", "micro-batch", "kept blocks", "tokens/s"]
         shares = ", ".join(
             f"{bound} {100 * seconds / run.time.seconds:.0f} %"
             for bound, seconds in sorted(run.time.seconds_by_bound.items(), key=lambda item: -item[1])
             if seconds > 0.005 * run.time.seconds
         )
-        bus = max(run.time.busy_seconds.get(lane, 0.0) for lane in (Lane.COPY_IN, Lane.COPY_OUT))
+        of = "" if way.evidence == "planned" else f" in the {way.micro_batches_run} micro-batches that were run"
         return "\n".join(
             [
                 (
-                    f"{self.model} ({format_count(run.num_params)} parameters) on {run.card.name}, "
-                    f"{run.tokens_per_step:,} tokens per step\n"
+                    f"{self.model} ({format_count(question.model.num_params)} parameters) on {question.card.name}, "
+                    f"{question.num_sequences * question.seq_len:,} tokens per step\n"
                 ),
                 tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True),
                 f"\nchosen: {chosen.level.says}; {chosen.arrangement.name}",
+                *(f"  {name.replace('_', ' ')}: {why}" for name, why in reasons(self.answer).items()),
                 (
-                    f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB, host "
-                    f"{format_bytes(run.host_peak_bytes)} ({run.host_peak_bytes / GB:.1f} GB), disk "
-                    f"{format_bytes(run.disk_peak_bytes)} (planned)"
+                    f"device {to_gib(way.device_bytes):.2f} of {to_gib(question.card.memory_bytes):.2f} GiB, host "
+                    f"{format_bytes(round(way.host_bytes))} ({way.host_bytes / GB:.1f} GB), disk "
+                    f"{format_bytes(round(way.disk_bytes))} ({way.evidence}); {format_bytes(way.margin_bytes)} of the "
+                    "card are left for what more steps, an evaluation or the driver add to reserved bytes"
                 ),
                 (
-                    f"{format_seconds(run.time.seconds)} a step, {run.tokens_per_s:,.0f} tokens/s (estimated): "
-                    f"{shares}; the bus is busy {format_seconds(bus)}"
+                    f"{format_seconds(self._step_seconds)} a step, {way.tokens_per_s:,.0f} tokens/s (estimated): "
+                    f"{shares}{of}"
                 ),
                 f"what binds: {_ADVICE[run.bound]}\n",
                 self.as_toml("best"),
@@ -107,43 +124,46 @@ class RecommendReport:
         )
 
 
-def _row(candidate: Candidate, chosen: Candidate) -> list[str]:
+def _row(way: Way, chosen: Candidate) -> list[str]:
+    candidate = way.candidate
     return [
         "*" if candidate.level is chosen.level else "",
         candidate.level.says,
         candidate.arrangement.name,
         f"{candidate.micro_batch_size} x {candidate.num_micro_batches}",
         str(candidate.keep_last),
-        f"{candidate.tokens_per_s:,.0f}",
+        f"{way.tokens_per_s:,.0f}",
     ]
 
 
 def recommend_command(
     *, model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None,
     scenario: str | None, write: Path | None, scenarios: Path | None, say: Callable[[str], None],
+    device_budget: str | None = None,
 ) -> RecommendReport:  # fmt: skip
     """Search for the fastest stack that fits, and write it to ``write`` if asked to; ``say`` hears what is tried.
+
+    A scenario's stack keeps what the scenario states of the card's memory, another one ``device_budget``.
 
     Raises:
         ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
         OutOfMemoryError: nothing fits.
     """
+    budget = None if device_budget is None else parse_size(device_budget, "--device-budget")
     if scenario is None:
-        question, name = _question(model, card, host_memory, seq, tokens_per_step)
+        question, name = ask(model, card, host_memory, seq, tokens_per_step)
     else:
-        question, name = _of_scenario(ScenarioFiles(scenarios or default_folder()).scenario(scenario))
+        files = ScenarioFiles(scenarios or default_folder())
+        found = files.scenario(scenario)
+        question, name = _of_scenario(found, tokens_per_step)
+        budget = stated_budget(found, files.targets()) if budget is None else budget
+    if budget is not None:
+        question = _within(question, budget)
+        say(f"at most {format_bytes(question.card.memory_bytes)} of the card")
     report = RecommendReport(answer=recommend(question, lambda text: say(f"trying {text}")), model=name)
     if write is not None:
         replace_file(write, report.as_toml(write.stem).encode())
     return report
-
-
-def parse_size(text: str, path: str) -> int:
-    """Return bytes of a size like ``64GiB`` or ``128GB``; raises ``ConfigError``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB)", text)
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(path, [f"'{text}' must be a size above 0 with a unit, as 64GiB or 128GB"])
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def parse_host(memory: str) -> Host:
@@ -155,24 +175,55 @@ def parse_host(memory: str) -> Host:
         raise ConfigError("--host-memory", str(error).splitlines()) from error
 
 
-def _of_scenario(scenario: Scenario) -> tuple[Question, str]:
+def stated_budget(scenario: Scenario, targets: Mapping[str, Target]) -> int | None:
+    """Return the least bytes of the card that rows about a scenario state as a bound; None without such a row."""
+    rows = [targets[item.id] for item in scenario.targets if not item.stacks]
+    bounds = [
+        int(row.value * _BUDGETS[row.metric])
+        for row in rows
+        if row.metric in _BUDGETS and row.direction == "max" and row.value is not None
+    ]
+    return min(bounds, default=None)
+
+
+def _within(question: Question, budget: int) -> Question:
+    """Return the question for as much of the card as a budget allows.
+
+    Raises:
+        ConfigError: the budget does not even hold the CUDA context.
+    """
+    card, size = question.card, min(question.card.memory_mib, budget // MIB)
+    if size <= card.context_mib:
+        said = f"{format_bytes(budget)} must be above the CUDA context's {format_bytes(card.context_bytes)}"
+        raise ConfigError("--device-budget", [f"{said}; allow more"])
+    return replace(question, card=replace(card, memory_mib=size))
+
+
+def _of_scenario(scenario: Scenario, tokens_per_step: int | None) -> tuple[Question, str]:
     work = scenario.workload
     return Question(
-        scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len, work.batch_size
-    ), scenario.name
+        scenario.model.resolve(), scenario.card.resolve(), scenario.host, work.seq_len,
+        work.batch_size if tokens_per_step is None else _sequences(tokens_per_step, work.seq_len),
+    ), scenario.name  # fmt: skip
 
 
-def _question(
+def ask(
     model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None
 ) -> tuple[Question, str]:
+    """Return what is asked, and the model's short name; raises ``ConfigError`` for what is wrong or missing."""
     if model is None or card is None:
         names = [name for name, given in (("model", model), ("card", card)) if given is None]
         raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
-    shape = read_model(model)
+    shape = find_model(model)
     seq_len = seq or min(_SEQ_LEN, shape.max_seq_len)
-    check_workload(shape, Workload(micro_batch_size=1, seq_len=seq_len))
-    num_tokens = tokens_per_step or max(1, _TOKENS_PER_STEP // seq_len) * seq_len
+    check_workload(shape, asked_workload(1, seq_len))
+    num_sequences = _sequences(tokens_per_step or max(1, _TOKENS_PER_STEP // seq_len) * seq_len, seq_len)
+    return Question(shape, find_card(card), parse_host(host_memory), seq_len, num_sequences), Path(model).stem
+
+
+def _sequences(num_tokens: int, seq_len: int) -> int:
     if num_tokens % seq_len:
         raise ConfigError("--tokens-per-step", [f"{num_tokens} must be a multiple of --seq ({seq_len})"])
-    host = parse_host(host_memory)
-    return Question(shape, find_card(card), host, seq_len, num_tokens // seq_len), Path(model).stem
+    if num_tokens > MOST_TOKENS:
+        raise ConfigError("--tokens-per-step", [f"{num_tokens} must be at most {MOST_TOKENS}"])
+    return num_tokens // seq_len

@@ -77,8 +77,8 @@ def recorded_command(
         missing += [] if absent else wanted
     made = []
     for job, planned in run_jobs(
-        missing, _start, lambda job, ended: _record(job, ended, sources[job.source]), jobs, store if record else None,
-        lambda planned: append_planned(store.folder, planned),
+        missing, _start, lambda job, ended: _record(job, ended, sources[job.source]), jobs,
+        (lambda planned: append_planned(store.folder, planned)) if record else None,
     ):  # fmt: skip
         made.append(planned)
         say(f"{job.source} {job.run}: {planned.outcome.value} {planned.message} in {planned.duration_s:.0f} s")

@@ -9,7 +9,7 @@ from hybridtrain.config.encode import digest
 from hybridvalidation.recorded.source import RecordedRun, Role, Source
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = Path("recorded") / "planned.jsonl"
 
@@ -140,7 +140,7 @@ def read_planned(records: Path) -> list[PlannedRun]:
 
 def append_planned(records: Path, record: PlannedRun) -> None:
     """Add a record and wait until it is on disk."""
-    append_line(records / _FILE, record)
+    append_record(records, _FILE, record)
 
 
 def _row(name: str, run: RecordedRun, quantity: str, value: float, record: PlannedRun | None) -> Row:

@@ -28,7 +28,7 @@ class RecordedRun:
     config: str = "{}"
     """The recipe beside what all runs of the source share: JSON, in the words of the engine."""
     recorded: Mapping[str, float]
-    """Quantity to value: bytes, but for ``oom`` (1: the run ended in out of memory, 0: it did not)."""
+    """Quantity to value: bytes, but for ``..._seconds``, ``..._params`` and ``oom`` (1: the run ran out of memory)."""
     why: str = ""
     """Why it is left out; or the cause of a miss that is known."""
 

@@ -76,7 +76,8 @@ def _git(*arguments: str) -> str:
     folder = Path(hybridtrain.__file__ or "").parents[1]
     try:
         done = subprocess.run(  # noqa: S603  fixed arguments
-            ["git", "-C", str(folder), *arguments],  # noqa: S607  git from the PATH is what is meant
+            # A run that is stopped kills git, whose lock on the index would stay and keep the user from committing.
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],  # noqa: S607  from the PATH is meant
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     except OSError:

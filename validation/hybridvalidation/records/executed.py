@@ -9,7 +9,7 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = "executed.jsonl"
 
@@ -111,8 +111,7 @@ class ExecutedRun(Record):
 
 def append_executed(records: Path, run: ExecutedRun) -> Path:
     """Add a run to the folder's ``executed.jsonl``; raises ``RecordError`` when its last line was cut short."""
-    append_line(records / _FILE, run)
-    return records / _FILE
+    return append_record(records, _FILE, run)
 
 
 def read_executed(records: Path) -> list[ExecutedRun]:

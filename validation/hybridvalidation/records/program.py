@@ -22,6 +22,7 @@ _NO_SOURCE = {".pyc", ".so"}
 
 _opened: set[str] = set()
 _is_watching = False
+_known: dict[str, "Program"] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,19 @@ def current_program() -> Program:
         name = _name_of(path)
         if name is not None and (content := _digest_of(name)) is not None:
             found[name] = content
-    return Program(torch=torch_version(), files=dict(sorted(found.items())))
+    program = Program(torch=torch_version(), files=dict(sorted(found.items())))
+    remember_program(program)
+    return program
+
+
+def remember_program(program: Program) -> None:
+    """Let ``known_program`` find it, as it does what ``current_program`` returned."""
+    _known[program.digest] = program
+
+
+def known_program(digest: str) -> Program | None:
+    """Return a program of this process, or of a child that ended, by its digest."""
+    return _known.get(digest)
 
 
 def torch_version() -> str:

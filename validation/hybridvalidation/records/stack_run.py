@@ -48,6 +48,19 @@ class Timeline:
     times_s: tuple[float, ...]
     by_class: Mapping[str, tuple[int, ...]]
 
+    def __post_init__(self) -> None:
+        faults = [
+            f"by_class.{name}: {len(sizes)} sizes must be as many as times_s has moments ({len(self.times_s)})"
+            for name, sizes in self.by_class.items()
+            if len(sizes) != len(self.times_s)
+        ]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """Return the bytes of a class at each moment; of one that is not told, none."""
+        return self.by_class.get(name, (0,) * len(self.times_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.errors import ConfigError, RecordError
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import Program
+from hybridvalidation.records.program import Program, known_program
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.stack_run import StackRun
 
@@ -32,7 +33,7 @@ class RecordStore:
 
     def append(self, record: StackRun) -> None:
         """Add a record and wait until it is on disk."""
-        append_line(self._path(record.scenario), record)
+        append_record(self.folder, f"{record.scenario}.jsonl", record)
 
     def read(self, scenario: str) -> list[StackRun]:
         """Return all records of a scenario, oldest first; an empty list when there is no file.
@@ -65,6 +66,22 @@ class RecordStore:
             else:
                 yield changes.get(record.program, "nobody knows which files made it")
 
+    def changes(self, files: Sequence[str]) -> dict[str, list[str]]:
+        """Return for each of ``files`` what has changed since its records were made: one entry for each of them.
+
+        Of records that answer the same question the newest counts. Empty text: the record holds.
+        """
+        changes = {digest: program.first_change() for digest, program in self.programs().items()}
+        return {
+            name: [changes.get(program, "nobody knows which files made it") for program in self._newest(name)]
+            for name in files
+        }
+
+    def _newest(self, name: str) -> Iterator[str]:
+        """Yield the program of the newest record of each key in a file, of whatever kind its records are."""
+        lines = [json.loads(line) for line in self._path(name).read_text(encoding="utf-8").splitlines()]
+        yield from {line.get("key"): str(line.get("program", "")) for line in lines}.values()
+
     def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
         """Drop all other records of a scenario, and programs that made none any more; return how many records.
 
@@ -85,18 +102,28 @@ class RecordStore:
         return self.folder / f"{name}.jsonl"
 
 
+def append_record(records: Path, file: str | Path, record: Record) -> Path:
+    """Add a record to a file of a folder of records, behind the program that made it; return the file's path."""
+    program = known_program(record.program)
+    if program is not None:
+        RecordStore(records).append_program(program)
+    append_line(records / file, record)
+    return records / file
+
+
 def append_line(path: Path, record: object) -> None:
-    """Add a record, a dataclass, to a file of records and wait until it is on disk.
+    """Add a dataclass to a file of records and wait until it is on disk.
 
     Writers take turns. What a writer that was killed left half-written behind the last whole line was never a record:
-    it is cut off.
+    it is cut off, kept in a file beside this one, and told.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path) as file:
         end = file.seek(0, os.SEEK_END)
-        whole = end - len(_torn(path.read_bytes()))
-        if whole < end:
-            file.truncate(whole)
+        torn = _torn(path.read_bytes())
+        if torn:
+            _keep_aside(path, torn)
+            file.truncate(end - len(torn))
         elif end and not path.read_bytes().endswith(b"\n"):  # whole, and an editor took its newline
             file.write(b"\n")
         file.write((to_json(record) + "\n").encode())
@@ -133,6 +160,16 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield file
                 return  # else it was rewritten while this process waited: open what stands there now
+
+
+def _keep_aside(path: Path, torn: bytes) -> None:
+    """Tell of a line that a writer did not finish, and keep it where nobody reads records."""
+    aside = path.with_name(f"{path.name}.torn")
+    with aside.open("ab") as file:
+        file.write(torn + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sys.stderr.write(f"{path}: a record that was cut short, {len(torn)} bytes, is cut off and kept in {aside}\n")
 
 
 def _torn(content: bytes) -> bytes:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from importlib import import_module
 from typing import Final, Generic, TypeVar, get_type_hints
 
@@ -27,7 +27,7 @@ from hybridtrain.config.encode import encode, to_json
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import format_seconds
-from hybridvalidation.records.program import Program, current_program
+from hybridvalidation.records.program import Program, current_program, remember_program
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -134,6 +134,7 @@ class Child(Generic[T]):
         content = json.loads(self._out.read())
         answer = decode(self._answer, content["answer"], source="worker", unions=_UNIONS)
         program = decode(Program, content["program"], source="worker")
+        remember_program(program)
         return self._end(answer, "", program)
 
     def _without_answer(self, fault: str) -> Ended[T]:
@@ -178,6 +179,14 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)
 
 
+def with_program(answer: T) -> tuple[T, Program]:
+    """Return what a job answered, which says by what program if it is a record, and that program."""
+    program = current_program()  # a child imports what its job needs and no more: not the class of records
+    if is_dataclass(answer) and not isinstance(answer, type) and hasattr(answer, "program"):
+        answer = replace(answer, program=program.digest)
+    return answer, program
+
+
 def _last_line(text: str) -> str:
     return without_folders((text.strip().splitlines() or ["no message"])[-1])
 
@@ -193,7 +202,8 @@ def main() -> None:
     job_class = get_type_hints(function)[next(iter(inspect.signature(function).parameters))]
     current_program()  # now: what is edited while this runs must not count as what ran
     answer = function(decode(job_class, json.loads(line), source=work, unions=_UNIONS))
-    content = json.dumps({"answer": encode(answer), "program": encode(current_program())}, allow_nan=False)
+    answer, program = with_program(answer)
+    content = json.dumps({"answer": encode(answer), "program": encode(program)}, allow_nan=False)
     with os.fdopen(out, "w", encoding="utf-8") as file:
         file.write(content)
 

@@ -1,26 +1,33 @@
 """``hybridtrain dry-run``: one configuration, its figures, and what to try when it does not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.config.decode import load_toml
 from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
+from hybridtrain.memory.group import VirtualGroup
+from hybridtrain.models.find_model import find_model
+from hybridtrain.models.model_config import asked_workload
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan_bytes import bytes_of
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import memory_figures
-from hybridvalidation.runs.fit_arithmetic import bytes_of
+from hybridvalidation.runs.phase_table import phase_precision, phase_table
+from hybridvalidation.runs.savings import Saving, planned_savings, savings_table
+from hybridvalidation.runs.savings import as_mapping as savings_mapping
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
@@ -40,6 +47,15 @@ class DryRunReport:
     """Stacks that would fit; only looked for when this one does not."""
     are_run_dry: bool = False
     """Whether those were run dry; else they fit by arithmetic."""
+    phases: Mapping[str, Mapping[str, str]] | None = None
+    """How exact numbers are in each phase, where phases differ."""
+    reserved: ReservedRange
+    """By how much reserved bytes move when a run is not quite this one."""
+    ranks: tuple[DryRun, DryRun] | None = None
+    """The first of several ranks, which is ``run``, and the last one."""
+    world: int = 1
+    savings: tuple[Saving, ...] | None = None
+    """What each optimization saves; only where it was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -55,6 +71,7 @@ class DryRunReport:
             "peak_allocated_bytes": figures.peak_allocated_bytes,
             "peak_active_bytes": max(step.active_bytes for step in figures.steps),
             "peak_reserved_bytes": figures.peak_reserved_bytes,
+            "reserved_range": self.reserved.as_mapping(),
             "device_used_bytes": figures.device_used_bytes,
             "host_peak_bytes": figures.host_peak_bytes,
             "host_by_class": dict(figures.host_by_class),
@@ -85,6 +102,12 @@ class DryRunReport:
             "fitting_stacks": None
             if figures.fits
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
+            "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
+            "world": self.world,
+            "ranks": None
+            if self.ranks is None
+            else {rank: _rank_mapping(run) for rank, run in zip(("first", "last"), self.ranks, strict=True)},
+            "savings": None if self.savings is None else savings_mapping(self.savings),
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
@@ -111,7 +134,36 @@ class DryRunReport:
             f"{figures.bound}-bound (estimated)"
         )
         table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
-        return "\n".join([title, table, memory, self._host_line(), steps, speed, *self._answer()])
+        phases = [] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]
+        savings = [] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]
+        return "\n".join(
+            [
+                title,
+                table,
+                memory,
+                self.reserved.as_text(),
+                self._host_line(),
+                steps,
+                speed,
+                *self._rank_lines(),
+                *phases,
+                *savings,
+                *self._answer(),
+            ]
+        )
+
+    def _rank_lines(self) -> Iterator[str]:
+        if self.ranks is None:
+            return
+        told = "; ".join(
+            f"{name} rank {to_gib(run.peak.allocated_bytes):.3f} GiB allocated, "
+            f"{format_bytes(run.host_peak_bytes)} of host memory"
+            for name, run in zip(("first", "last"), self.ranks, strict=True)
+        )
+        yield (
+            f"{self.world} ranks, a card each, of which the above is the first: {told} (planned); what passes between "
+            "cards is taken to go over the bus (estimated)"
+        )
 
     @property
     def host_needed_bytes(self) -> int:
@@ -186,32 +238,39 @@ def plan_run(
     snapshot: Path | None = None,
     trace: Path | None = None,
     suggest: bool = False,
+    savings: bool = False,
+    world: int = 1,
     progress: bool = False,
 ) -> DryRunReport:
     """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
 
     Where it does not fit, the other stacks are tried: by arithmetic, which takes no time, or run dry with ``suggest``.
+    With ``savings`` the stack is run dry without each of its optimizations too.
     """
-    shape = read_model(model)
+    shape = find_model(model)
     chosen = files.stack(stack)
-    workload = Workload(micro_batch_size=micro_batch_size, seq_len=seq_len)
+    workload = asked_workload(micro_batch_size, seq_len)
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
-    run = dry_run(
-        shape,
-        plan,
-        found_card,
-        workload,
-        host=host,
-        config=chosen.training(),
-        allocator=allocator,
-        record_history=snapshot is not None,
-    )
+
+    def run_rank(rank: int) -> DryRun:
+        return dry_run(
+            shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
+            record_history=snapshot is not None and not rank, group=None if world == 1 else VirtualGroup(rank, world),
+        )  # fmt: skip
+
+    run = run_rank(0)
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
         write_run_trace(run, trace)
+    saved = None
+    if savings:
+        saved = planned_savings(
+            with_accumulation(chosen.optimizations, accum_steps), run, model=shape, workload=workload,
+            config=chosen.training(), allocator=allocator, progress=progress,
+        )  # fmt: skip
     others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
 
     def fits(name: str) -> bool:
@@ -229,12 +288,28 @@ def plan_run(
         model=model,
         fitting_stacks=tuple(fitting),
         are_run_dry=suggest,
+        reserved=reserved_range(
+            run.trace,
+            workspace_bytes=found_card.cublas_workspace_bytes,
+            config=allocator,
+            repeats=SETTLING_STEPS,
+            # A step that gives its cache back may end below what was reserved while the model was built.
+            planned_bytes=(
+                None if run.trace.cache_releases else max(step.reserved_bytes for step in run.uncapped.steps)
+            ),
+        ),
+        phases=phase_precision(plan),
+        ranks=None if world == 1 else (run, run_rank(world - 1)),
+        world=world,
+        savings=saved,
     )
 
 
-def read_model(name: str) -> ModelConfig:
-    """Return a preset by name, or the shape in a TOML file; raises ``ConfigError``."""
-    return load_toml(ModelConfig, Path(name)) if name.endswith(".toml") else model_preset(name)
+def _rank_mapping(run: DryRun) -> dict[str, object]:
+    return {
+        "peak_allocated_bytes": run.peak.allocated_bytes, "peak_reserved_bytes": run.peak_reserved_bytes,
+        "host_peak_bytes": run.host_peak_bytes, "disk_peak_bytes": run.disk_peak_bytes,
+    }  # fmt: skip
 
 
 def _phase(step: StepPeaks, run: DryRun) -> str:

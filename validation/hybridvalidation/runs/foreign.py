@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 
 J = TypeVar("J")
@@ -33,7 +32,7 @@ def missing_package(packages: Iterable[str]) -> str:
 
 def run_jobs(
     jobs: Sequence[J], start: Callable[[J], Child[T]], record_of: Callable[[J, Ended[T]], R], width: int,
-    store: RecordStore | None, append: Callable[[R], None],
+    append: Callable[[R], object] | None,
 ) -> Iterator[tuple[J, R]]:  # fmt: skip
     """Yield each job with its record, ``width`` processes at a time.
 
@@ -42,14 +41,11 @@ def run_jobs(
         start: Makes the process of a job.
         record_of: Makes a record of how it ended.
         width: Processes at a time.
-        store: Where programs are kept, and ``append`` is called for records; None: nothing is written.
-        append: Adds a record to its file.
+        append: Adds a record to its file; None: nothing is written.
     """
     for job, ended in run_side_by_side(jobs, start, width):
         record = record_of(job, ended)
-        if store is not None:
-            if ended.program is not None:
-                store.append_program(ended.program)
+        if append is not None:
             append(record)
         yield job, record
 

@@ -9,7 +9,8 @@ import torch
 
 from hybridtrain.config.encode import digest
 from hybridtrain.errors import DivergenceError
-from hybridtrain.models.model_config import BatchWorkload, ModelSpec
+from hybridtrain.models.model_config import BatchWorkload
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.trainer_config import TrainerConfig

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import get_args
 
@@ -12,7 +12,6 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import Program
 from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
@@ -80,9 +79,7 @@ def run_scenario(
     records = {(job.kind, job.stack.name): found[job.key] for job in jobs if job.key in found}
     missing = [job for job in jobs if job.key not in found]
     with progress_bar(missing, desc=scenario.name, unit="run", shown=progress) as bar:
-        for job, (record, program) in _run_all(missing):
-            if program is not None:
-                store.append_program(program)
+        for job, record in _run_all(missing):
             store.append(record)
             records[job.kind, job.stack.name] = record
             bar.set_postfix_str(f"{job.kind} {job.stack.name}")
@@ -118,7 +115,7 @@ def jobs_of(scenario: Scenario, stacks: Iterable[Stack], kinds: Iterable[RunKind
     ]
 
 
-def run_in_process(job: Job) -> tuple[StackRun, Program | None]:
+def run_in_process(job: Job) -> StackRun:
     """Run a job in a fresh process; a crash becomes a record with the outcome ``error``."""
     return _recorded(job, _start(job).wait())
 
@@ -155,7 +152,7 @@ def _same_corpus(jobs: Sequence[Job], found: dict[str, StackRun]) -> dict[str, S
     }
 
 
-def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, tuple[StackRun, Program | None]]]:
+def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, StackRun]]:
     """Yield each job with its record: CPU jobs side by side, one core each, then the card's jobs one by one."""
     on_cpu = [job for job in jobs if job.kind != "measured"]
     for job, ended in run_side_by_side(on_cpu, _start, os.cpu_count() or 1):
@@ -169,12 +166,9 @@ def _start(job: Job) -> Child[StackRun]:
     return Child(_WORK[job.kind], job, StackRun)
 
 
-def _recorded(job: Job, ended: Ended[StackRun]) -> tuple[StackRun, Program | None]:
-    if ended.answer is not None and ended.program is not None:
-        return replace(ended.answer, program=ended.program.digest), ended.program
-    record = StackRun(
+def _recorded(job: Job, ended: Ended[StackRun]) -> StackRun:
+    return ended.answer or StackRun(
         key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=Outcome.ERROR, message=ended.fault, started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         duration_s=round(ended.seconds, 3), environment=read_environment(), plan=plan_figures(job.stack.plan()),
     )  # fmt: skip
-    return record, None

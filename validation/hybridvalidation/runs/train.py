@@ -3,9 +3,11 @@
 import fcntl
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,38 +15,51 @@ from typing import Self
 import torch
 
 from hybridtrain.atomic_write import remove_partials
-from hybridtrain.config.encode import JsonMapping, encode, to_json
-from hybridtrain.data.batches import BatchSampler, TokenBatch
-from hybridtrain.data.byte_tokens import TokenArray
+from hybridtrain.config.encode import encode, to_json
+from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.random_key import random_key
-from hybridtrain.errors import ConfigError
-from hybridtrain.hybrid.cycle import HybridStatistics, HybridTrainer, LoadBatches
+from hybridtrain.errors import ConfigError, DivergenceError, RankError
+from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
+from hybridtrain.memory.group import DirectGroup, Group, TorchGroup
+from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
-from hybridtrain.train_state import load_train_state, previous_state, save_train_state
+from hybridtrain.train_state import StateSaver, load_train_state
+from hybridtrain.train_state.generations import generations
+from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.runs.run_folder import (
+    CHECKPOINTS,
+    note_environment,
+    open_source,
+    trains_adapters,
+    write_run_files,
+)
+from hybridvalidation.runs.savings import arithmetic_line, arithmetic_savings
+from hybridvalidation.runs.train_data import RunData, ValidationLog, open_run_data
+from hybridvalidation.runs.train_guard import RunGuard
 from hybridvalidation.runs.train_log import (
     HybridStepLog,
     Monitoring,
     RunMonitor,
+    RunStatistics,
     Say,
     StepLog,
+    TrafficLedger,
     hybrid_summary,
     trim_log,
 )  # fmt: skip
 
-_PROBE_STREAM = 1
-_PROBE_PERCENT = 2
-_LEARNED_PROBE_PERCENT = 10
-"""Where CORRECT learns from the probe split: at K of 10 its tokens are then seen as often as all others."""
+_STOPPED = 75
+"""Exit code of a run that a signal ended, after it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +67,39 @@ class TrainResult:
     """How a run ended."""
 
     steps_done: int
+    corpus: str
+    """Name of what it trained on."""
     last: StepLog | HybridStepLog | None
     """Line of the last true step of this call; None: the run was done already."""
     statistics: HybridStatistics | None
     """Of a hybrid run, from its first step on."""
+    validation: ValidationLog | None
+    """The last evaluation of this call; None: there was none."""
+    performance: RunStatistics | None
+    """Of the steps of this call; None: there were none."""
+    savings: tuple[tuple[str, str, float | None], ...]
+    """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
     stopped_by: signal.Signals | None
     """Who ended it early, after saving; None: it came to its end."""
 
     @property
     def exit_code(self) -> int:
-        """0, or what a shell makes of the signal."""
-        return 0 if self.stopped_by is None else 128 + self.stopped_by
+        """0, or 75 where a signal ended it: EX_TEMPFAIL, it may go on."""
+        return 0 if self.stopped_by is None else _STOPPED
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values for JSON."""
         found: dict[str, object] = {"last_step": None if self.last is None else encode(self.last)}
+        if self.validation is not None:
+            found["validation"] = encode(self.validation)
         if self.statistics is not None:
             found["hybrid"] = self.statistics.state_dict()
+        if self.performance is not None:
+            found["performance"] = self.performance.as_mapping()
+        found["optimizations"] = [
+            {"kind": kind, "settings": settings, "device_bytes_saved": saved, "evidence": "arithmetic"}
+            for kind, settings, saved in self.savings
+        ]
         if self.stopped_by is not None:
             found["stopped_by"] = self.stopped_by.name
         return found
@@ -76,7 +107,7 @@ class TrainResult:
     def as_text(self, out: Path) -> str:
         """Return the last line for a reader."""
         loss = "" if self.last is None or self.last.loss is None else f", loss {self.last.loss:.3f}"
-        ending = f"{self.steps_done} steps{loss}; log and state in {out}"
+        ending = f"{self.steps_done} steps{loss}; log and saved states in {out}"
         return (
             ending if self.stopped_by is None else f"stopped by {self.stopped_by.name}: {ending}; go on with --resume"
         )
@@ -88,10 +119,62 @@ class _Run:
 
     file: TrainFile
     hybrid: HybridTrainer
-    data: "_Data"
-    ledger: StorageLedger
+    data: RunData
+    ledger: TrafficLedger
     monitor: RunMonitor
-    state_path: Path
+    saver: StateSaver
+    guard: RunGuard
+    say: Say
+    savings: tuple[tuple[str, str, float | None], ...]
+    """As in the result."""
+
+    def save(self) -> None:
+        """Save what the run is now, beside its next steps."""
+        self.saver.save(self.trainer, self.cycle, self.data.settings, self.guard.state())
+
+    def load(self, allowed: Sequence[str] = ()) -> None:
+        """Be what was saved last."""
+        self.saver.forget_fault()
+        self.wait_for_ranks()
+        folder, data = self.saver.folder, self.data.settings
+        with self.ledger:
+            self.guard.load(load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed))
+
+    def load_batches(self, step: int) -> Batches:
+        """Return the micro-batches of a step, from 0."""
+        return self.data.load_batches(self.guard.batch_of(step))
+
+    def agreed(self, value: float) -> float:
+        """Return what the first rank says; clocks and signals differ between ranks."""
+        return self.trainer.group.gather_numbers([value])[0]
+
+    def is_stopped(self, stop: "_StopRequest") -> bool:
+        """Return whether a signal asked any rank to end, so that all of them do."""
+        asked = max(self.trainer.group.gather_numbers([stop.number or 0]))
+        if asked:
+            stop.number = stop.number or signal.Signals(int(asked))
+        return asked > 0
+
+    def wait_for_ranks(self) -> None:
+        """Go on when all ranks have come this far."""
+        self.agreed(0.0)
+
+    def poll_saver(self) -> None:
+        """Raise on every rank what went wrong with a save on the first one."""
+        fault: BaseException | None = None
+        try:
+            self.saver.poll()
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            fault = error
+        kind = self.agreed(0.0 if fault is None else 1.0 + isinstance(fault, DivergenceError))
+        if fault is not None:
+            raise fault
+        if kind == 2.0:
+            raise DivergenceError(
+                "rank 0: what was to be saved is no number", is_applied=True, step=self.saver.saved_step
+            )
+        if kind:
+            raise RankError("rank 0: the state could not be saved; its own message says why. Mend that, then --resume.")
 
     @property
     def trainer(self) -> Trainer:
@@ -102,10 +185,20 @@ class _Run:
         """What is saved beside the trainer."""
         return None if self.file.hybrid is None else self.hybrid
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the allocator counts; else the ledger does."""
+        return self.trainer.model.head.weight.is_cuda
+
+    @property
+    def counting(self) -> AbstractContextManager[object]:
+        """Within which the ledger, if it counts, sees what is done."""
+        return nullcontext() if self.on_cuda else self.ledger
+
 
 def train(
     file: TrainFile,
-    corpus: Corpus,
+    corpus: Corpus | None,
     out: Path,
     *,
     resume: bool,
@@ -114,14 +207,19 @@ def train(
     monitoring: Monitoring | None = None,
     disk_folder: Path | None = None,
     host_limit_bytes: int | None = None,
+    allowed: Sequence[str] = (),
 ) -> TrainResult:
-    """Train, log each step to ``out/log.jsonl``, save to ``out/state.pt``, where the state before is kept too.
+    """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``, where older states are kept too.
+
+    What was asked for lies beside them (run_folder.py), so that ``export`` needs nothing else.
 
     SIGINT and SIGTERM end the run after the step at work, saved; a second one ends it at once.
 
+    Under torchrun every rank calls this with the same arguments: they train together, the first one writes.
+
     Args:
         file: What to train.
-        corpus: On what.
+        corpus: On what; None: the file has a [data] table.
         out: Folder of log and saved state; one run at a time works in it.
         resume: Continue the run saved there, which must have had the same settings and data.
         say: Receives what a user should read.
@@ -129,6 +227,7 @@ def train(
         monitoring: What to watch; None: nothing.
         disk_folder: Where a disk tier may make its files; they have no names, and go with the process.
         host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
+        allowed: Settings that a resumed run may have otherwise, by name or what names begin with.
 
     Raises:
         DivergenceError: the loss is no number any more; the last saved state stays.
@@ -136,38 +235,159 @@ def train(
             be monitored cannot be.
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
-    state_path, log_path = out / "state.pt", out / "log.jsonl"
-    if not resume and (state_path.exists() or previous_state(state_path).exists()):
+    states = out / CHECKPOINTS
+    if not resume and generations(states):
         raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
-    out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ledger = StorageLedger(record=False)
-    transfer = open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)
-    with (
-        _held(out),
-        closing(transfer),
-        RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say) as monitor,
-    ):
-        remove_partials(state_path)
-        with ledger:
-            config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
-            trainer = Trainer(file.model.resolve(), compose(file.optimizations), config, transfer, ledger)
-        data = _split(file, corpus, trainer.plan.grad_accum_steps, say)
-        run = _Run(file, HybridTrainer(trainer, file.hybrid, data.load_probe), data, ledger, monitor, state_path)
+    device = _device()
+    with ExitStack() as held:
+        group = held.enter_context(closing(open_group(device)))
+        _require_ranks(file, group)
+        tokens = out / "tokens"
+        if group.rank:  # what it writes beside the run is of no use
+            out = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            say, progress, monitoring = _nothing, False, None
+        out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(_held(out))
+        transfer = open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)
+        held.enter_context(closing(transfer))
+        monitor = held.enter_context(RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say))
+        for folder in (out, *([] if group.rank else [states])):
+            remove_partials(folder)
+        data = _open_data(file, corpus, tokens, say, group)
+        run = _open_run(file, data, out, states, monitor, say, transfer, group, resume=resume)
         if resume:
-            with ledger:
-                load_train_state(trainer, state_path, run.cycle, data.settings, say)
-            if trainer.steps_done >= file.num_steps:
-                say(f"the run is done: {trainer.steps_done} of {file.num_steps} steps; raise num_steps to go on")
-                return _result(run, None, None)
-            say(f"resumed after step {trainer.steps_done}")
-        trim_log(log_path, trainer.steps_done, run.hybrid.phase, say)
-        result = _run(run, log_path, progress=progress)
-        if file.hybrid is not None:
-            say(hybrid_summary(run.hybrid))
-        if file.sample_tokens and result.stopped_by is None:
-            say(sample_text(trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed))
+            run.load(allowed)
+            if run.trainer.steps_done >= file.num_steps:
+                say(f"the run is done: {run.trainer.steps_done} of {file.num_steps} steps; raise num_steps to go on")
+                return _result(run, None, None, None, None)
+            say(f"resumed after step {run.trainer.steps_done}")
+        note_environment(out, run.trainer.steps_done)
+        trim_log(out / "log.jsonl", run.trainer.steps_done, run.hybrid.phase, say)
+        stop = _StopRequest()
+        result = _run(run, out / "log.jsonl", stop, progress=progress)
+        _tell_end(run, result)
+        if not run.is_stopped(stop):
+            _sample(run)
     return result
+
+
+def _open_data(file: TrainFile, corpus: Corpus | None, tokens: Path, say: Say, group: Group) -> RunData:
+    """Return what the run trains on; the first rank encodes text, the others then find it."""
+    accum_steps = compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps
+    if group.rank:
+        group.gather_numbers([0.0])
+    data = open_run_data(file, corpus, accum_steps, tokens, say)
+    if not group.rank:
+        group.gather_numbers([0.0])
+    return data
+
+
+def _open_run(
+    file: TrainFile, data: RunData, out: Path, states: Path, monitor: RunMonitor, say: Say, transfer: Transfer,
+    group: Group, *, resume: bool,
+) -> _Run:  # fmt: skip
+    """Return a run before its first step, its files written."""
+    ledger = TrafficLedger()
+    source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
+    data.settings.update(settings)
+    with ledger:
+        trainer = open_trainer(file, transfer, ledger, source, group)
+        if file.adapter_from is not None and not resume:
+            from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
+
+            load_adapter(trainer, file.adapter_from)
+    write_run_files(out, file, data.settings)
+    workload = file.workload.micro_batch(compose(file.optimizations))
+    savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
+    cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
+    saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
+    guard = RunGuard(file.guard, out / "faults.jsonl", say)
+    if not group.rank:
+        saver.require_room(trainer, len(generations(states)))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+        say(line)
+    return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
+
+
+def _tell_end(run: _Run, result: TrainResult) -> None:
+    """Say how the run went."""
+    if result.performance is not None:
+        run.say(result.performance.as_text())
+    if run.file.hybrid is not None:
+        run.say(hybrid_summary(run.hybrid))
+    if result.validation is not None:
+        run.say(result.validation.as_text())
+
+
+def _sample(run: _Run) -> None:
+    """Say what the model goes on with."""
+    file = run.file
+    if file.sample_tokens:
+        run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
+        run.say(
+            sample_text(
+                run.trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed,
+                tokenizer=run.data.tokenizer,
+            )
+        )  # fmt: skip
+
+
+def _remarks(file: TrainFile, size: int) -> Iterator[str]:
+    """Yield what saved states of ``size`` bytes take, and what is allowed and seldom meant."""
+    yield (
+        f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        "hour as long as there is room, and one is being written"
+    )
+    if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
+        yield (
+            "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
+            'of Hugging Face: [model] init_from = "folder"'
+        )
+    total = file.schedule.total_steps
+    if file.num_steps > total and file.schedule.kind != "constant":
+        yield (
+            f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
+            f"{file.schedule.factor(total):g} of the learning rate"
+        )
+
+
+def _require_ranks(file: TrainFile, group: Group) -> None:
+    """Raise ``ConfigError`` for what several ranks do not do."""
+    if group.world > 1 and file.hybrid is not None:
+        raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
+    cuts = any(part.kind == "zero" for part in file.optimizations)
+    if group.world > 1 and cuts and file.adapter_from is not None:
+        faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]
+        raise ConfigError("adapter_from", faults)
+
+
+def open_trainer(
+    file: TrainFile, transfer: Transfer, observer: MemoryObserver | None = None, source: WeightSource | None = None,
+    group: Group | None = None,
+) -> Trainer:  # fmt: skip
+    """Return the trainer that a training file describes, before its first step."""
+    config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
+    return Trainer(
+        file.model.resolve(), compose(file.optimizations), config, transfer, observer, source=source, group=group
+    )
+
+
+def open_group(device: torch.device) -> Group:
+    """Return the ranks that torchrun started, this process among them; one process alone where there is no torchrun."""
+    return TorchGroup.open(device) if "TORCHELASTIC_RUN_ID" in os.environ else DirectGroup()
+
+
+def _device() -> torch.device:
+    """Return the card of this rank, or the processor."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda")
+
+
+def _nothing(_line: str) -> None:
+    pass
 
 
 @contextmanager
@@ -213,85 +433,145 @@ class _StopRequest:
         os.write(2, b"\nhybridtrain: stopping after this step, which is then saved; once more stops at once\n")
 
 
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """How batches are loaded, and what tells them from others."""
-
-    load_batches: LoadBatches
-    load_probe: LoadBatches | None
-    settings: JsonMapping
-
-
-def _split(file: TrainFile, corpus: Corpus, accum_steps: int, say: Say) -> _Data:
-    """Return how the batches of a step are loaded, and those of the probe split if there has to be one."""
-    batch_size, seq_len = file.workload.batch_size, file.workload.seq_len
-
-    def loader(tokens: TokenArray, seed: int) -> LoadBatches:
-        sampler = BatchSampler(tokens, micro_batch_size=batch_size // accum_steps, seq_len=seq_len, seed=seed)
-
-        def load(step: int) -> list[TokenBatch]:
-            return [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
-
-        return load
-
-    settings: JsonMapping = {
-        "data.digest": corpus.digest, "data.name": corpus.name, "data.train_tokens": int(corpus.train.size),
-        "data.probe_tokens": 0, "workload.batch_size": batch_size, "workload.seq_len": seq_len,
-    }  # fmt: skip
-    if file.hybrid is None or not file.hybrid.needs_probe:
-        return _Data(loader(corpus.train, file.seed), None, settings)
-    percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
-    num_probe = max(corpus.train.size * percent // 100, seq_len + 1)
-    say(f"{num_probe:,} of {corpus.train.size:,} training tokens are the probe split")
-    seed = random_key(file.seed, _PROBE_STREAM)
-    settings["data.probe_tokens"] = int(num_probe)
-    return _Data(loader(corpus.train[:-num_probe], file.seed), loader(corpus.train[-num_probe:], seed), settings)
-
-
-def _run(run: _Run, log_path: Path, *, progress: bool) -> TrainResult:
+def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> TrainResult:
     """Do the true steps that are left, and the jumps between them; none after the last."""
     file, trainer = run.file, run.trainer
-    first = trainer.steps_done
-    with log_path.open("a", encoding="utf-8") as log_file, _StopRequest() as stop:
-        bar = progress_bar(range(first, file.num_steps), initial=first, unit="step", shown=progress)
-        for step in bar:
-            if run.hybrid.phase is Phase.PREDICT:
-                log_file.write(to_json(_advance(run)) + "\n")
-            log = _advance(run)
-            log_file.write(to_json(log) + "\n")
-            log_file.flush()
-            assert log.loss is not None, "of a true step"
-            bar.set_postfix_str(
-                f"loss {log.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
-            )
-            is_last = step + 1 == file.num_steps
-            if (step + 1) % file.save_every == 0 or is_last or stop.number is not None:
-                save_train_state(trainer, run.state_path, run.cycle, run.data.settings)
-            if stop.number is not None:
-                break
-    return _result(run, log, None if is_last else stop.number)
+    log: StepLog | HybridStepLog | None = None
+    validation: ValidationLog | None = None
+    performance = RunStatistics()
+    saved_s = time.monotonic()
+    with closing(_LogFile(log_path)) as log_file, stop, run.saver:
+        if run.data.log is not None and not trainer.steps_done:
+            log_file.write(run.data.log)
+        if run.guard.rolls_back and run.saver.is_empty:
+            run.save()
+        first = trainer.steps_done
+
+        with progress_bar(range(first, file.num_steps), initial=first, unit="step", shown=progress) as bar:
+            while trainer.steps_done < file.num_steps and not run.is_stopped(stop):
+                done = _guarded_step(run, log_file, performance)
+                if done is None:
+                    continue
+                assert done.loss is not None, "of a true step"
+                log = done
+                bar.update(trainer.steps_done - bar.n)
+                bar.set_postfix_str(
+                    f"loss {done.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
+                )
+                if run.data.validation is not None and _is_due(run, file.eval_every):
+                    validation = _evaluate(run)
+                    log_file.write(validation)
+                is_late = file.save_minutes > 0 and time.monotonic() - saved_s >= 60 * file.save_minutes
+                if _is_due(run, file.save_every) or run.agreed(is_late) or run.is_stopped(stop):
+                    log_file.sync()
+                    run.save()
+                    saved_s = time.monotonic()
+    is_done = trainer.steps_done == file.num_steps
+    return _result(run, log, validation, performance, None if is_done else stop.number)
 
 
-def _result(run: _Run, last: StepLog | HybridStepLog | None, stopped_by: signal.Signals | None) -> TrainResult:
+def _is_due(run: _Run, every: int) -> bool:
+    """Return whether something is to be done after this step: the last one, or one of ``every``; 0: the last alone."""
+    done = run.trainer.steps_done
+    return done == run.file.num_steps or (every > 0 and done % every == 0)
+
+
+def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | HybridStepLog | None:
+    """Do the next true step, and a jump before it; None: it met a fault, and the guard has seen to that."""
+    step = run.trainer.steps_done
+
+    def advance() -> StepLog | HybridStepLog:
+        before = run.ledger.moved.copy()
+        log = _advance(run)
+        performance.add(log, run.ledger.moved - before)
+        log_file.write(log)
+        return log
+
+    try:
+        run.poll_saver()
+        if run.hybrid.phase is Phase.PREDICT:
+            advance()
+        log = advance()
+    except DivergenceError as error:
+        cause = run.saver.fault if isinstance(run.saver.fault, DivergenceError) else error
+        action = run.guard.decide(cause, step, run.load_batches)
+        if action == "stop":
+            raise cause from None
+        if action == "roll_back":
+            run.load()
+            log_file.trim(run)
+        return None
+    assert log.loss is not None, "of a true step"
+    run.guard.note(log.step, log.loss)
+    return log
+
+
+class _LogFile:
+    """A line per entry, there for whoever looks; opened anew after it was trimmed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, entry: object) -> None:
+        """Add a line."""
+        self._file.write(to_json(entry) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the disk has all lines: a saved state is never ahead of them."""
+        os.fsync(self._file.fileno())
+
+    def trim(self, run: _Run) -> None:
+        """Drop the lines of steps that will be done again."""
+        self._file.close()
+        trim_log(self.path, run.trainer.steps_done, run.hybrid.phase, run.say)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _result(
+    run: _Run,
+    last: StepLog | HybridStepLog | None,
+    validation: ValidationLog | None,
+    performance: RunStatistics | None,
+    stopped_by: signal.Signals | None,
+) -> TrainResult:
     return TrainResult(
-        steps_done=run.trainer.steps_done, last=last, stopped_by=stopped_by,
+        steps_done=run.trainer.steps_done, corpus=run.data.name, last=last, validation=validation,
+        stopped_by=stopped_by, performance=performance, savings=run.savings,
         statistics=None if run.file.hybrid is None else run.hybrid.statistics,
     )  # fmt: skip
 
 
+def _evaluate(run: _Run) -> ValidationLog:
+    """Look at what is held out."""
+    with run.counting:
+        found = run.data.evaluate(run.trainer)
+    run.monitor.record_validation(found.step, found.as_metrics())
+    return found
+
+
+def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBatch]:
+    """Return the micro-batches of this rank, of a step that is the same however many ranks there are."""
+    count = len(batches) // group.world
+    return batches[group.rank * count : (group.rank + 1) * count]
+
+
 def _advance(run: _Run) -> StepLog | HybridStepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
-    trainer, phase = run.trainer, run.hybrid.phase
-    on_cuda = trainer.model.head.weight.is_cuda
-    counting: AbstractContextManager[object] = nullcontext() if on_cuda else run.ledger
-    batches = [] if phase is Phase.PREDICT else run.data.load_batches(trainer.steps_done)
-    with counting:
+    trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
+    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.group)
+    with run.counting:
         if phase is Phase.PREDICT:
             trainer.enter_phase(phase)
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         run.ledger.begin_step()
-        result = run.hybrid.advance(lambda _: batches)
+        result = run.hybrid.advance(lambda _: batches, run.guard.limits())
     peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
     log = (StepLog if run.file.hybrid is None else HybridStepLog).of(result, peak_bytes)
     run.monitor.record_step(log.step, result.phase, log.as_metrics())

@@ -3,9 +3,11 @@
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +16,16 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.phase import Phase
 from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES, MemoryProfiler
-from hybridtrain.profiler.metric_loggers import MetricLogger, MetricLoggers, TensorBoardLogger, WandbLogger
+from hybridtrain.profiler.metric_loggers import (
+    MetricLogger,
+    MetricLoggers,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.observer import Lane
 
 Say = Callable[[str], None]
 
@@ -106,6 +117,57 @@ class HybridStepLog:
         }  # fmt: skip
 
 
+class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
+    """Counts bytes of copies too, by lane; on a card as well, where storage is the allocator's to count."""
+
+    def __init__(self) -> None:
+        super().__init__(record=False)
+        self.moved: Counter[Lane] = Counter()
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Count a copy, or arithmetic of the host."""
+        self.moved[lane] += num_bytes
+        return super().work(lane, num_bytes, waits)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunStatistics:
+    """Of the true steps of one call, and the jumps between them."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    """Of each true step."""
+    peak_bytes: int = 0
+    moved: Counter[Lane] = field(default_factory=Counter)
+
+    def add(self, log: StepLog | HybridStepLog, moved: Counter[Lane]) -> None:
+        """Count a phase step, and what was copied in it."""
+        if log.loss is not None:
+            self.tokens_per_s.append(log.tokens_per_s)
+        self.peak_bytes = max(self.peak_bytes, log.peak_bytes)
+        self.moved += moved
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return plain figures; bytes by lane are a true step's share."""
+        count = len(self.tokens_per_s)
+        return {
+            "steps": count, "tokens_per_s_median": median(self.tokens_per_s), "peak_bytes": self.peak_bytes,
+            "bytes_per_step": {lane.value: size / count for lane, size in self.moved.items()},
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        """Return them for a reader."""
+        count = len(self.tokens_per_s)
+        told = (
+            f"{count} steps: {median(self.tokens_per_s):,.0f} tokens/s (median), peak {format_bytes(self.peak_bytes)}"
+        )
+        ways = {
+            Lane.COPY_IN: "to the device", Lane.COPY_OUT: "from it", Lane.DISK: "read from or written to disk",
+            Lane.HOST: "of host memory updated",
+        }  # fmt: skip
+        moved = [f"{format_bytes(self.moved[lane] / count)} {way}" for lane, way in ways.items() if self.moved[lane]]
+        return f"{told}; copied a step: {', '.join(moved)}" if moved else told
+
+
 def trim_log(path: Path, steps_done: int, next_phase: Phase, say: Say) -> None:
     """Drop lines of steps that were not saved and will be done again, and lines that are damaged, which is said.
 
@@ -181,11 +243,13 @@ class Monitoring:
     tensorboard: Path | None = None
     """Folder of the event file."""
     wandb_project: str | None = None
+    mlflow: Path | None = None
+    """Folder of the file store."""
 
     @property
     def anything(self) -> bool:
         """Whether anything is to be watched."""
-        return (self.profile_csv, self.tensorboard, self.wandb_project) != (None, None, None)
+        return any(asked is not None for asked in (self.profile_csv, self.tensorboard, self.wandb_project, self.mlflow))
 
 
 class RunMonitor:
@@ -212,6 +276,8 @@ class RunMonitor:
             loggers.append(TensorBoardLogger(wanted.tensorboard))
         if wanted.wandb_project is not None:
             loggers.append(WandbLogger(wanted.wandb_project, folder=folder, config=settings))
+        if wanted.mlflow is not None:
+            loggers.append(MlflowLogger(wanted.mlflow, config=settings))
         self._loggers = MetricLoggers(loggers, say)
         self._profiler: MemoryProfiler | None = None
         if wanted.anything:
@@ -232,6 +298,10 @@ class RunMonitor:
         self._loggers.log(step, known)
         if self._profiler is not None:
             self._profiler.record_step(step, phase)
+
+    def record_validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log an evaluation's metrics, without those that are None."""
+        self._loggers.log(step, {f"validation/{name}": value for name, value in metrics.items() if value is not None})
 
     def __exit__(
         self, _type: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None

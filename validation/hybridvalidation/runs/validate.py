@@ -9,10 +9,12 @@ from pathlib import Path
 
 from hybridtrain.errors import ConfigError
 from hybridvalidation.records.environment import uncommitted_files
-from hybridvalidation.records.store import RecordStore
+from hybridvalidation.records.store import PROGRAMS, RecordStore
 from hybridvalidation.runs.runner import ScenarioRun, jobs_of, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import write_report
+from hybridvalidation.study.ladder.protocol import ladder_names
+from hybridvalidation.study.ladder.targets import ladder_verdicts
 
 _SHOWN_FILES = 3
 
@@ -69,7 +71,10 @@ def validate(
     )
     stored = committed.read(scenario.name)
     is_committed = not record and all(found in stored for found in run.records.values())
-    return Validation(run=run, written=() if is_committed else tuple(write_report(run, files.targets(), folder)))
+    if is_committed:
+        return Validation(run=run, written=())
+    written = write_report(run, files.targets(), folder, ladder_verdicts(files, results))
+    return Validation(run=run, written=tuple(written))
 
 
 def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path, *, planned: bool = False) -> list[str]:
@@ -95,6 +100,23 @@ def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path, *, 
             if fault and (kind == "dry_run" or not planned)
         ]
     return faults
+
+
+def other_records(files: ScenarioFiles, results: Path) -> list[str]:
+    """Return a sentence for every file of records that is not a scenario's: how many still hold, and what changed.
+
+    They are told and not judged: what was executed or planned by an earlier program stays evidence of it. A ladder's
+    records hold by their replay probes.
+    """
+    store, ladders = RecordStore(results / "records"), {f"studies/{name}" for name in ladder_names(files.folder)}
+    paths = sorted(store.folder.rglob("*.jsonl"))
+    names = [path.relative_to(store.folder).with_suffix("").as_posix() for path in paths]
+    others = [name for name in names if name not in {PROGRAMS, *files.scenario_names()} | ladders]
+    told = list[str]()
+    for name, changes in store.changes(others).items():
+        first = next(filter(None, changes), "")
+        told.append(f"{name}: {changes.count('')} of {len(changes)} hold" + (f"; {first}" if first else ""))
+    return told
 
 
 def prune_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> int:

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -10,19 +11,32 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, HybridTrainError
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import by_module
+from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.virtual_world import World
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _MODULES_SHOWN = 8
 _STAND_INS_SHOWN = 8
+_RUNNER = "<frozen runpy>"
+
+
+class ScriptError(HybridTrainError):
+    """A script ended in an error of its own: its traceback, without our frames, is what its author needs."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        told = traceback.TracebackException.from_exception(error)
+        ours = max((n for n, frame in enumerate(told.stack) if frame.filename == _RUNNER), default=-1)
+        del told.stack[: ours + 1]
+        super().__init__(f"{name} ended in an error of its own.\n{''.join(told.format()).rstrip()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +45,14 @@ class VirtualRun:
 
     script: str
     run: CardRun
+    world: World
     num_params: int
     host_peak_bytes: int
     host_memory_bytes: int | None
     stand_ins: tuple[StandIn, ...]
     without_gradient: tuple[str, ...]
+    reserved: ReservedRange
+    """By how much reserved bytes move when a run is not quite this one."""
 
     @property
     def fits(self) -> bool:
@@ -47,9 +64,12 @@ class VirtualRun:
         run, oom = self.run, self.run.oom
         return {
             "params": self.num_params,
+            "world": self.world.size,
+            "rank": self.world.rank,
             "peak_allocated_bytes": run.peak.allocated_bytes,
             "peak_active_bytes": max(step.active_bytes for step in run.steps),
             "peak_reserved_bytes": run.peak_reserved_bytes,
+            "reserved_range": self.reserved.as_mapping(),
             "device_used_bytes": run.device_used_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
@@ -98,7 +118,7 @@ class VirtualRun:
             for step in run.steps
         )
         lines = [
-            f"{self.script}, {run.card.name}: {format_count(self.num_params)} parameters\n",
+            f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
             tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
             "",
             tabulate(modules[:_MODULES_SHOWN], headers=["by module", "GiB"], tablefmt="simple", disable_numparse=True),
@@ -106,11 +126,16 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
+            self.reserved.as_text(),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             steps,
             f"{format_seconds(run.time.seconds)} a step, {run.bound}-bound (estimated); eager code, nothing compiled",
         ]
         return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+
+    def _cards(self) -> str:
+        name, world = self.run.card.name, self.world
+        return name if world.size == 1 else f"rank {world.rank} of {world.size} x {name}"
 
     def _remarks(self) -> Iterator[str]:
         if self.stand_ins:
@@ -136,6 +161,7 @@ class VirtualRun:
 
 def run_script(
     script: str, arguments: Sequence[str], *, card: str, host_memory: float | None = None, steps: int | None = None,
+    world: int = 1, rank: int = 0, link: str = "pcie",
     expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
 ) -> VirtualRun:  # fmt: skip
     """Run a script to its end, to its ``steps``-th optimizer step or to the request that the card refuses.
@@ -146,6 +172,9 @@ def run_script(
         card: Name of a card, or a .toml file with its figures.
         host_memory: Bytes of the machine around the card; None: as much as is asked for.
         steps: After how many optimizer steps the script is stopped.
+        world: Cards that torchrun would start it on.
+        rank: Which of them this run is.
+        link: What joins them.
         expandable_segments: Plan with torch's expandable_segments:True.
         snapshot: Where to write a memory_viz snapshot.
         trace: Where to write a Chrome trace.
@@ -153,6 +182,7 @@ def run_script(
 
     Raises:
         ConfigError: The script is not there, or it ended without a training step.
+        ScriptError: It ended in an error of its own.
     """
     is_module = script == "-m"
     if is_module and not arguments:
@@ -160,22 +190,20 @@ def run_script(
     if not is_module and not Path(script).is_file():
         raise ConfigError("virtual", [f"script '{script}' does not exist; give a Python file, or -m and a module."])
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
-    gpu = VirtualGpu(
-        find_card(card), host_memory=host_memory, steps=steps, allocator=allocator, record_history=snapshot is not None
-    )
+    try:
+        gpu = VirtualGpu(
+            find_card(card), host_memory=host_memory, steps=steps, allocator=allocator, world=world, rank=rank,
+            link=link, record_history=snapshot is not None,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError("virtual", [str(error)]) from error
     name = arguments[0] if is_module else script
-    with redirect_stdout(sys.stderr) if quiet else nullcontext(), _as_main(script, arguments):
-        try:
-            with gpu:
-                if is_module:
-                    runpy.run_module(name, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(name, run_name="__main__")
-        except torch.OutOfMemoryError:
-            pass  # the report says where
-        except SystemExit as end:
-            if end.code not in {None, 0}:
-                raise ConfigError("virtual", [f"{name}: the script ended by itself with code {end.code}."]) from end
+    output = redirect_stdout(sys.stderr) if quiet else nullcontext()
+    with output, _as_main(script, arguments), _script_errors(name), gpu:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
     try:
         run = gpu.report()
     except ValueError as error:
@@ -185,10 +213,27 @@ def run_script(
     if trace is not None:
         write_run_trace(run, trace)
     return VirtualRun(
-        script=name, run=run, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
+        script=name, run=run, world=gpu.world, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
         host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
         without_gradient=gpu.without_gradient,
+        reserved=reserved_range(run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator),
     )  # fmt: skip
+
+
+@contextmanager
+def _script_errors(name: str) -> Iterator[None]:
+    """Tell a script's own errors from ours, and let it end where the card is full: the report says where."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    except HybridTrainError:
+        raise
+    except SystemExit as end:
+        if end.code not in {None, 0}:
+            raise ConfigError("virtual", [f"{name}: the script ended by itself with code {end.code}."]) from end
+    except Exception as error:
+        raise ScriptError(name, error) from error
 
 
 @contextmanager

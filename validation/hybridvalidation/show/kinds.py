@@ -1,19 +1,22 @@
 """What can be shown: sections of a scenario's page, pictures of a scenario, and pages of their own.
 
-A section is a file in ``sections/``, a picture one in ``plots/``, a page one in ``pages/``. A file is found by being
-there: it holds an object of its kind, and nothing else has to know of it.
+A section is a file in ``sections/``, a picture one in ``plots/``, a page one in ``pages/``, pictures to point at (of a
+scenario or of pages) one in ``charts/``. A file is found by being there: it holds an object of its kind, and nothing
+else has to know of it.
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hybridvalidation.judge.verdict import Elsewhere
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.drawing import Drawing
 from hybridvalidation.show.tables import MARKDOWN
 
 if TYPE_CHECKING:  # half a second that a dry run does not need
@@ -27,6 +30,8 @@ class View:
     run: ScenarioRun
     targets: Mapping[str, Target]
     style: str
+    elsewhere: Elsewhere
+    """Verdicts that were reached elsewhere."""
 
     def title(self, text: str) -> str:
         """Return the section's title as its style has it."""
@@ -64,9 +69,29 @@ class Page:
     order: int
     write: Callable[[ScenarioFiles, Path], list[Path]]
     """Writes below the folder of results what its records say; returns the files, none without records."""
+    group: str
+    """Heading under which a menu lists it."""
 
 
-K = TypeVar("K", Section, Plot, Page)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Pictures of a scenario to point at and zoom into."""
+
+    order: int
+    draw: Callable[[ScenarioRun], Sequence[Drawing]]
+    """None where there is nothing to see."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageChart:
+    """The same of pages."""
+
+    order: int
+    draw: Callable[[ScenarioFiles, Path], Mapping[str, Sequence[Drawing]]]
+    """Pictures by the page's name, from the folder of results."""
+
+
+K = TypeVar("K", Section, Plot, Page, Chart, PageChart)
 
 
 def kinds_in(package: str, kind: type[K]) -> list[K]:

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -18,6 +19,8 @@ COLORS = {
     TensorClass.WORKSPACE: "#cc79a7",
 }  # fmt: skip
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
+_LETTERS_PER_INCH = 10
+"""Of a title in 11 points, with room on both sides."""
 ORDER = tuple(COLORS)
 """From the bottom: what stays for the whole run, then what comes and goes."""
 
@@ -46,6 +49,18 @@ def picture_settings() -> AbstractContextManager[None]:
 def with_memory(run: ScenarioRun) -> list[tuple[str, MemoryFigures]]:
     """Return the stacks that have a dry run with figures."""
     return [(stack, memory) for stack in run.scenario.stacks if (memory := run.memory(stack)) is not None]
+
+
+def fitting(run: ScenarioRun) -> tuple[list[tuple[str, MemoryFigures]], list[str]]:
+    """Return the stacks to show, those that fit, and the names of the others; where none fits all are shown."""
+    stacks = with_memory(run)
+    fit = [(stack, memory) for stack, memory in stacks if memory.fits]
+    return (fit, [stack for stack, memory in stacks if not memory.fits]) if fit else (stacks, [])
+
+
+def title_lines(text: str, figure: Figure) -> str:
+    """Return a title in as many lines as a picture's width asks for."""
+    return fill(text, int(_LETTERS_PER_INCH * figure.get_figwidth()))
 
 
 def card_line(axes: Axes, gib: float, name: str) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
-from hybridvalidation.judge.verdict import Verdict
+from hybridvalidation.judge.joint import Joint
+from hybridvalidation.judge.verdict import Status, Verdict, short_number
 from hybridvalidation.records.record import Record
 
 TERMINAL, MARKDOWN = "simple", "github"
@@ -23,6 +24,17 @@ def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:
         maxcolwidths=widths,
         disable_numparse=True,
     )
+
+
+def joint_table(joint: Joint, style: str) -> str:
+    """Return one row per stack, the best first, and one column per row of the scenario."""
+    rows = [[stack, *(_joint_cell(verdict) for verdict in verdicts)] for stack, verdicts in joint.stacks.items()]
+    return tabulate(rows, headers=["stack", *joint.rows], tablefmt=style, disable_numparse=True)
+
+
+def _joint_cell(verdict: Verdict) -> str:
+    word = "misses" if verdict.status is Status.REFUTED else verdict.status.value
+    return word if verdict.value is None else f"{word}, {short_number(verdict.value)} {verdict.unit}"
 
 
 def made_by(records: Iterable[tuple[str, Record]]) -> str:

@@ -25,16 +25,18 @@ from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.program import current_program
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 from hybridvalidation.study.figures import record_of
 from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord
+from hybridvalidation.study.runner import study_file
 
 _HORIZONS = (50, 100, 200, 400)
 _WINDOW = 25
 _SHORTEST = FIRST_STEP + max(_HORIZONS)
 """Steps of a run that has a forecast at every horizon."""
 _SEEDS = 3
+_FILE = study_file("forecasts")
 _METHODS = (BASELINE, "slow_gradient")
 _STEP_MODEL, _STEP_SEQ_LEN = "gpt2-small", 512
 _HOW = (
@@ -76,7 +78,7 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
             duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
             program=current_program().digest,
         )  # fmt: skip
-        append_line(_path(results), record)
+        append_record(results / "records", _FILE, record)
         known.append(record)
         say(f"forecasts of {record.method}, seed {record.seed}: scored")
     return known
@@ -93,7 +95,7 @@ def signals_of(study: StudyFile, record: StudyRecord) -> list[TrainingSignal]:
 
 def read_forecasts(results: Path) -> list[ForecastRecord]:
     """Return all records, oldest first."""
-    return read_lines(_path(results), ForecastRecord)
+    return read_lines(results / "records" / _FILE, ForecastRecord)
 
 
 def forecast_text(records: Sequence[ForecastRecord], style: str) -> str:
@@ -154,7 +156,3 @@ def _step_cpu_s() -> float:
         trainer.step([sampler.batch(step, 0)])
         times.append(time.process_time() - begin)
     return min(times[1:])
-
-
-def _path(results: Path) -> Path:
-    return results / "records" / "studies" / "forecasts.jsonl"

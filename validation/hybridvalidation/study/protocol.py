@@ -9,6 +9,7 @@ from hybridtrain.config.rules import below_least
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim.muon import Muon
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
@@ -36,6 +37,8 @@ class StudyMethod:
     role: Literal["method", "upper bound", "control"] = "method"
     slow: SlowMomentum | None = None
     """AdEMAMix: the slow average moves the weights in every step."""
+    muon: Muon | None = None
+    """In AdamW's place; rate, weight decay, clipping and betas are those that AdamW would have."""
     hybrid: HybridConfig | None = None
     control: Control | None = None
     disturbance: Disturbance | None = None
@@ -54,6 +57,8 @@ class StudyMethod:
             faults.append(f"seeds: {list(self.seeds)} names a seed twice: a run would count twice")
         if self.name == BASELINE:
             faults.append(f"name: '{BASELINE}' is the baseline; choose another")
+        if self.muon is not None and self.slow is not None:
+            faults.append("muon, slow: both take AdamW's place; give one of them")
         if self.control == "random" and (self.hybrid is None or not self.hybrid.follows_slow):
             faults.append("control: 'random' takes the size of its jumps from slow_gradient; add a table [hybrid]")
         if faults:
@@ -85,7 +90,7 @@ class StudyFile:
     batch_size: int
     """Sequences per step."""
     corpus_mib: int
-    """Of the Python standard library's sources, as byte tokens."""
+    """Of the Python standard library's sources, as byte tokens; a pinned text is taken whole."""
     validation_batches: int
     """At most; as many more are kept for the test at the end."""
     num_steps: int
@@ -108,6 +113,8 @@ class StudyFile:
     methods: tuple[StudyMethod, ...]
     targets: tuple[str, ...] = ()
     """Stated figures of ``targets.toml`` that are judged by this study."""
+    corpus: Literal["embedded", "pinned"] = "embedded"
+    """embedded: this machine's Python. pinned: the same text everywhere (data/pinned_corpus.py)."""
     validate_every: int = 0
     """Steps between validations within a run; 0: only at its end."""
     least_gain: float = 1.0
@@ -253,13 +260,17 @@ def run_key(study: StudyFile, run: StudyRun) -> str:
     method = study.method(run.method)
     parts: list[object] = [study.model, study.optimizer, study.schedule, run]
     parts += [study.seq_len, study.batch_size, study.corpus_mib, study.validation_batches, study.validate_every]
+    if study.corpus != "embedded":
+        parts.append(study.corpus)
     if method is not None:
         parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
-    return sha256("\n".join(map(_settings, parts)).encode()).hexdigest()[:16]
+    return sha256("\n".join(map(settings_text, parts)).encode()).hexdigest()[:16]
 
 
-def _settings(part: object) -> str:
-    """Return a dataclass as text without what is at its default; anything else as it is."""
+def settings_text(part: object) -> str:
+    """Return a dataclass, or a tuple of some, as text without what is at its default; anything else as it is."""
+    if isinstance(part, tuple) and part and is_dataclass(part[0]):
+        return f"({', '.join(map(settings_text, part))})"
     if not is_dataclass(part):
         return repr(part)
     told = []
@@ -267,7 +278,7 @@ def _settings(part: object) -> str:
         value = getattr(part, item.name)
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if value != default:
-            told.append(f"{item.name}={_settings(value)}")
+            told.append(f"{item.name}={settings_text(value)}")
     return f"{type(part).__name__}({', '.join(told)})"
 
 

@@ -39,9 +39,9 @@ _HOW = (
     "step over AdamW's."
 )
 _HEADERS = (
-    "method", "role", "lr", "seeds", "loss", "test", "gain on AdamW", "compute factor", "by seed", "cost, steps",
-    "step time", "predicted steps", "taken back", "planned GiB",
+    "method", "role", "lr", "seeds", "loss", "test", "gain on AdamW", "compute factor", "by seed",
 )  # fmt: skip
+_COST_HEADERS = ("method", "cost, steps", "step time", "predicted steps", "taken back", "planned GiB")
 
 
 def verdict_sentence(study: StudyFile, made: Made) -> str:
@@ -107,7 +107,7 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."
     return "\n\n".join(
         [
-            verdict_sentence(study, made), registration, tuned, _method_table(study, made, style), _HOW,
+            verdict_sentence(study, made), registration, tuned, *_method_tables(study, made, style), _HOW,
             _horizon_table(study, made, style), _lr_table(study, made, style),
             *([verdict_table(judge_study(study, made, targets), style)] if study.targets else []),
         ]
@@ -145,15 +145,20 @@ def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
     return written + write_forecasts(results)
 
 
-def _method_table(study: StudyFile, made: Made, style: str) -> str:
-    rows = []
+def _method_tables(study: StudyFile, made: Made, style: str) -> list[str]:
+    """Return what each method reaches, and what it takes."""
+    reached, taken = list[list[str]](), list[list[str]]()
     for name in [BASELINE, *(method.name for method in study.methods)]:
         figures = method_figures(study, made, name) if name != BASELINE or not study.is_constant else None
         if figures is not None:
-            rows.append(_method_row(study, figures))
+            reached.append(_method_row(study, figures))
+            taken.append(_cost_row(figures))
         elif next_runs(study, made) == [] and name != BASELINE:
-            rows.append([name, *["diverged"] * (len(_HEADERS) - 1)])
-    return tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+            reached.append([name, *["diverged"] * (len(_HEADERS) - 1)])
+    return [
+        tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+        for rows, headers in ((reached, _HEADERS), (taken, _COST_HEADERS))
+    ]
 
 
 def _method_row(study: StudyFile, figures: MethodFigures) -> list[str]:
@@ -165,9 +170,14 @@ def _method_row(study: StudyFile, figures: MethodFigures) -> list[str]:
         figures.name, "baseline" if method is None else method.role, f"{figures.lr:g}", str(len(figures.seeds)),
         f"{mean:.4f}", f"{test:.4f}", "-" if is_baseline else _range(figures.gain, digits=4),
         "1" if is_baseline else ("about " if figures.bounds else "") + _range(figures.factor),
-        "-" if is_baseline else " ".join(_factor(factor) for factor in figures.factors), f"{figures.cost:,.0f}",
-        f"{figures.cpu_ratio:.2f}", f"{figures.predicted_steps:,.0f}", str(figures.rollbacks),
-        f"{to_gib(figures.planned_device_bytes):.3f}",
+        "-" if is_baseline else " ".join(_factor(factor) for factor in figures.factors),
+    ]  # fmt: skip
+
+
+def _cost_row(figures: MethodFigures) -> list[str]:
+    return [
+        figures.name, f"{figures.cost:,.0f}", f"{figures.cpu_ratio:.2f}", f"{figures.predicted_steps:,.0f}",
+        str(figures.rollbacks), f"{to_gib(figures.planned_device_bytes):.3f}",
     ]  # fmt: skip
 
 

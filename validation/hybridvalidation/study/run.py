@@ -15,8 +15,10 @@ from torch import Tensor
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
+from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.dry_runs import dry_run
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.engine.step import StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
 from hybridtrain.errors import DivergenceError
 from hybridtrain.hybrid.cycle import HybridTrainer
@@ -25,6 +27,7 @@ from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import Workload
+from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optim.ademamix import AdEMAMix
 from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
@@ -61,7 +64,7 @@ def make_in_child(job: StudyJob) -> StudyRecord:
 def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
     """Train once on one thread and return the record; a run that diverges is an outcome."""
     torch.set_num_threads(1)
-    corpus = embedded_corpus(study.corpus_mib * MIB)
+    corpus = corpus_of(study)
     trial = _Trial(study, run, corpus)
     started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
     message = ""
@@ -95,6 +98,11 @@ def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
     )  # fmt: skip
 
 
+def corpus_of(study: StudyFile) -> Corpus:
+    """Return the text that a study is about."""
+    return pinned_corpus() if study.corpus == "pinned" else embedded_corpus(study.corpus_mib * MIB)
+
+
 class _Trial:
     """The trainer of one run, and its data."""
 
@@ -103,8 +111,7 @@ class _Trial:
         method = study.method(run.method)
         lr = run.lr * (1.0 if method is None else method.lr_factor)
         adamw = replace(study.optimizer, lr=lr, beta1=run.beta1, beta2=run.beta2)
-        slow = None if method is None else method.slow
-        optimizer = adamw if slow is None else AdEMAMix.beside(adamw, slow)
+        optimizer = _optimizer_of(method, adamw)
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=optimizer, schedule=schedule, seed=run.seed)
         self._plan = plan_of(method)
@@ -171,6 +178,16 @@ class _Trial:
 
     def _mean_loss(self, batches: list[TokenBatch]) -> float:
         return fmean(self._trainer.loss([batch]) for batch in batches)
+
+
+def _optimizer_of(method: StudyMethod | None, adamw: AdamWConfig) -> Optimizer:
+    if method is None or (method.slow is None and method.muon is None):
+        return adamw
+    if method.slow is not None:
+        return AdEMAMix.beside(adamw, method.slow)
+    assert method.muon is not None, "one of the two"
+    common = ("lr", "weight_decay", "max_grad_norm", "clip", "beta1", "beta2")
+    return replace(method.muon, **{name: getattr(adamw, name) for name in common})
 
 
 def plan_of(method: StudyMethod | None) -> MemoryPlan:
@@ -267,9 +284,12 @@ def poison_gradients(trainer: Trainer, step: int) -> None:
     run = executor.forward_backward
     is_done = False
 
-    def poisoned(batches: Sequence[DeviceBatch], *, seed: int, on_block_done: BlockDone | None = None) -> list[Tensor]:
+    def poisoned(
+        batches: Sequence[DeviceBatch], *, seed: int, share: StepShare | None = None,
+        on_block_done: BlockDone | None = None, loss_scale: float = 1.0,
+    ) -> list[Tensor]:  # fmt: skip
         nonlocal is_done
-        losses = run(batches, seed=seed, on_block_done=on_block_done)
+        losses = run(batches, seed=seed, share=share, on_block_done=on_block_done, loss_scale=loss_scale)
         if trainer.steps_done == step and not is_done:
             is_done = True
             losses[0].fill_(float("nan"))

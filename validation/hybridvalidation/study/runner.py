@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import ConfigError, HybridTrainError, RecordError, unknown_name
-from hybridtrain.units import MIB
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.study.protocol import StudyFile, StudyJob, StudyRecord, next_runs
+from hybridvalidation.study.run import corpus_of
 
 
 def read_study_file(folder: Path, name: str) -> StudyFile:
@@ -33,7 +32,12 @@ def read_study(results: Path, name: str) -> dict[str, StudyRecord]:
 
 def record_path(results: Path, name: str) -> Path:
     """Return the file of a study's records."""
-    return results / "records" / "studies" / f"{name}.jsonl"
+    return results / "records" / study_file(name)
+
+
+def study_file(name: str) -> Path:
+    """Return the file of a study's records from the folder of records."""
+    return Path("studies") / f"{name}.jsonl"
 
 
 def run_study(
@@ -65,7 +69,7 @@ def run_study(
                     f"{study.name}: {job.run} has no record: {ended.fault}; runs that ended are kept, the same command "
                     "goes on behind them"
                 )
-            append_line(record_path(results, study.name), ended.answer)
+            append_record(results / "records", study_file(study.name), ended.answer)
             made[ended.answer.key] = ended.answer
             count += 1
             say(_told(ended.answer))
@@ -77,8 +81,8 @@ def _start(job: StudyJob) -> Child[StudyRecord]:
 
 
 def _check_corpus(study: StudyFile, made: Mapping[str, StudyRecord], path: Path) -> None:
-    """Refuse to compare runs on different texts: the corpus is that of this machine's Python."""
-    digest = embedded_corpus(study.corpus_mib * MIB).digest
+    """Refuse to compare runs on different texts: the embedded corpus is that of this machine's Python."""
+    digest = corpus_of(study).digest
     others = sorted({record.corpus_digest[:8] for record in made.values()} - {digest[:8]})
     if others:
         raise RecordError(

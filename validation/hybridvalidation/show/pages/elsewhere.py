@@ -9,6 +9,7 @@ from hybridvalidation.kernel_bench.record import read_kernels
 from hybridvalidation.kernel_bench.table import write_kernels
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
+from hybridvalidation.study.ladder.report import write_ladders
 from hybridvalidation.study.report import write_studies
 
 
@@ -23,7 +24,12 @@ def _write_attention(files: ScenarioFiles, results: Path) -> list[Path]:
     return write_attention(found, files.targets(), results) if found else []  # which need not be stated without
 
 
-CARD_SESSION = Page(order=20, write=lambda _files, results: write_evidence(read_evidence(results / "records"), results))
-STUDIES = Page(order=30, write=write_studies)
-KERNELS = Page(order=40, write=_write_kernels)
-ATTENTION = Page(order=50, write=_write_attention)
+CARD_SESSION = Page(
+    order=20,
+    group="Evidence",
+    write=lambda _files, results: write_evidence(read_evidence(results / "records"), results),
+)
+STUDIES = Page(order=30, group="Studies", write=write_studies)
+LADDERS = Page(order=35, group="Studies", write=write_ladders)
+KERNELS = Page(order=40, group="Kernels", write=_write_kernels)
+ATTENTION = Page(order=50, group="Kernels", write=_write_attention)

@@ -93,4 +93,8 @@ def _remarks(run: ExecutedRun) -> list[str]:
     return [made] if run.is_equal else [made, f"The dry run differs: {run.difference}."]
 
 
-PAGE = Page(order=10, write=lambda _files, results: write_executed(read_executed(results / "records"), results))
+PAGE = Page(
+    order=10,
+    group="Evidence",
+    write=lambda _files, results: write_executed(read_executed(results / "records"), results),
+)

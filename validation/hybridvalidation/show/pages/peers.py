@@ -5,7 +5,7 @@ from pathlib import Path
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.peers.figures import Row, read_peer_records, rows_of
 from hybridvalidation.peers.scenario import PeerScenario, read_peers
-from hybridvalidation.peers.table import peer_table
+from hybridvalidation.peers.table import peer_table, versions_lines
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
@@ -39,8 +39,11 @@ def peers_text(scenario: PeerScenario, rows: list[Row]) -> str:
         f"({to_gib(card.memory_bytes):.2f} GiB), {scenario.tokens_per_step} tokens per step "
         f"({workload.batch_size} x {workload.seq_len}){'' if memory is None else f', {memory:g} GiB of host memory'}."
     )
-    parts = [f"# {scenario.title}", facts, scenario.says.strip(), peer_table(rows, MARKDOWN), _HOW, made_by(made)]
+    versions = "\n".join(f"- {line}" for line in versions_lines(rows))
+    parts = [
+        f"# {scenario.title}", facts, scenario.says.strip(), peer_table(rows, MARKDOWN), _HOW, versions, made_by(made),
+    ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
 
-PAGE = Page(order=6, write=write_peers)
+PAGE = Page(order=6, group="Comparisons", write=write_peers)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.figure import Figure
 from tabulate import tabulate
@@ -22,6 +23,7 @@ _HOW = (
     "predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
 _MARKERS = "os^Dv"
+_SECONDS = "seconds"
 
 
 def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
@@ -49,24 +51,33 @@ def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
 def headline(rows: Sequence[Row]) -> str:
     """Return in a sentence how many figures of how many sources were met how closely."""
     found = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
-    found = [row for row in found if not row.quantity.endswith("params")]  # counted, not measured
+    times = [row.error or 0.0 for row in found if row.quantity.endswith(_SECONDS)]
+    found = [row for row in found if not row.quantity.endswith(("params", _SECONDS))]  # counted, not measured
     sizes = sorted(abs(row.error or 0.0) for row in found if row.quantity != "oom")
     answers = [row for row in found if row.quantity == "oom"]
     right = sum(row.error == 0 for row in answers)
     publications = {row.source.partition("-")[0] for row in found}  # a second file of one has its name, a dash and more
     outcomes = f"; {right} of {len(answers)} outcomes (fits, or out of memory) are right" if answers else ""
-    median = sizes[len(sizes) // 2] if sizes else 0.0
+    median, high = (sizes[len(sizes) // 2], sizes[int(0.9 * len(sizes))]) if sizes else (0.0, 0.0)
+    told = f" {len(times)} step times: {100 * fmean(map(abs, times)):.1f} % off on average." if times else ""
     return (
         f"{len(found)} CUDA figures of {len(publications)} sources predicted: "
-        f"median error {100 * median:.2f} %, nine in ten within {100 * sizes[int(0.9 * len(sizes))]:.1f} %{outcomes}."
+        f"median error {100 * median:.2f} %, nine in ten within {100 * high:.1f} %{outcomes}.{told}"
     )
+
+
+def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
+    """Return the rows of predicted runs that are of bytes, or of seconds; neither outcomes nor counts."""
+    found = [row for row in rows if row.role is Role.PREDICT and row.planned and row.quantity != "oom"]
+    return [
+        row for row in found if row.quantity.endswith(_SECONDS) is are_times and not row.quantity.endswith("params")
+    ]
 
 
 def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Draw recorded against planned bytes on logarithmic axes."""
     axes = figure.subplots()
-    shown = [row for row in rows if row.role is Role.PREDICT and row.planned and row.quantity != "oom"]
-    shown = [row for row in shown if not row.quantity.endswith("params")]
+    shown = predicted(rows, are_times=False)
     kinds = sorted({(row.source, row.quantity) for row in shown})
     for number, (source, quantity) in enumerate(kinds):
         points = [row for row in shown if (row.source, row.quantity) == (source, quantity)]
@@ -116,6 +127,8 @@ def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[Pl
 def _value(quantity: str, value: float) -> str:
     if quantity == "oom":
         return "out of memory" if value else "fits"
+    if quantity.endswith(_SECONDS):
+        return f"{1000 * value:.1f} ms"
     return f"{value:,.0f}" if quantity.endswith("params") else f"{value / GB:.3f} GB"
 
 
@@ -125,4 +138,4 @@ def _error(row: Row) -> str:
     return f"{100 * (row.error or 0):+.2f} %"
 
 
-PAGE = Page(order=5, write=write_recorded)
+PAGE = Page(order=5, group="Evidence", write=write_recorded)

@@ -6,6 +6,7 @@ from hybridvalidation.judge.metrics import accuracy_retention
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 from hybridvalidation.show.kinds import Plot
+from hybridvalidation.show.pictures import title_lines
 
 
 def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
@@ -30,7 +31,7 @@ def _plot_accuracy(run: ScenarioRun, figure: Figure) -> None:
         figures = record.accuracy
         proxy = f", proxy of {figures.num_params / 1e6:.2f}M parameters, {len(figures.seeds)} seeds"
     axes.set_xlabel(f"validation top-1 accuracy, % of {BASELINE_STACK} \n(executed{proxy}; bars: 95 % interval)")
-    axes.set_title(f"{run.scenario.says}: accuracy kept", fontsize=11)
+    axes.set_title(title_lines(f"{run.scenario.says}: accuracy that a small proxy keeps", figure), fontsize=11)
 
 
 PLOT = Plot(

@@ -1,49 +1,99 @@
-"""Peak by class, stack beside stack, against the card."""
+"""Peak by class, stack beside stack, against the card; below it what lies in host memory, against the machine's."""
 
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hybridtrain.units import to_gib
+from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Plot
-from hybridvalidation.show.pictures import COLORS, ORDER, card_line, with_memory
+from hybridvalidation.show.pictures import COLORS, ORDER, card_line, title_lines, with_memory
 
-_CONTEXT_COLOR = "#999999"
-_LARGEST_SHARE = 3.0
-"""Of the card's memory; bars are cut off above, lest they squeeze those that fit."""
+OTHER_COLORS = {"reserved, unused": "#dddddd", "CUDA context": "#999999", "other": "#999999"}
+LARGEST_SHARE = 1.5
+"""Of what is there; bars are cut off above, lest they squeeze those that fit."""
+LEAST_SHOWN_GIB = 0.1
+"""Less on the host is the batch on its way, and needs no panel and no figure."""
+_PALE = 0.35
+"""Opacity of stacks that do not fit."""
+
+Stacks = Sequence[tuple[str, MemoryFigures]]
 
 
 def plot_peak(run: ScenarioRun, figure: Figure) -> None:
-    """Draw a bar a stack, from the bottom what stays, then what comes and goes."""
-    axes = figure.subplots()
+    """Draw a bar a stack, from the bottom what stays, then what comes and goes; those that fit come first."""
+    stacks = sorted(with_memory(run), key=lambda item: not item[1].fits)
+    shows_host = has_host(stacks)
+    device = figure.add_subplot(2 if shows_host else 1, 1, 1)
     card = run.scenario.card.resolve()
-    stacks = with_memory(run)
-    names = [stack for stack, _ in stacks]
-    bottoms = [0.0] * len(stacks)
-    for tensor_class in ORDER:
-        heights = [to_gib(memory.by_class[tensor_class]) for _, memory in stacks]
-        axes.bar(names, heights, bottom=bottoms, label=tensor_class.replace("_", " "), color=COLORS[tensor_class])
-        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    slack = [to_gib(memory.peak_reserved_bytes) - low for (_, memory), low in zip(stacks, bottoms, strict=True)]
-    axes.bar(names, slack, bottom=bottoms, label="reserved, unused", color="#dddddd")
-    tops = [low + height for low, height in zip(bottoms, slack, strict=True)]
-    context = to_gib(card.context_bytes)
-    axes.bar(names, [context] * len(names), bottom=tops, label="CUDA context", color=_CONTEXT_COLOR)
-    ceiling = _LARGEST_SHARE * to_gib(card.memory_bytes)
-    for index, ((_, memory), top) in enumerate(zip(stacks, tops, strict=True)):
-        text = f"{to_gib(memory.device_used_bytes):.1f}" + ("" if memory.fits else "\ndoes not fit")
-        if top + context > ceiling:
-            axes.annotate(text, (index, 0.97 * ceiling), ha="center", va="top", fontsize=9, color="white")
-        else:
-            axes.annotate(text, (index, top + context), ha="center", va="bottom", fontsize=9)
-    card_line(axes, to_gib(card.memory_bytes), card.name)
-    axes.margins(y=0.12)
-    axes.set_ylabel("GiB at the peak (planned)")
-    if max(tops, default=0.0) + context > ceiling:
-        axes.set_ylim(0, ceiling)
-        axes.set_ylabel("GiB at the peak (planned; tall bars are cut off)")
-    axes.set_title(f"{run.scenario.says}: where the memory goes", fontsize=11)
+    _draw(device, stacks, [on_card(memory, to_gib(card.context_bytes)) for _, memory in stacks], card.memory_bytes)
+    card_line(device, to_gib(card.memory_bytes), card.name)
+    device.set_ylabel(f"GiB on the card{device.get_ylabel()}")
+    title = f"{run.scenario.says}: where the memory goes at the peak (planned)"
+    device.set_title(title_lines(title, figure), fontsize=11)
+    if shows_host:
+        host, limit = figure.add_subplot(2, 1, 2), run.scenario.host
+        is_limited = limit.memory_gib is not None
+        _draw(host, stacks, [on_host(memory) for _, memory in stacks], limit.tensor_bytes if is_limited else None)
+        if is_limited:
+            card_line(host, to_gib(int(limit.tensor_bytes)), "host memory for tensors")
+        host.set_ylabel(f"GiB on the host{host.get_ylabel()}")
     if stacks:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        labels = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(labels.values(), labels, loc="outside right center", fontsize=8)
 
 
-PLOT = Plot(order=10, name="peak", size=lambda run: (max(9.0, 3 + 1.1 * len(run.scenario.stacks)), 5), draw=plot_peak)
+def has_host(stacks: Stacks) -> bool:
+    """Return whether any stack keeps more on the host than the batch on its way."""
+    return any(to_gib(memory.host_peak_bytes) >= LEAST_SHOWN_GIB for _, memory in stacks)
+
+
+def on_card(memory: MemoryFigures, context_gib: float) -> dict[str, float]:
+    """Return GiB on the card at the peak, by what holds them."""
+    held = {name.value: to_gib(memory.by_class[name]) for name in ORDER}
+    return held | {
+        "reserved, unused": to_gib(memory.peak_reserved_bytes) - sum(held.values()), "CUDA context": context_gib,
+    }  # fmt: skip
+
+
+def on_host(memory: MemoryFigures) -> dict[str, float]:
+    """Return GiB on the host at its peak, by what holds them."""
+    held = {name.value: to_gib(memory.host_by_class.get(name, 0)) for name in ORDER}
+    return held | {"other": to_gib(memory.host_peak_bytes) - sum(held.values())}
+
+
+def _draw(axes: Axes, stacks: Stacks, parts: Sequence[Mapping[str, float]], limit_bytes: float | None) -> None:
+    """Draw stacked bars and their sums, cut off where one is far beyond the limit while another is within it."""
+    colors = {name.value: color for name, color in COLORS.items()} | OTHER_COLORS
+    names, bottoms = [stack for stack, _ in stacks], [0.0] * len(stacks)
+    for part in parts[0] if parts else ():
+        heights = [sizes[part] for sizes in parts]
+        bars = axes.bar(names, heights, bottom=bottoms, label=part.replace("_", " "), color=colors[part])
+        for bar, (_, memory) in zip(bars, stacks, strict=True):
+            bar.set_alpha(1.0 if memory.fits else _PALE)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    ceiling = float("inf") if limit_bytes is None else LARGEST_SHARE * to_gib(int(limit_bytes))
+    for index, ((_, memory), top) in enumerate(zip(stacks, bottoms, strict=True)):
+        text = f"{top:.1f}" + ("" if memory.fits else "\ndoes not fit") if top >= LEAST_SHOWN_GIB else ""
+        is_cut = top > ceiling
+        axes.annotate(
+            text, (index, 0.97 * ceiling if is_cut else top), ha="center", va="top" if is_cut else "bottom", fontsize=9
+        )
+    axes.margins(y=0.15)
+    if max(bottoms, default=0.0) > ceiling:
+        axes.set_ylim(0, ceiling)
+        axes.set_ylabel(" (tall bars are cut off)")
+
+
+def _size(run: ScenarioRun) -> tuple[float, float]:
+    stacks = with_memory(run)
+    return max(9.0, 3 + 1.1 * len(stacks)), 8.0 if has_host(stacks) else 5.0
+
+
+PLOT = Plot(order=10, name="peak", size=_size, draw=plot_peak)

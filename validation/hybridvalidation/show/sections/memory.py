@@ -13,6 +13,8 @@ from hybridvalidation.show.tables import MARKDOWN
 
 _TITLE = "Where the memory goes, GiB allocated at the peak (planned)"
 
+_PHASES = "Phase by phase through a cycle, GiB allocated at the peak (planned)"
+
 
 def class_table(run: ScenarioRun, style: str) -> str:
     """Return where the memory goes: GiB by tensor class at each stack's peak."""
@@ -29,6 +31,24 @@ def class_table(run: ScenarioRun, style: str) -> str:
         rows.append([stack, *cells])
     headers = ["stack", *(name.replace("_", " ") for name in TensorClass), "peak at"]
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def phase_table(run: ScenarioRun, style: str) -> str:
+    """Return the peak of each phase, for stacks whose steps have several; empty without any."""
+    peaks = {
+        stack: {phase: max(step.allocated_bytes for step in memory.steps if step.phase == phase) for phase in phases}
+        for stack in run.scenario.stacks
+        if (memory := run.memory(stack)) is not None
+        and len(phases := list(dict.fromkeys(step.phase for step in memory.steps))) > 1
+    }
+    if not peaks:
+        return ""
+    names = list(dict.fromkeys(phase for of_phase in peaks.values() for phase in of_phase))
+    rows = [
+        [stack, *(f"{to_gib(of_phase[name]):.2f}" if name in of_phase else "-" for name in names)]
+        for stack, of_phase in peaks.items()
+    ]
+    return tabulate(rows, headers=["stack", *names], tablefmt=style, disable_numparse=True)
 
 
 def outcome_lines(run: ScenarioRun) -> list[str]:
@@ -60,6 +80,7 @@ def _parts(view: View) -> list[str]:
     return [
         view.title(_TITLE),
         class_table(view.run, view.style),
+        *([view.title(_PHASES), phases] if (phases := phase_table(view.run, view.style)) else []),
         *(f"{bullet}{line}" for line in outcome_lines(view.run)),
     ]
 

@@ -11,16 +11,27 @@ from hybridvalidation.show.kinds import Section
 
 _HEADERS = (
     "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "tokens/step",
-    "step s", "tokens/s", "bound", "top-1 kept %", "perplexity %",
+    "step s", "tokens/s", "bound",
 )  # fmt: skip
+_OF_PROXIES = ("top-1 kept %", "perplexity %")
+"""Columns where anything was trained."""
 
 
 def summary_table(run: ScenarioRun, style: str) -> str:
-    """Return one row per stack: does it fit, how fast is it, what does it cost."""
-    return tabulate(
-        [_row(run, stack) for stack in run.scenario.stacks], headers=_HEADERS, tablefmt=style,
-        disable_numparse=True,
-    )  # fmt: skip
+    """Return one row per stack: does it fit, how fast is it, what does it cost a proxy if some were trained."""
+    rows = [_row(run, stack) + _accuracy(run, stack) for stack in run.scenario.stacks]
+    headers = _HEADERS + (_OF_PROXIES if _is_trained(run) else ())
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def _is_trained(run: ScenarioRun) -> bool:
+    return any(kind == "accuracy" for kind, _ in run.records)
+
+
+def _accuracy(run: ScenarioRun, stack: str) -> list[str]:
+    if not _is_trained(run):
+        return []
+    return [_interval(accuracy_retention(run, stack)), _interval(perplexity_ratio(run, stack))]
 
 
 def _row(run: ScenarioRun, stack: str) -> list[str]:
@@ -39,7 +50,7 @@ def _row(run: ScenarioRun, stack: str) -> list[str]:
             f"{memory.tokens_per_s:,.0f}",
             memory.bound,
         ]
-    return [stack, *cells, _interval(accuracy_retention(run, stack)), _interval(perplexity_ratio(run, stack))]
+    return [stack, *cells]
 
 
 def _interval(interval: Interval | None) -> str:
@@ -51,12 +62,25 @@ def _interval(interval: Interval | None) -> str:
 def _how(run: ScenarioRun) -> str:
     """Return how each kind of figure was got."""
     efficiency = efficiency_of(run.scenario.card.resolve())
-    return (
+    told = (
         "Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors, without the "
-        f"process itself. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the card's matmul rate "
-        f"and {100 * efficiency.memory:.0f} % of its bandwidths. Accuracy: executed, by training a small proxy on the "
-        "CPU; 95 % intervals over paired seeds; top-1 above 100 and perplexity below 100 are better than vanilla."
+        f"process itself{_host_limit(run)}. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the "
+        f"card's matmul rate for large products, less for small ones, and {100 * efficiency.memory:.0f} % of its "
+        "bandwidths."
     )
+    if not _is_trained(run):
+        return told
+    return (
+        f"{told} Accuracy: executed, by training a small proxy on the CPU; 95 % intervals over paired seeds; top-1 "
+        "above 100 and perplexity below 100 are better than vanilla."
+    )
+
+
+def _host_limit(run: ScenarioRun) -> str:
+    host = run.scenario.host
+    if host.memory_gib is None:
+        return ""
+    return f", of {to_gib(int(host.tensor_bytes)):.1f} GiB that the host has for them"
 
 
 SECTION = Section(order=10, parts=lambda view: [summary_table(view.run, view.style), _how(view.run)])

@@ -1,0 +1,95 @@
+"""Arrays in files, of which a part is read when it is asked for, so that what happens to the file becomes a message.
+
+A page of a mapping beyond the end of a file that was cut short is SIGBUS, which ends the process without a word. So
+parts are read by their place in the file; only what is larger stays a view, of which parts are taken later.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridtrain.errors import DataError
+from hybridtrain.plain_file import open_plain
+
+_READ_BYTES: Final = 2**25
+"""Parts up to this size are read, which is more than a batch has and more than is checked at a time."""
+
+
+class _Opened:
+    """A file as it was when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = open_plain(path)
+        self._seen = self._now()
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, values: npt.NDArray[Any], offset: int) -> None:
+        """Fill an array from a place in the file; raises ``DataError`` where the file is not what it was."""
+        rest = values.reshape(-1).view(np.uint8).data
+        try:
+            while rest and (count := os.preadv(self.descriptor, [rest], offset)):
+                rest, offset = rest[count:], offset + count
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read ({error.strerror}); check the disk it is on") from error
+        if rest or self._now() != self._seen:
+            raise DataError(
+                f"{self.path} was changed or cut short while it was in use; a run needs its data as they were when it "
+                "began: restore the file and resume the run"
+            )
+
+
+class FileArray(np.memmap[Any, Any]):
+    """A flat array in a file. Nobody writes to it."""
+
+    _opened: _Opened
+    _begin: int
+    """Address and offset of the first element of the whole array."""
+    _offset: int
+
+    def __array_finalize__(self, owner: Any) -> None:
+        """Let views know the file too."""
+        super().__array_finalize__(owner)
+        for name in ("_opened", "_begin", "_offset"):
+            if hasattr(owner, name):
+                setattr(self, name, getattr(owner, name))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part: its values, or a view where it is large."""
+        is_stored = self._mmap is not None and hasattr(self, "_opened")  # type: ignore[attr-defined]  # of memmap
+        if not is_stored or not isinstance(key, int | np.integer | slice):
+            return super().__getitem__(key)
+        part = super().__getitem__(slice(key, key + 1 or None) if not isinstance(key, slice) else key)
+        if not isinstance(part, FileArray) or part.nbytes > _READ_BYTES or part.strides != (part.itemsize,):
+            return part
+        values = np.empty(part.shape, dtype=part.dtype)
+        if values.size:
+            self._opened.read(values, self._offset + part.ctypes.data - self._begin)
+        values.flags.writeable = False
+        return values if isinstance(key, slice) else values[0]
+
+
+def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDArray[Any]:
+    """Return the values of a file from a byte offset to its end, empty where there are none.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    opened = _Opened(path)
+    size = (os.fstat(opened.descriptor).st_size - offset) // np.dtype(dtype).itemsize
+    if not size:
+        return np.empty(0, dtype=dtype)
+    array = FileArray(path, dtype=dtype, mode="r", offset=offset, shape=(size,))
+    array._opened, array._begin, array._offset = opened, array.ctypes.data, offset
+    found: npt.NDArray[Any] = array[:]
+    return found

@@ -1,0 +1,337 @@
+"""Text to token ids and back: bytes, or any tokenizer of the ``tokenizers`` library with its special tokens.
+
+A folder is read as transformers reads it: tokenizer.json, special tokens in tokenizer_config.json or
+special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. A folder without
+tokenizer.json is opened by transformers where that is installed.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridtrain.config.decode import missing_path
+from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, decode_tokens, encode_bytes
+from hybridtrain.data.data_config import BYTES
+from hybridtrain.errors import DataError, unknown_name
+from hybridtrain.plain_file import read_plain
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_TOKENIZER: Final = "tokenizer.json"
+_CONFIG: Final = "tokenizer_config.json"
+TOKENIZER_FILES: Final = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json")
+"""A folder with any of them holds a tokenizer."""
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One text in tokens."""
+
+    ids: npt.NDArray[np.uint32]
+    spans: npt.NDArray[np.int64]
+    """(N, 2): the characters that each token stands for, first and one past the last. Tokens that are parts of one
+    character share its span."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenizer(ABC):
+    """What text needs to become tokens, and tokens text."""
+
+    vocab_size: int
+    """Every token is below it."""
+    bos_ids: tuple[int, ...]
+    """Put before each document."""
+    eos_ids: tuple[int, ...]
+    """Put after each document; none where no end-of-text token is known."""
+    stop_ids: tuple[int, ...]
+    """End a text that is drawn."""
+    pad_id: int
+    """Fills rows; any token will do, for its prediction never counts."""
+    special_tokens: Mapping[str, str]
+    """What chat templates may name: bos_token, eos_token, ..."""
+    templates: Mapping[str, str]
+    """Chat templates by name; "default" is the tokenizer's own."""
+    digest: str
+    """SHA-256 in hex of everything that decides which tokens a text becomes."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return each text in tokens, with nothing before and after it."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ByteTokenizer(Tokenizer):
+    """A token per byte of UTF-8; NUL ends a document."""
+
+    vocab_size: int = NUM_BYTE_TOKENS
+    bos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = (int(encode_bytes(b"\0")[0]),)
+    stop_ids: tuple[int, ...] = ()
+    pad_id: int = 0
+    special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
+    templates: Mapping[str, str] = field(default_factory=dict)
+    digest: str = BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the bytes of each text as tokens."""
+        return [self._encode(text) for text in texts]
+
+    @staticmethod
+    def _encode(text: str) -> Encoded:
+        content = text.encode()
+        # Every byte that does not continue a character begins one.
+        characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
+        return Encoded(encode_bytes(content).astype(np.uint32), np.stack([characters, characters + 1], axis=1))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text; bytes that are none are replaced."""
+        return decode_tokens(np.array(ids, dtype=np.int64)).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FileTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` library."""
+
+    backend: "tokenizers.Tokenizer"
+
+    @classmethod
+    def of(
+        cls, backend: "tokenizers.Tokenizer", content: bytes, settings: Mapping[str, object],
+        templates: Mapping[str, str], eos_token: str, source: str,
+    ) -> Self:  # fmt: skip
+        """Return a tokenizer with its special tokens.
+
+        Args:
+            backend: Is changed: its own truncation, padding and special tokens are switched off.
+            content: Of its file.
+            settings: Of tokenizer_config.json.
+            templates: Chat templates beside it.
+            eos_token: Instead of the one that ``settings`` name.
+            source: Named in errors.
+
+        Raises:
+            DataError: ``eos_token`` is no token.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        opening, closing = _added_around(backend)
+        # A processor that adds nothing and leaves a token the white space it stands for; most models' own strips it.
+        backend.post_processor = import_module("tokenizers.processors").ByteLevel(trim_offsets=False)
+        special_tokens = {
+            name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
+        }
+        if eos_token and backend.token_to_id(eos_token) is None:
+            raise DataError(
+                f"eos_token: '{eos_token}' is no token of {source}; name one of its vocabulary, for example that of "
+                "eos_token in tokenizer_config.json"
+            )
+        if eos_token:
+            special_tokens["eos_token"] = eos_token
+        eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+        eos_ids = (eos_id,) if eos_id is not None else closing
+        pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
+        decides = [sha256(content).hexdigest(), opening, eos_ids, special_tokens]
+        return cls(
+            vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+            bos_ids=opening, eos_ids=eos_ids, stop_ids=eos_ids,
+            pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
+            special_tokens=special_tokens, templates=templates,
+            digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(), backend=backend,
+        )  # fmt: skip
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return each text in tokens, on all cores; special tokens that stand in a text are recognised."""
+        found = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            Encoded(np.array(one.ids, dtype=np.uint32), np.array(one.offsets, dtype=np.int64).reshape(-1, 2))
+            for one in found
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+
+def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
+    """Return the tokenizer that a training file names.
+
+    Args:
+        name: "bytes", a tokenizer.json, or the folder that holds one.
+        vocab_size: Of the model; every token must be below it.
+        eos_token: Token after each document instead of the tokenizer's own.
+
+    Raises:
+        DataError: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
+    """
+    tokenizer: Tokenizer = ByteTokenizer() if name == BYTES else _open(Path(name), eos_token)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer '{name}' has tokens 0 to {tokenizer.vocab_size - 1}, the model's vocabulary has {vocab_size}; "
+            "use the tokenizer that belongs to the model, or a model whose vocab_size is at least as large"
+        )
+    return tokenizer
+
+
+def _open(path: Path, eos_token: str) -> Tokenizer:
+    if not path.exists():
+        raise DataError(f"tokenizer {path} {missing_path(path)}; allowed: '{BYTES}', a tokenizer.json or its folder")
+    folder = path if path.is_dir() else path.parent
+    file = path / _TOKENIZER if path.is_dir() else path
+    if file.exists():
+        content = _read(file)
+        try:
+            backend = _parsed(content.decode())
+        except ValueError as error:
+            raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
+    else:
+        backend = _opened_by_transformers(folder)
+        content = backend.to_str().encode()
+    settings = _json(folder / "special_tokens_map.json") | _json(folder / _CONFIG)
+    templates = dict(_templates(folder, settings))
+    return FileTokenizer.of(backend, content, settings, templates, eos_token, str(path))
+
+
+def _parsed(text: str) -> "tokenizers.Tokenizer":
+    """Return what a tokenizer.json says.
+
+    Raises:
+        DataError: the package is missing.
+        ValueError: it is none.
+    """
+    try:
+        library = import_module("tokenizers")
+    except ImportError:
+        raise DataError(
+            "a tokenizer other than 'bytes' needs the package tokenizers, which is not installed; "
+            "python3 -m pip install 'hybridtrain[text]'"
+        ) from None
+    try:
+        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(str(error)) from error
+    return backend
+
+
+def _opened_by_transformers(folder: Path) -> "tokenizers.Tokenizer":
+    """Return the tokenizer of a folder that has other files than tokenizer.json."""
+    try:
+        transformers = import_module("transformers")
+    except ImportError:
+        raise DataError(
+            f"{folder} holds no {_TOKENIZER}; save one there (tokenizer.save_pretrained), or install transformers, "
+            "which opens other formats"
+        ) from None
+    try:
+        backend: tokenizers.Tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True
+        ).backend_tokenizer
+    except Exception as error:  # whatever its readers meet
+        raise DataError(
+            f"{folder} holds no {_TOKENIZER}, and transformers cannot open it as a fast tokenizer "
+            f"({str(error).partition(chr(10))[0]}); save a {_TOKENIZER} there"
+        ) from error
+    return backend
+
+
+def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a tokenizer puts before and after each text of its own accord."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    for first in range(len(whole) - len(bare) + 1):
+        if whole[first : first + len(bare)] == bare:
+            return tuple(whole[:first]), tuple(whole[first + len(bare) :])
+    return (), ()
+
+
+def _templates(folder: Path, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the chat templates of a folder; a file of its own goes before tokenizer_config.json."""
+    found = settings.get("chat_template")
+    if isinstance(found, str):
+        yield "default", found
+    elif isinstance(found, list):
+        for entry in found:
+            if (
+                isinstance(entry, dict)
+                and isinstance(entry.get("name"), str)
+                and isinstance(entry.get("template"), str)
+            ):
+                yield entry["name"], entry["template"]
+    if (folder / "chat_template.jinja").is_file():
+        yield "default", _read(folder / "chat_template.jinja").decode()
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        yield file.stem, _read(file).decode()
+
+
+def _token_text(value: object) -> str | None:
+    """Return a special token's text: plain, or the content of a table."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _json(path: Path) -> dict[str, object]:
+    """Return a JSON object, empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+        json.dumps(found, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object; copy it again")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = read_plain(path)
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; copy it again") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    return content
+
+
+def named_template(tokenizer: Tokenizer, name: str, builtin: Mapping[str, str]) -> str:
+    """Return the text of a chat template.
+
+    Args:
+        tokenizer: Whose own templates are looked at first.
+        name: A name, a .jinja file, or nothing: the tokenizer's own default.
+        builtin: Templates that need no file.
+
+    Raises:
+        DataError: there is none of that name.
+    """
+    known = {**builtin, **tokenizer.templates}
+    if not name and "default" in tokenizer.templates:
+        return tokenizer.templates["default"]
+    if name.endswith(".jinja") and name not in known:
+        path = Path(name)
+        if not path.is_file():
+            raise DataError(f"chat_template {path} {missing_path(path)}")
+        return _read(path).decode()
+    if not name:
+        raise DataError(
+            "messages need a chat template and the tokenizer has no default one; set chat_template to a .jinja file or "
+            f"one of: {', '.join(sorted(known))}"
+        )
+    if name not in known:
+        raise DataError(f"chat_template: {unknown_name('template', name, known)} A .jinja file is allowed too.")
+    return known[name]

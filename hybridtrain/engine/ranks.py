@@ -1,0 +1,47 @@
+"""What several ranks cannot do together is refused before anything is built."""
+
+from collections.abc import Iterator
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.memory.group import Group
+from hybridtrain.optim.optimizer import Optimizer, Role
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan, weight_storage
+
+_ROLES = (Role((256, 256), in_block=True), Role((256, 256), in_block=False), Role((256,), in_block=True))
+
+
+def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` unless a plan can run on the ranks of a group, each fault a sentence."""
+    faults = list(_faults(group.shares, plan, optimizer))
+    if faults:
+        raise ConfigError(f"{group.shares} ranks", faults)
+
+
+def _faults(shares: int, plan: MemoryPlan, optimizer: Optimizer) -> Iterator[str]:
+    full = plan.for_phase(Phase.FULL)
+    if full.grad_accum_steps % shares:
+        yield (
+            f"grad_accum_steps: {full.grad_accum_steps} micro-batches of a step must be a multiple of the number of "
+            f"ranks, so that all have as many; set grad_accumulation's grad_accum_steps to a multiple of {shares}, or "
+            f"start another number of ranks"
+        )
+    is_whole = any(optimizer.needs_whole(role) for role in _ROLES)
+    if full.zero_stage and (is_whole or any(spec.shape for role in _ROLES for spec in optimizer.state(role))):
+        yield (
+            f"optimizer.kind: '{optimizer.kind}' works on whole matrices, zero cuts their state; allowed are those "
+            f"that work element by element (adamw, lion); without zero every rank does the whole update"
+        )
+    if full.history_tensors:
+        yield (
+            f"history_tensors: {full.history_tensors}; what remembers the trajectory of weights works on one rank "
+            f"alone; drop predictor_state"
+        )
+    for phase in Phase:
+        other = plan.for_phase(phase)
+        if weight_storage(other) != weight_storage(full) or other.optim_state != full.optim_state:
+            yield (
+                f"active_phases: weights or optimizer state are stored otherwise in {phase} than in full; ranks "
+                f"store them alike in every phase: let each optimization act in every phase"
+            )
+            return

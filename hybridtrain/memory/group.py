@@ -1,0 +1,188 @@
+"""The ranks that train one model together, and what passes between them: collectives of torch.distributed alone.
+
+A group stands beside ``Transfer``: the one knows the way between the tiers of a machine, the other the way between
+cards.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.errors import ConfigError, RankError
+
+_ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Its name from torch 2.13 on, and the one before."""
+TIMEOUT_S = 600.0
+"""How long a rank waits for the others before it ends."""
+
+
+class Group(Protocol):
+    """Ranks, each with a card of its own and the same plan."""
+
+    rank: int
+    """Of this process, from 0."""
+    world: int
+    """Number of ranks."""
+    shares: int
+    """Sums of gradients that are added in order, and ranges that a parameter is cut into: as many as ranks."""
+
+    def all_to_all(self, target: Tensor, source: Tensor) -> None:
+        """Give row i of ``source`` to rank i; row i of ``target`` comes from there. (world, n) each."""
+        ...
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
+        ...
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers of all ranks, as many of each, in the order of ranks."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class DirectGroup:
+    """One process on its own.
+
+    Args:
+        shares: Adds gradients, and cuts parameters, as so many ranks would: the same result to the bit on one card.
+    """
+
+    rank = 0
+    world = 1
+
+    def __init__(self, shares: int = 1) -> None:
+        self.shares = shares
+
+    def all_to_all(self, target: Tensor, source: Tensor) -> None:
+        """Copy."""
+        target.copy_(source)
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Copy."""
+        target.view(-1).copy_(source)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return them."""
+        return list(numbers)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class TorchGroup:
+    """The default process group of torch.distributed: NCCL between cards, gloo between processors.
+
+    Args:
+        device: Of tensors that are exchanged.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world = self.shares = dist.get_world_size()
+        self._device = device
+
+    @classmethod
+    def open(
+        cls, device: torch.device, *, init_method: str = "env://", rank: int = -1, world: int = -1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> "TorchGroup":  # fmt: skip
+        """Join the group; by default the environment that torchrun makes says which.
+
+        Args:
+            device: The compute device.
+            init_method: Where ranks meet, as torch.distributed means it.
+            rank: Of this process, where the environment does not say it.
+            world: Number of ranks, likewise.
+            timeout_s: How long to wait for other ranks, here and in each collective.
+
+        Raises:
+            RankError: the others did not come.
+        """
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            )
+        except (dist.DistError, ValueError, RuntimeError) as error:
+            raise RankError(
+                f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:.0f} s "
+                f"({_first_line(error)}); all of them must start, with the same address. Start all of them anew."
+            ) from error
+        return cls(device)
+
+    def all_to_all(self, target: Tensor, source: Tensor) -> None:
+        """Exchange rows."""
+        self._call(dist.all_to_all_single, target.view(-1), source.view(-1))
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Gather rows."""
+        self._call(_ALL_GATHER, target.view(-1), source.view(-1))
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Gather them as float64: exact for what a float32 held."""
+        with _disable_current_modes():  # a few numbers: no ledger's
+            own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            found = torch.empty((self.world, len(numbers)), dtype=torch.float64, device=self._device)
+            self.all_gather(found, own)
+            return [float(number) for number in found.view(-1).tolist()]
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+    def _call(self, collective: Callable[..., object], target: Tensor, source: Tensor) -> None:
+        try:
+            with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
+                if self._device.type == "cuda":
+                    collective(target, source)
+                    return
+                # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
+                got = torch.empty_like(target)
+                collective(got, source.clone())
+                target.copy_(got)
+        except (dist.DistError, RuntimeError) as error:
+            raise RankError(
+                f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
+                f"({_first_line(error)}); all of them must reach every step. Look at what the rank that ended first "
+                f"wrote, then start all of them anew with --resume."
+            ) from error
+
+
+class VirtualGroup:
+    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist.
+
+    Args:
+        rank: Which one this is.
+        world: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        if not 0 <= rank < world:
+            raise ConfigError("group", [f"rank {rank} of {world}: ranks are numbered from 0 to {world - 1}"])
+        self.rank = rank
+        self.world = self.shares = world
+
+    def all_to_all(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""
+
+    def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return those of this rank for every one: whole numbers are alike in a plan, others are NaN."""
+        return list(numbers) * self.world
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

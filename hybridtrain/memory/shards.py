@@ -1,0 +1,161 @@
+"""Which range of a parameter is whose, and the passage of ranges between ranks.
+
+The sum of a gradient is that of the ranks' own sums, added in the order of ranks whatever the collective. A parameter
+is cut into as many ranges as there are ranks, each of whole groups of 256 elements, which codes need; rank i owns
+range i. One process with ``DirectGroup(shares)`` adds and cuts likewise, which makes it equal to the bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from hybridkernels.int8_quantize import GROUP_SIZE
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.formats import StoredWeight, weight_part
+from hybridtrain.memory.tier_tensor import ByteLayout, lay_out
+
+
+def ranges_of(count: int, shares: int) -> list[slice]:
+    """Return the range of each share of ``count`` elements; the last ones may be shorter, or empty."""
+    chunk = ceil(ceil(count / GROUP_SIZE) / shares) * GROUP_SIZE
+    return [slice(min(i * chunk, count), min((i + 1) * chunk, count)) for i in range(shares)]
+
+
+def overlap(part: slice, own: slice) -> tuple[slice, slice]:
+    """Return what of ``part`` lies in ``own``: as a range within the first, and within the second; empty if nothing."""
+    start, stop = max(part.start, own.start), min(part.stop, own.stop)
+    stop = max(start, stop)
+    return slice(start - part.start, stop - part.start), slice(start - own.start, stop - own.start)
+
+
+class Shards:
+    """What one rank holds, and its exchanges with the others.
+
+    Args:
+        copies: Has the group, and tells the ledger.
+        stage: 0: every rank holds everything. 1: its range of optimizer state and master. 2: of gradients too.
+            3: of weights too.
+    """
+
+    def __init__(self, copies: CopyEngine, stage: int = 0) -> None:
+        self.group = copies.group
+        self.device = copies.transfer.device
+        self.shares = copies.group.shares
+        self._copies = copies
+        has_others = copies.group.world > 1
+        self.sums = has_others
+        """Whether gradients are summed over ranks."""
+        self.cuts_state = has_others and stage >= 1
+        self.cuts_grads = has_others and stage >= 2
+        self.cuts_weights = has_others and stage >= 3
+
+    def range(self, count: int) -> slice:
+        """Return the range of a parameter's elements that this rank sums."""
+        return ranges_of(count, self.shares)[self.group.rank]
+
+    def own(self, count: int) -> slice:
+        """Return the range of a parameter's elements that this rank updates; all where state is not cut."""
+        return self.range(count) if self.cuts_state else slice(0, count)
+
+    def held(self, count: int) -> Iterator[tuple[int, slice]]:
+        """Yield number and range of each share that is updated here, within what is held of the state."""
+        if self.cuts_state:
+            own = self.own(count)
+            yield self.group.rank, slice(0, own.stop - own.start)
+        else:
+            yield from enumerate(ranges_of(count, self.shares))
+
+    def own_weight(self, weight: StoredWeight) -> StoredWeight:
+        """Return the own range of what is stored of a weight."""
+        return weight_part(weight, self.own(weight[0].numel())) if self.cuts_state else weight
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks."""
+        return min(self.group.gather_numbers([float(holds)])) > 0
+
+    def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:
+        """Return which of ``everything`` any rank names."""
+        if not self.sums:
+            return tuple(names)
+        named = self.group.gather_numbers([float(name in names) for name in everything])
+        count = len(everything)
+        return tuple(name for index, name in enumerate(everything) if any(named[index::count]))
+
+    def gather_all(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of all ranks in their order, where each has those of its own ranges."""
+        if not self.cuts_state:
+            return numbers
+        found = numbers.new_empty((self.shares, numbers.numel()))
+        self._copies.exchange(self.group.all_gather, found, numbers)
+        return found.view(-1)
+
+    # ---- gradients
+
+    def sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the own range, flat, of the sum of each gradient over all ranks; of all of them in one exchange."""
+        cuts = [ranges_of(grad.numel(), self.shares) for grad in grads]
+        layout = lay_out(((cut[0].stop,), grad.dtype) for grad, cut in zip(grads, cuts, strict=True))
+        given, got = (self._empty(self.shares * layout.num_bytes).view(self.shares, -1) for _ in range(2))
+        for row, views in enumerate(map(layout.views, given)):
+            for view, grad, cut in zip(views, grads, cuts, strict=True):
+                _copy(view, grad.contiguous().view(-1)[cut[row]])
+        self._copies.exchange(self.group.all_to_all, got, given)
+        del given
+        own = self.group.rank
+        totals: list[Tensor] = []
+        for row, views in enumerate(map(layout.views, got)):
+            for index, (view, cut) in enumerate(zip(views, cuts, strict=True)):
+                part_P = view[: cut[own].stop - cut[own].start]
+                if row:
+                    totals[index].add_(part_P)
+                else:
+                    totals.append(part_P.clone())
+        return totals
+
+    def gather(self, weights: Sequence[StoredWeight]) -> None:
+        """Fill all other ranges of what is stored of weights from the ranks that own them."""
+        layout = self.row_layout(weights)
+        row = self._empty(layout.num_bytes)
+        self.pack(row, weights)
+        self.gather_row(row, weights)
+
+    # ---- rows: the own ranges of some weights, one after the other
+
+    def pack(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
+        """Write the own ranges to ``row``, uint8."""
+        for view, part in self._pairs(row, weights, self.group.rank):
+            _copy(view[: part.numel()], part)
+
+    def unpack(self, row: Tensor, weights: Sequence[StoredWeight], rank: int | None = None) -> None:
+        """Fill the ranges of a rank, by default the own ones, from its row."""
+        for view, part in self._pairs(row, weights, self.group.rank if rank is None else rank):
+            _copy(part, view[: part.numel()])
+
+    def gather_row(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
+        """Fill all ranges from the rows of all ranks."""
+        rows = self._empty(self.shares * row.numel()).view(self.shares, -1)
+        self._copies.exchange(self.group.all_gather, rows, row)
+        for rank in range(self.shares):
+            self.unpack(rows[rank], weights, rank)
+
+    def row_layout(self, weights: Sequence[StoredWeight]) -> ByteLayout:
+        """Return where the range of each stored tensor lies in a row; the same on every rank."""
+        first = (part for weight in weights for part in self._part(weight, 0))  # no rank has more than the first
+        return lay_out((tuple(part.shape), part.dtype) for part in first)
+
+    def _part(self, weight: StoredWeight, rank: int) -> StoredWeight:
+        return weight_part(weight, ranges_of(weight[0].numel(), self.shares)[rank])
+
+    def _pairs(self, row: Tensor, weights: Sequence[StoredWeight], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = (part for weight in weights for part in self._part(weight, rank))
+        return zip(self.row_layout(weights).views(row), parts, strict=True)
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if source.numel():
+        target[: source.numel()].copy_(source)

@@ -1,0 +1,118 @@
+"""Feed-forward parts of which a router picks a few for each token (Shazeer et al., 1701.06538).
+
+B batch, T sequence, M = B * T tokens, D width, E experts, S experts of a token, P = M * S rows, F feed-forward. Every
+size is the same wherever tokens go. Each sum has an order of its own on every device: rows come and go by permutations,
+no two of them are added by chance.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybridkernels.grouped_linear import grouped_linear
+from hybridtrain.models.model_config import Experts
+from hybridtrain.models.widening import widened
+
+GatedActivation = Callable[[Tensor, Tensor], Tensor]
+"""Of gate and up projection."""
+
+
+def mix_experts(
+    x_BTD: Tensor,
+    router_ED: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    experts: Experts,
+    activation: GatedActivation,
+    balance: Callable[[], float],
+) -> Tensor:
+    """Return the weighted sum of what the experts of each token make of it, as Mixtral does (2401.04088).
+
+    Args:
+        x_BTD: What all experts see.
+        router_ED: Scores of the experts.
+        weights: Gate and up projections (E, F, D), output projections (E, D, F).
+        experts: How many, and how many a token takes.
+        activation: Between them.
+        balance: What the block's load-balancing loss counts in what is differentiated, asked in the backward pass.
+    """
+    x_MD = x_BTD.flatten(0, -2)
+    chances_ME = _scores(x_MD, router_ED).float().softmax(-1)
+    share_MS, expert_MS = chances_ME.topk(experts.per_token, dim=-1)
+    expert_P, order_P = expert_MS.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(expert_P, torch.arange(experts.count, device=x_MD.device), right=True, out_int32=True)
+    if experts.balance_coefficient:
+        chances_ME = _Balance.apply(chances_ME, ends_E, balance)  # type: ignore[no-untyped-call]
+        share_MS = chances_ME.gather(-1, expert_MS)
+    if experts.normalizes:
+        share_MS = share_MS / share_MS.sum(-1, keepdim=True)
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=x_MD.device))
+    gate_EFD, up_EFD, out_EDF = weights
+    row_PD = _Dispatch.apply(x_MD, order_P, place_P)  # type: ignore[no-untyped-call]
+    inner_PF = activation(_project(row_PD, gate_EFD, ends_E), _project(row_PD, up_EFD, ends_E))
+    out_PD = _project(inner_PF, out_EDF, ends_E)
+    found_MSD = _Collect.apply(out_PD, order_P, place_P).view(*share_MS.shape, -1)  # type: ignore[no-untyped-call]
+    mixed_MD: Tensor = (found_MSD * share_MS.to(x_MD.dtype)[..., None]).sum(1)
+    return mixed_MD.view(x_BTD.shape)
+
+
+def _scores(x_MD: Tensor, router_ED: Tensor) -> Tensor:
+    with widened(router_ED):
+        return functional.linear(x_MD, router_ED)
+
+
+def _project(row_PD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    with widened(weight_EFD):
+        return grouped_linear(row_PD, weight_EFD, ends_E)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Each token once for each of its experts, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order_P: Tensor, place_P: Tensor) -> Tensor:
+        ctx.save_for_backward(place_P)
+        ctx.shape = (len(x_MD), -1, x_MD.shape[1])
+        return x_MD[order_P // (len(order_P) // len(x_MD))]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
+        (place_P,) = ctx.saved_tensors
+        return grad_PD[place_P].view(ctx.shape).sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Rows back in the order of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, out_PD: Tensor, order_P: Tensor, place_P: Tensor) -> Tensor:
+        ctx.save_for_backward(order_P)
+        return out_PD[place_P]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
+        (order_P,) = ctx.saved_tensors
+        return grad_PD[order_P], None, None
+
+
+class _Balance(torch.autograd.Function):
+    """Chances as they are, and the gradient of ``balance`` times the load-balancing loss of these tokens.
+
+    The loss is E * sum over experts of the share of tokens that an expert gets times its mean chance (Fedus et al.,
+    2101.03961, equation 4; of S experts a token counts S times).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chances_ME: Tensor, ends_E: Tensor, balance: Callable[[], float]) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        ctx.balance = balance
+        return chances_ME.view_as(chances_ME)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ME: Tensor) -> tuple[Tensor, None, None]:
+        (ends_E,) = ctx.saved_tensors
+        tokens, count = grad_ME.shape
+        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)).to(grad_ME.dtype)
+        return grad_ME + rows_E * (ctx.balance() * count / tokens**2), None, None

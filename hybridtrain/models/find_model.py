@@ -1,0 +1,49 @@
+"""A model's shape by whatever names it: a preset, a file, a folder, a name on the hub. No torch."""
+
+import re
+from pathlib import Path
+
+from hybridtrain.config.decode import load_toml
+from hybridtrain.errors import ConfigError
+from hybridtrain.models.hf_config import model_config_from_hf
+from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_model(text: str) -> ModelConfig:
+    """Return a shape.
+
+    Args:
+        text: A preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
+            on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
+
+    Raises:
+        ConfigError: there is no such model, or its file is faulty.
+    """
+    path = Path(text)
+    if text in PRESETS:
+        return PRESETS[text]
+    if path.suffix == ".toml":
+        return load_toml(ModelConfig, path)
+    if path.suffix == ".json" or path.is_dir():
+        return model_config_from_hf(path)
+    if _HUB_ID.fullmatch(text):
+        return model_config_from_hf(_fetched(text))
+    return model_preset(text)
+
+
+def _fetched(name: str) -> Path:
+    """Return the path of ``config.json`` of a model on the hub, fetched or kept from before."""
+    try:
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    except ImportError:
+        fault = f"'{name}' is no folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
+        raise ConfigError("model", [fault]) from None
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        fault = f"'{name}' is no folder here, and the hub does not give it ({reason}); give a folder, or go online"
+        raise ConfigError("model", [fault]) from error

@@ -1,0 +1,54 @@
+"""Low-rank adapters: the weights are frozen, and little matrices beside them are trained."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.memory_plan import AdapterScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Train two thin matrices beside each target; frozen weights have no gradient, no optimizer state, no master.
+
+    Acts in every phase. Frozen matrices may be stored in 8 bits (int8_weights) or in 4 (nf4_weights: QLoRA).
+    """
+
+    kind: ClassVar[str] = "lora"
+
+    rank: int = 16
+    """Rows of the thin matrices: what they can learn grows with it, and what is trained."""
+    alpha: float = 32.0
+    """The adapter's output is multiplied with alpha / rank, or what ``scaling`` says."""
+    scaling: Literal["lora", "rslora"] = "lora"
+    """lora: alpha / rank. rslora: alpha / sqrt(rank)."""
+    dropout: float = 0.0
+    """Odds of an adapter's input to be dropped while training."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Matrices of the blocks by name (query, key, value, qkv, attention_out, ffn_gate, ffn_up, ffn_gate_up, ffn_out),
+    or attention, mlp, all-linear."""
+    magnitude: bool = False
+    """Also learn the length of each row of the matrix (DoRA)."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.rank < 1:
+            faults.append(f"rank: {self.rank} must be at least 1; drop the optimization instead")
+        if self.alpha <= 0:
+            faults.append(f"alpha: {self.alpha} must be above 0")
+        if not 0 <= self.dropout < 1:
+            faults.append(f"dropout: {self.dropout} must be in [0, 1)")
+        if not self.targets or not all(self.targets):
+            faults.append("targets: empty; name at least one matrix, or all-linear")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claims on what is trained."""
+        yield Claim("adapter_rank", self.rank)
+        yield Claim("adapter_alpha", float(self.alpha))
+        yield Claim("adapter_scaling", AdapterScaling(self.scaling))
+        yield Claim("adapter_dropout", float(self.dropout))
+        yield Claim("adapter_targets", ",".join(self.targets))
+        yield Claim("adapter_magnitude", self.magnitude)

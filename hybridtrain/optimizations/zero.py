@@ -1,0 +1,32 @@
+"""ZeRO: what every rank would hold alike is cut among them (Rajbhandari et al., 1910.02054)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridtrain.plan.claim import Claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """Let each rank hold its range alone; on one card it changes nothing.
+
+    Where a range lives is another's business: with optimizer_offload it waits on the host, and with weight_streaming
+    stage 3 keeps a rank's part of each block there.
+    """
+
+    kind: ClassVar[str] = "zero"
+
+    stage: int = 2
+    """1: optimizer state and master. 2: gradients too, once they are summed. 3: weights of streamed blocks too."""
+
+    def __post_init__(self) -> None:
+        faults = (
+            [] if 1 <= self.stage <= 3 else [f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead"]
+        )
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def claims(self) -> Iterable[Claim]:
+        """Return the claim on the stage."""
+        yield Claim("zero_stage", self.stage)

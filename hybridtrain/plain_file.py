@@ -1,0 +1,28 @@
+"""Reading files that somebody names: a pipe or a device in place of one is refused, where a read would never end."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_plain(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read, is a folder, or is no file that has an end.
+    """
+    with os.fdopen(open_plain(path), "rb") as file:
+        return file.read()
+
+
+def open_plain(path: Path) -> int:
+    """Return a descriptor of a file to read; raises as ``read_plain``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer blocks else
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is a pipe or a device; write what it gives to a file", str(path))

@@ -1,0 +1,203 @@
+"""Files of the safetensors format, read and written range by range. P elements of a flat range.
+
+A file is 8 bytes with the length of a header, the header in JSON (of each tensor: type, shape, range of bytes), the
+values (https://github.com/huggingface/safetensors, README, "Format"). It is read explicitly, not mapped: what was read
+is no part of the process's memory, and a file cut short meanwhile is an error, not a SIGBUS.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.errors import ConfigError
+
+DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights may be, by the format's names."""
+_READABLE = DTYPES | {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I64": torch.int64}
+"""What a saved state may hold besides: codes, halves, random streams."""
+NAMES = {dtype: name for name, dtype in _READABLE.items()}
+"""Of each of them."""
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the format's own library."""
+_COPY_AGAIN = "copy or download it again"
+
+
+class SourceTensor(Protocol):
+    """A tensor that is read range by range."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is stored."""
+        ...
+
+    @property
+    def dtype_name(self) -> str:
+        """As the format calls it."""
+        ...
+
+    def read(self, part: slice) -> Tensor:
+        """Return a flat range of its elements on the CPU; raises ``ConfigError`` where that fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a file."""
+
+    path: Path
+    name: str
+    dtype_name: str
+    """Any that the format knows; ``read`` takes those of ``NAMES``."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As torch calls it; only of ``NAMES``."""
+        return _READABLE[self.dtype_name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self, part: slice) -> Tensor:
+        """Return a flat range of its elements: these bytes of the file are read and no others."""
+        with _disable_current_modes():  # host memory is not the ledger's
+            values_P = torch.empty(part.stop - part.start, dtype=self.dtype, device="cpu")
+            rest = values_P.view(torch.uint8).numpy().data
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset + part.start * values_P.itemsize)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise ConfigError(
+                        str(self.path), [f"{self.name}: the file ends within it and did not before; {_COPY_AGAIN}"]
+                    )
+                rest = rest[count:]
+        return values_P
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The header of a file whose length is what the header says."""
+
+    tensors: Mapping[str, FileTensor]
+    digest: str
+    """SHA-256 of header and file size; values are not looked at."""
+
+
+def open_tensor_file(path: Path) -> TensorFile:
+    """Read a file's header and check it against the file's size; no value is read.
+
+    Raises:
+        ConfigError: it is no whole safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or not 1 < length <= min(_LONGEST_HEADER, size - _LENGTH_BYTES):
+                raise ConfigError(str(path), [_no_header(size)])
+            header = file.read(length)
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read ({error.strerror}); {_COPY_AGAIN}"]) from error
+    start = _LENGTH_BYTES + length
+    tensors = {tensor.name: (tensor, end) for tensor, end in _entries(path, header, start)}
+    end = max((end for _, end in tensors.values()), default=start)
+    if end != size:
+        what = "is cut short" if end > size else "is too long"
+        raise ConfigError(str(path), [f"{what}: {size} bytes, and its header tells of {end}; {_COPY_AGAIN}"])
+    digest = sha256(header + size.to_bytes(_LENGTH_BYTES, "little")).hexdigest()
+    return TensorFile({name: tensor for name, (tensor, _) in tensors.items()}, digest)
+
+
+def _no_header(size: int) -> str:
+    found = f"{size} bytes without a header at their beginning" if size else "an empty file"
+    return f"{found}; it must be a whole safetensors file: {_COPY_AGAIN}"
+
+
+def _entries(path: Path, header: bytes, start: int) -> Iterator[tuple[FileTensor, int]]:
+    """Yield each tensor of a header, and where in the file it ends."""
+    try:
+        entries = json.loads(header)
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            dtype_name, shape, (first, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            dtype = _READABLE.get(dtype_name)
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, end)) or (
+                end - first != prod(shape) * dtype.itemsize if dtype else end < first
+            ):
+                raise ConfigError(
+                    str(path), [f"{name}: bytes {first} to {end} are no {dtype_name} {shape}; {_COPY_AGAIN}"]
+                )
+            yield FileTensor(path, name, dtype_name, shape, start + first), start + end
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            str(path), [f"its header is damaged ({type(error).__name__}: {error}); {_COPY_AGAIN}"]
+        ) from error
+
+
+TensorHead = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and type of a tensor of a file."""
+
+
+class TensorFileWriter:
+    """A new file of tensors, whose values come in any order, range by range.
+
+    Args:
+        path: Of the file.
+        tensors: What it holds, in this order; types of ``NAMES``.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorHead]) -> None:
+        header = tensor_header(tensors)
+        self._dtypes = {name: dtype for name, _, dtype in tensors}
+        self._offsets, end = {}, len(header)
+        for name, shape, dtype in tensors:
+            self._offsets[name], end = end, end + prod(shape) * dtype.itemsize
+        self._file = path.open("xb", buffering=0)
+        try:
+            self._file.truncate(end)
+            self._write(0, header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, name: str, first: int, values_P: Tensor) -> None:
+        """Write elements from number ``first`` on; ``values_P`` is contiguous, of the tensor's type, on the CPU."""
+        assert values_P.dtype == self._dtypes[name], "whoever writes rounds"
+        self._write(self._offsets[name] + first * values_P.itemsize, values_P.view(torch.uint8).numpy().data)
+
+    def _write(self, offset: int, content: memoryview | bytes) -> None:
+        self._file.seek(offset)
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Let go of the file; the folder that it is part of waits for the disk (``new_folder``)."""
+        self._file.close()
+
+
+def tensor_header(tensors: Sequence[TensorHead]) -> bytes:
+    """Return the bytes of a file before its values."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, shape, dtype in tensors:
+        start, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header

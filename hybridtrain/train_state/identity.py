@@ -1,0 +1,110 @@
+"""What a run is, setting by setting: what a resumed one must share with the saved one, and what may be another."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hybridtrain.config.encode import JsonMapping, JsonValue, to_json
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.phase import Phase
+from hybridtrain.trainer import Trainer
+
+_NAME_ONLY = "data.name"
+"""Shown beside a difference and makes none: a corpus may be renamed."""
+_DATA = "data"
+_LAYOUT = "plan"
+_MEANING = (
+    "plan.normalize_gradients", "plan.scale_lr", "plan.linear", "plan.history_tensors", "plan.adapter_rank",
+    "plan.adapter_alpha", "plan.adapter_scaling", "plan.adapter_dropout", "plan.adapter_targets",
+    "plan.adapter_magnitude",
+)  # fmt: skip
+"""Settings of a plan that say what is trained; the others say where it lives, and in how many bits."""
+_FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "scale_lr" not in name))
+"""What nobody can change: the saved tensors would mean something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """How two runs differ."""
+
+    refused: tuple[str, ...]
+    """A sentence for each setting that stands in the way."""
+    taken: tuple[str, ...]
+    """A line for each that is taken over as it is now."""
+
+
+def settings_of(
+    trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
+) -> dict[str, JsonValue]:
+    """Return everything that tells a run from another, by dotted name."""
+    parts: dict[str, object] = {"": trainer.config, "model": trainer.model.config, _LAYOUT: trainer.plan}
+    if hybrid is not None and hybrid.config is not None:
+        parts["hybrid"] = hybrid.config
+        parts |= {
+            f"plan in {phase}": trainer.memory_plan.for_phase(phase) for phase in Phase if phase is not Phase.FULL
+        }
+    flat: dict[str, JsonValue] = {}
+    for name, part in parts.items():
+        flat |= _flat(name, json.loads(to_json(part)))
+    return flat | dict(data or {})
+
+
+def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]) -> Differences:
+    """Compare a saved run's settings with those it is to go on with.
+
+    Args:
+        saved: Of the saved run.
+        given: Of now.
+        allowed: Names, or what names begin with before a dot, that may be another.
+
+    Raises:
+        ConfigError: no setting has an allowed name.
+    """
+    allowed, known = tuple(allowed), {**given, **saved}
+    if unknown := [name for name in allowed if name != _DATA and not any(_is_in(setting, [name]) for setting in known)]:
+        groups = sorted({name.partition(".")[0].partition(" ")[0] for name in known})
+        raise ConfigError(
+            "settings that may change", [unknown_name("setting", name, [*groups, *known]) for name in unknown]
+        )
+    names = [name for name in known if given.get(name) != saved.get(name)]
+    if names == [_NAME_ONLY]:
+        return Differences(refused=(), taken=())
+    refused, taken = [], []
+    for name in names:
+        told = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
+        if _is_layout(name) or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
+            taken.append(told)
+        else:
+            refused.append(f"{told}; resume with the saved value{_way(name)}, or start anew in another folder")
+    return Differences(refused=tuple(refused), taken=tuple(taken))
+
+
+def _is_layout(name: str) -> bool:
+    return name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(name.replace(" in ", "."), _MEANING)
+
+
+def _is_in(name: str, groups: Iterable[str]) -> bool:
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+def _way(name: str) -> str:
+    """Return how to resume with the new value all the same."""
+    if _is_in(name, _FIXED):
+        return ""
+    return ", allow the change with " + ("--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}")
+
+
+def _flat(name: str, value: JsonValue) -> JsonMapping:
+    """Return a nested mapping as one with dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        inner: found
+        for key, part in value.items()
+        for inner, found in _flat(f"{name}.{key}" if name else key, part).items()
+    }
+
+
+def _shown(settings: Mapping[str, JsonValue], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "absent"

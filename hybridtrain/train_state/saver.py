@@ -1,0 +1,340 @@
+"""Saving: a copy at the end of a step, written beside the training; or written at once where memory holds no copy."""
+
+import errno
+import math
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hybridtrain.atomic_write import new_folder
+from hybridtrain.config.encode import JsonMapping, JsonValue
+from hybridtrain.errors import DiskSpaceError, DivergenceError, StateError
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.memory.tier import available_host_bytes, has_room_for_threads
+from hybridtrain.phase import Phase
+from hybridtrain.plan.placement import Placement
+from hybridtrain.tensor_file import TensorFileWriter, TensorHead, tensor_header
+from hybridtrain.train_state.generations import (
+    generation_folder,
+    generations,
+    remove_generation,
+    require_room,
+    thin_out,
+)
+from hybridtrain.train_state.identity import settings_of
+from hybridtrain.train_state.manifest import SCHEMA, Manifest, SavedFile, TensorEntry, parts_of, write_manifest
+from hybridtrain.train_state.parts import (
+    HostCopies,
+    SavedTensor,
+    as_it_is,
+    read_for_others,
+    saved_parameters,
+    state_bytes,
+)
+from hybridtrain.trainer import Trainer
+from hybridtrain.units import GIB
+
+_SHARD_BYTES = 4 * GIB
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_ADVICE = "what was saved before is as it was. Make room, or choose an --out on a larger disk."
+FreeForm = tuple[JsonMapping, JsonMapping | None, JsonMapping]
+"""Settings, state of the cycle, and what else is kept."""
+TENSOR_KEY = "$tensor"
+"""In the state of the cycle: the name of the tensor that stands there."""
+
+
+def save_train_state(
+    trainer: Trainer,
+    folder: Path,
+    hybrid: HybridTrainer | None = None,
+    data: Mapping[str, JsonValue] | None = None,
+    extra: JsonMapping | None = None,
+) -> None:
+    """Write everything the next step depends on, and wait until the disk has it.
+
+    Args:
+        trainer: What is saved.
+        folder: Of all generations; an older one is kept beside the new one.
+        hybrid: The cycle around the trainer, if there is one.
+        data: What identifies the batches, by dotted name: must be the same when the state is loaded.
+        extra: What else to keep; ``load_train_state`` returns it.
+
+    Raises:
+        DivergenceError: a value is no finite number; nothing was written.
+        DiskSpaceError: the disk is full; what was saved before is as it was.
+        StateError: the disk failed.
+    """
+    saver = StateSaver(folder)
+    saver.save(trainer, hybrid, data, extra)
+    saver.finish()
+
+
+class StateSaver:
+    """Saves a run again and again, beside its steps.
+
+    Args:
+        folder: Of all generations.
+        keep_last: Newest ones that are kept.
+        keep_hourly: Hours of which one is kept besides.
+        copies_to_host: Whether the state is copied to host memory and written from there; None: where half of what is
+            free holds it. Else it is written before ``save`` returns, slice by slice, and what remains to be done
+            beside the next steps is waiting for the disk.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_hourly: int = 0, copies_to_host: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.saved_step = -1
+        """Of the last call of ``save``."""
+        self._keep_last = keep_last
+        self._keep_hourly = keep_hourly
+        self._copies_to_host = copies_to_host
+        self._copies = HostCopies()
+        self._clock = clock
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        self._gives_up = False
+
+    def require_room(self, trainer: Trainer, num_there: int) -> None:
+        """Find out before the first step whether there is room for all states that are kept, and the next one.
+
+        Args:
+            trainer: What will be saved.
+            num_there: Generations that the folder has already.
+
+        Raises:
+            DiskSpaceError: there is not.
+        """
+        count = max(self._keep_last + 1 - num_there, 1)
+        what = f"{count} saved states ({self._keep_last} are kept while the next is written)"
+        require_room(
+            self.folder, count * state_bytes(trainer), what,
+            "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last.",
+        )  # fmt: skip
+
+    def save(
+        self,
+        trainer: Trainer,
+        hybrid: HybridTrainer | None = None,
+        data: Mapping[str, JsonValue] | None = None,
+        extra: JsonMapping | None = None,
+    ) -> None:
+        """Save what the trainer is now; waits for the save before. The arguments are those of ``save_train_state``."""
+        self.finish()
+        trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
+        trainer.transfer.finish()
+        on_host = self._fits_host(trainer) if self._copies_to_host is None else self._copies_to_host
+        on_host = trainer.group.gather_numbers([float(on_host)])[0] > 0
+        if trainer.group.rank:
+            self.saved_step = trainer.steps_done
+            _give(trainer, on_host=on_host)
+            return
+        tensors, parameters = saved_parameters(trainer, self._copies.keep if on_host else as_it_is)
+        cycle = None if hybrid is None else cycle_mapping(hybrid, tensors)
+        norm = None if trainer.previous_norm is None else trainer.transfer.read(trainer.previous_norm)
+        manifest = Manifest(
+            schema=SCHEMA, steps_done=trainer.steps_done, saved_at=self._clock(), born_after=trainer.states.born_after,
+            previous_norm=norm,
+            loss_scale=None if trainer.loss_scale is None else replace(trainer.loss_scale),
+            parameters=parameters, files={}, tensors={},
+        )  # fmt: skip
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        self._make_room(num_bytes)
+        self.saved_step = trainer.steps_done
+        write = self._written(
+            tensors, manifest, (settings_of(trainer, hybrid, data), cycle, dict(extra or {})),
+            trainer.config.optimizer.lr, 2 * num_bytes,
+        )  # fmt: skip
+        if not on_host:
+            next(write)
+        if has_room_for_threads():
+            self._thread = threading.Thread(target=self._exhaust, args=(write,), name="saving", daemon=True)
+            self._thread.start()
+        else:
+            self._exhaust(write)  # no step is done meanwhile
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved yet, by whomever."""
+        return not generations(self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        """Wait for what is being written; who wants to end at once (``KeyboardInterrupt``) gives it up."""
+        self._gives_up = kind is not None and not issubclass(kind, Exception)
+        if kind is None:
+            self.finish()
+        else:
+            self._wait()  # what went wrong before is told
+
+    def poll(self) -> None:
+        """Raise what went wrong beside the steps since the last call; does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the disk has what was saved; raises what ``save_train_state`` does."""
+        fault = self.fault
+        self._fault = None
+        if fault is not None:
+            raise fault
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What went wrong with the last save, once it has ended; waits for that."""
+        self._wait()
+        return self._fault
+
+    def forget_fault(self) -> None:
+        """Wait for the last save, and let what went wrong with it be: an older state is taken."""
+        self._wait()
+        self._fault = None
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _exhaust(self, work: Iterator[None]) -> None:
+        try:
+            for _ in work:
+                pass
+        except BaseException as error:  # noqa: BLE001  whoever waits is told
+            self._fault = error
+
+    def _written(
+        self, tensors: Sequence[SavedTensor], manifest: Manifest, free_form: FreeForm, lr: float, spare_bytes: int
+    ) -> Iterator[None]:
+        """Write a generation; stop once between its last byte and waiting for the disk."""
+        target = generation_folder(self.folder, manifest.steps_done)
+        with _explained(self.folder), new_folder(target) as partial:
+            files, entries = _write_tensors(partial, tensors, manifest.steps_done, lr, self._check)
+            write_manifest(partial, replace(manifest, files=files, tensors=entries), *free_form)
+            yield
+            if target.exists():  # saved again after the same step
+                remove_generation(target)
+        thin_out(self.folder, keep_last=self._keep_last, keep_hourly=self._keep_hourly, spare_bytes=spare_bytes)
+
+    def _check(self) -> None:
+        """End a write that nobody waits for any more."""
+        if self._gives_up:
+            raise KeyboardInterrupt
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what need not be kept where there is no room else; raise ``DiskSpaceError`` where there is none."""
+        if self.folder.exists() and shutil.disk_usage(self.folder).free < num_bytes:
+            thin_out(self.folder, keep_last=self._keep_last, keep_hourly=0, spare_bytes=0)
+        require_room(self.folder, num_bytes, "the saved state", _ADVICE)
+
+    def _fits_host(self, trainer: Trainer) -> bool:
+        """Return whether half of what is free on the host, or half of what the run may still take, holds a copy."""
+        account, needed = trainer.transfer.tiers, state_bytes(trainer)
+        free = [available_host_bytes() or 0]
+        if account.host_limit_bytes is not None:
+            free.append(account.host_limit_bytes - sum(account.by_class(Placement.HOST).values()))
+        return self._copies.num_bytes >= needed or needed <= min(free) // 2
+
+
+def _give(trainer: Trainer, *, on_host: bool) -> None:
+    """Give what this rank holds to the first one, which writes, in the order in which that reads it."""
+    tensors, _ = saved_parameters(trainer, read_for_others if on_host else as_it_is)
+    for tensor in () if on_host else tensors:
+        for part in parts_of(math.prod(tensor.shape)):
+            tensor.read(part)
+
+
+def _write_tensors(
+    folder: Path, tensors: Sequence[SavedTensor], step: int, lr: float, check: Callable[[], None]
+) -> tuple[dict[str, SavedFile], dict[str, TensorEntry]]:
+    """Write files of at most 4 GiB, or one tensor; return what a manifest says of them."""
+    files: dict[str, SavedFile] = {}
+    entries: dict[str, TensorEntry] = {}
+    for number, shard in enumerate(_shards(tensors)):
+        name = f"tensors-{number:05d}.safetensors"
+        heads: list[TensorHead] = [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard]
+        with closing(TensorFileWriter(folder / name, heads)) as writer:
+            for tensor in shard:
+                total = 0
+                for part in parts_of(math.prod(tensor.shape)):
+                    check()
+                    values_P = tensor.read(part).contiguous()
+                    if tensor.must_be_finite and not _is_finite(values_P):
+                        raise DivergenceError(
+                            f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
+                            f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm, or "
+                            f"check data.",
+                            layers=[tensor.name], is_applied=True, step=step,
+                        )  # fmt: skip
+                    total = zlib.crc32(values_P.view(torch.uint8).numpy().data, total)
+                    writer.write(tensor.name, part.start, values_P)
+                entries[tensor.name] = TensorEntry(file=name, crc32=total)
+        header = tensor_header(heads)
+        size = len(header) + sum(tensor.num_bytes for tensor in shard)
+        files[name] = SavedFile(num_bytes=size, header_crc32=zlib.crc32(header))
+    return files, entries
+
+
+def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
+    shard: list[SavedTensor] = []
+    for tensor in tensors:
+        if shard and sum(held.num_bytes for held in shard) + tensor.num_bytes > _SHARD_BYTES:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard
+
+
+def _is_finite(values_P: Tensor) -> bool:
+    if not values_P.is_floating_point():
+        return True
+    low, high = torch.aminmax(values_P)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def cycle_mapping(hybrid: HybridTrainer, tensors: list[SavedTensor]) -> JsonMapping:
+    """Return the state of a cycle, whose tensors are added to ``tensors``."""
+    found = _without_tensors(hybrid.state_dict(), "cycle", tensors)
+    assert isinstance(found, dict), "a state has names"
+    return found
+
+
+def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
+    """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        tensors.append(
+            SavedTensor(
+                name=path, shape=tuple(value.shape), dtype=value.dtype, read=flat.__getitem__, must_be_finite=False
+            )
+        )
+        return {TENSOR_KEY: path}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, f"{path}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    assert value is None or isinstance(value, bool | int | float | str), f"{path}: {type(value)} is none of a state's"
+    return value
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskSpaceError if error.errno in _NO_SPACE else StateError
+        raise kind(f"{folder}: the state could not be written ({error.strerror or error}); {_ADVICE}") from error

@@ -1,0 +1,266 @@
+# mypy: disable-error-code="no-untyped-call"
+"""One rank of many, in one process: what a script asks of torch.distributed, answered by torch's fake process group.
+
+Nothing is sent. A collective's buffers are the script's own and are counted as any tensor; its bytes go on the link's
+lane (``collectives.py``). Of values, every other rank is taken to say what this one says; a reduction leaves what this
+rank gave. DTensor, FSDP and DDP run as they are; what they count is this rank's share.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hybridtrain.errors import HybridTrainError
+from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.links import Collective, find_link
+from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.virtual_streams import VirtualStreams
+
+_NCCL_VERSION = (2, 27, 5)
+"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+
+
+_KINDS = {
+    "allgather": Collective.ALL_GATHER, "allgather_base": Collective.ALL_GATHER,
+    "all_gather_into_tensor": Collective.ALL_GATHER, "all_gather_into_tensor_out": Collective.ALL_GATHER,
+    "allgather_into_tensor": Collective.ALL_GATHER, "reduce_scatter": Collective.REDUCE_SCATTER,
+    "reduce_scatter_base": Collective.REDUCE_SCATTER, "reduce_scatter_tensor": Collective.REDUCE_SCATTER,
+    "reduce_scatter_tensor_out": Collective.REDUCE_SCATTER, "allreduce": Collective.ALL_REDUCE,
+    "all_reduce": Collective.ALL_REDUCE, "alltoall": Collective.ALL_TO_ALL, "alltoall_base": Collective.ALL_TO_ALL,
+    "all_to_all_single": Collective.ALL_TO_ALL, "broadcast": Collective.BROADCAST, "reduce": Collective.BROADCAST,
+}  # fmt: skip
+"""By the names of torch.distributed's ops, without underscores at their ends."""
+
+
+class TorchVersionError(HybridTrainError):
+    """This torch has no name that the virtual world needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Which of how many cards.
+
+    Raises:
+        ValueError: There is no such rank.
+    """
+
+    size: int = 1
+    rank: int = 0
+    cards_per_machine: int = 8
+    """Ranks on one machine, as torchrun's ``--nproc-per-node``."""
+    link: str = "pcie"
+    """Between cards of a machine: a name of links.toml, or a file of the same entries."""
+    network: str = "ethernet"
+    """Between machines."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {value} must be at least 1"
+            for name, value in (("world", self.size), ("cards_per_machine", self.cards_per_machine))
+            if value < 1
+        ]
+        if not faults and not 0 <= self.rank < self.size:
+            faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        find_link(self.link), find_link(self.network)  # a wrong name is told at once
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this rank's machine."""
+        return min(self.size, self.cards_per_machine)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine."""
+        return self.rank % self.cards_per_machine
+
+    def environment(self) -> dict[str, str]:
+        """Return what torchrun would set (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+        numbers = {
+            "RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.rank // self.cards_per_machine,
+            "GROUP_WORLD_SIZE": -(-self.size // self.cards_per_machine), "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": self.size, "MASTER_PORT": 29500,
+        }  # fmt: skip
+        return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+@contextmanager
+def virtual_world(world: World, ledger: VirtualLedger) -> Iterator[None]:
+    """Let code in this process be one rank of a world while the block is open.
+
+    Raises:
+        TorchVersionError: This torch has no such names.
+        RuntimeError: A process group is open already.
+    """
+    dist = import_module("torch.distributed")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "VirtualGpu: a process group is open in this process; a world of virtual cards makes its own; "
+            "leave init_process_group to the code inside the block."
+        )
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, world.environment()))
+        for owner, name, value in _replaced(world, ledger):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what must be replaced: owner, name, value."""
+    dist, c10d = import_module("torch.distributed"), import_module("torch.distributed.distributed_c10d")
+    fake = _find("torch.testing._internal.distributed.fake_pg", "FakeStore")
+    yield c10d, "rendezvous", lambda *_args, **_kwargs: iter([(fake(), world.rank, world.size)])
+    yield c10d, "_new_process_group_helper", partial(_fake_group, _find(c10d.__name__, "_new_process_group_helper"))
+    yield c10d, "default_pg_nccl_timeout", timedelta(minutes=10)  # None where torch was built without NCCL
+    for module in (dist, c10d):
+        yield module, "is_nccl_available", lambda: True
+    yield torch._C, "_get_accelerator", lambda *_args: torch.device("cuda")
+    yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
+    yield torch.multiprocessing, "spawn", partial(_spawn, world)
+    yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that nobody has
+    ledger.links = partial(_link_seconds, world, ledger.card)
+    yield from VirtualStreams(ledger).names()
+    yield from _data_parallel(ledger)
+    group = _find("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup")
+    _has(group, "_validate_no_meta_params")
+    yield group, "_validate_no_meta_params", lambda _group: None
+    dispatch = import_module("torch.distributed.tensor._dispatch")
+    if hasattr(dispatch, "run_dtensor_rng_op"):  # since torch 2.13; it moves the state of a generator that nobody draws
+        yield dispatch, "run_dtensor_rng_op", lambda _start, _end, op, *args, **kwargs: op(*args, **kwargs)
+    yield import_module("torch.distributed.tensor._random"), "_rng_tracker", None
+    propagator = _find("torch.distributed.tensor._sharding_prop", "ShardingPropagator")
+    true_meta = _has(propagator, "_propagate_tensor_meta_non_cached")
+    yield propagator, "_propagate_tensor_meta_non_cached", _uncounted(ledger, true_meta)
+
+
+def _link_seconds(
+    world: World, card: Card, func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any
+) -> float | None:
+    """Return how long a collective keeps the link, None of any other op.
+
+    What it works on is the larger of its tensors: together they are what all ranks have.
+    """
+    if func.namespace not in {"c10d", "_c10d_functional"}:
+        return None
+    kind = _KINDS.get(func._schema.name.partition("::")[2].strip("_").partition("_coalesced")[0])
+    if kind is None:
+        return None
+    sizes = [sum(tensor.nbytes for tensor in _leaves(value)) for value in (*args, out)]
+    ranks = next((group.size() for value in args if (group := _group(value)) is not None), world.size)
+    # A group within a machine takes its link; one across machines is as fast as the slower, every card sending.
+    links = [find_link(world.link)] + ([find_link(world.network)] if ranks > world.cards_per_machine else [])
+    return max(link.seconds(kind, max(sizes), ranks, card) for link in links)
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _group(value: Any) -> Any:
+    """Return the process group that an op names, by itself or by its name; None for another argument."""
+    c10d = import_module("torch._C._distributed_c10d")
+    try:
+        return c10d._resolve_process_group(value) if isinstance(value, str) else c10d.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _data_parallel(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what DistributedDataParallel needs, half of which is C++ (torch/csrc/distributed/c10d/reducer.cpp)."""
+    dist, module = import_module("torch.distributed"), import_module("torch.nn.parallel.distributed")
+    true_reducer, parallel = _has(dist, "Reducer"), module.DistributedDataParallel
+    true_rebuild, true_forward = _has(true_reducer, "_rebuild_buckets"), parallel.forward
+
+    def on_card(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make buckets where the gradients are: C++ asks tensors themselves, which lie on the meta device."""
+        with ledger.moving_to(Place.DEVICE):
+            return function(*args, **kwargs)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._comm_hooks and self not in reduced:  # a fake group's own answer is nothing, which C++ refuses
+            reduced.add(self)
+            _has(dist, "_register_comm_hook")(self.reducer, None, _reduce_bucket)
+        return true_forward(self, *args, **kwargs)
+
+    reduced: WeakSet[Any] = WeakSet()
+    yield module.dist, "Reducer", partial(on_card, true_reducer)
+    yield true_reducer, "_rebuild_buckets", lambda reducer: on_card(true_rebuild, reducer)
+    yield parallel, "forward", forward
+
+
+def _reduce_bucket(_state: object, bucket: Any) -> Any:
+    """Return the average of a bucket, in place, as C++ does where no hook is registered."""
+    gradients = bucket.buffer()
+    torch.distributed.all_reduce(gradients, op=torch.distributed.ReduceOp.AVG)
+    future: Any = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return _has(import_module(module), name)
+    except ImportError:
+        raise _version_error(f"{module}.{name}") from None
+
+
+def _has(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise _version_error(f"{owner.__name__}.{name}")
+    return getattr(owner, name)
+
+
+def _version_error(name: str) -> TorchVersionError:
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {name}, which a world of virtual cards needs; torch 2.13 has it; "
+        "install that, or plan one card."
+    )
+
+
+def _fake_group(true_helper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a group that sends nothing, whatever backend was asked for (torch/distributed/distributed_c10d.py)."""
+    size, rank, ranks, _backend, store, *rest = args
+    kwargs |= {"backend_options": None, "device_id": None}
+    return true_helper(size, rank, ranks, torch.distributed.Backend("fake"), store, *rest, **kwargs)
+
+
+def _spawn(
+    world: World, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True,  # noqa: ARG001
+    daemon: bool = False, start_method: str = "spawn",  # noqa: ARG001  torch's signature
+) -> None:  # fmt: skip
+    """Run one of the processes that a script would start for its cards: this rank's."""
+    fn(world.local_rank, *args)
+
+
+def _uncounted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let DTensor ask for global shapes, which no card holds, without their being counted."""
+
+    def ask(self: Any, op_schema: Any) -> Any:
+        outer, ledger.is_inside = ledger.is_inside, True
+        try:
+            with _disable_current_modes():
+                return function(self, op_schema)
+        finally:
+            ledger.is_inside = outer
+
+    return ask

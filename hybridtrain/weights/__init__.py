@@ -1,0 +1,1 @@
+"""Weights from Hugging Face's folders and into them."""

@@ -1,0 +1,246 @@
+"""Adapters as PEFT's files, out and in, or merged into the weights that they stand beside."""
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridtrain.atomic_write import new_folder
+from hybridtrain.config.encode import JsonMapping, JsonValue
+from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
+from hybridtrain.errors import ConfigError
+from hybridtrain.memory.weight_slots import block_number
+from hybridtrain.memory.weight_store import Visit
+from hybridtrain.models.adapter import Adapter, is_adapter, without_adapters
+from hybridtrain.models.hf_import import hf_weight
+from hybridtrain.models.linear import Linear
+from hybridtrain.models.widening import widened
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import AdapterScaling
+from hybridtrain.tensor_file import DTYPES, TensorFileWriter, open_tensor_file
+from hybridtrain.trainer import Trainer
+from hybridtrain.weights.exact_values import exact_values
+
+_FILE, _CONFIG, _PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
+_PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_MIDDLE = ".adapter."
+_PREFIX = "base_model.model."
+_BLOCK = re.compile(r"^.*?\.\d+\.")
+_UNKNOWN = (
+    "bias", "lora_bias", "modules_to_save", "layers_to_transform", "layer_replication", "rank_pattern", "alpha_pattern",
+    "target_parameters", "trainable_token_indices",
+)  # fmt: skip
+"""Settings of PEFT's that make another model than ours."""
+
+
+def has_adapters(trainer: Trainer) -> bool:
+    """Return whether adapters are what is trained."""
+    return trainer.plan.adapter_rank > 0
+
+
+@torch.no_grad()
+def merged_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
+    """Yield every parameter of the model without adapters, whole, as ``exact_values`` does.
+
+    A matrix that has one is W + scale B A in float32 (DoRA: rescaled by rows), with W as the forward pass sees it: of
+    codes what they stand for. One matrix is made at a time.
+    """
+    trained = _trained_values(trainer)
+    units, weights = trainer.model.units(), trainer.weights
+    weights.plan_visits([Visit(block) for block in range(len(units) - 2)])
+    for unit in units:
+        number = block_number(unit.name)
+        block = weights.acquire(number) if number >= 0 else None
+        named = [(f"{unit.name}.{name}", p) for name, p in without_adapters(block)] if block else unit.frozen
+        for name, parameter in named:
+            path, _, part = name.removeprefix(f"{unit.name}.").rpartition(".")
+            with widened(parameter):
+                value = parameter.detach().float()
+            linear = block.get_submodule(path) if block and path else None
+            if isinstance(linear, Linear) and isinstance(linear.adapter, Adapter) and part == "weight":
+                value = _exact(linear.adapter, f"{unit.name}.{path}", trained).merged(value)
+            yield name, slice(0, parameter.numel()), value.reshape(-1)
+
+
+def _trained_values(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the exact values of all adapters, flat, on the device: small beside what is frozen."""
+    found: dict[str, list[Tensor]] = {}
+    for name, _, value_P in exact_values(trainer):
+        found.setdefault(name, []).append(value_P.detach().reshape(-1).clone())
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter:
+    exact = copy.deepcopy(adapter).float()
+    for name, parameter in exact.named_parameters():
+        parameter.copy_(trained[f"{matrix}{_MIDDLE}{name}"].view(parameter.shape))
+    return exact
+
+
+def export_adapter(trainer: Trainer, folder: Path, *, base: str) -> list[Path]:
+    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them.
+
+    Args:
+        trainer: Whose adapters.
+        folder: Absent or empty.
+        base: Name or folder of the model that they belong to, which PEFT loads beside them.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: there are no adapters, or the folder holds something.
+    """
+    if not has_adapters(trainer):
+        raise ConfigError(str(folder), ["the model has no adapters; export it as a whole model"])
+    require_free(folder)
+    places = _places(trainer)
+    with new_folder(folder) as partial:
+        file = partial / _FILE
+        with closing(TensorFileWriter(file, [(*head, torch.float32) for head in places.values()])) as writer:
+            for name, elements, value_P in exact_values(trainer):
+                writer.write(places[name][0], elements.start, value_P.reshape(-1).cpu())
+        content = json.dumps(_peft_config(trainer, base, _modules(name for name, _ in places.values())), indent=2)
+        (partial / _CONFIG).write_text(content + "\n", encoding="utf-8")
+    return sorted(folder.iterdir())
+
+
+def _places(trainer: Trainer) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return PEFT's name and the shape of every parameter of adapters."""
+    places = {}
+    for name, parameter in trainer.model.named_unit_parameters():
+        if is_adapter(name):
+            matrix, _, part = name.partition(_MIDDLE)
+            theirs = hf_weight(trainer.model.config, f"{matrix}.weight").names[0].removesuffix(".weight")
+            places[name] = (f"{_PREFIX}{theirs}.{_PEFT_NAMES[part]}", tuple(parameter.shape))
+    return places
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the modules that tensors belong to, as seen from their block: ``self_attn.q_proj``."""
+    paths = (name.removeprefix(_PREFIX).partition(".lora_")[0] for name in names)
+    return list(dict.fromkeys(_BLOCK.sub("", path) for path in paths))
+
+
+@torch.no_grad()
+def load_adapter(trainer: Trainer, folder: Path) -> None:
+    """Give adapters the values that PEFT, or ``export_adapter``, wrote into a folder.
+
+    They come to the bit where adapters are float32 or have masters; without one they are rounded to nearest.
+
+    Args:
+        trainer: Before its first step. Its plan has adapters of the same kind; dropout may differ.
+        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``. Nothing is unpickled.
+
+    Raises:
+        ConfigError: files are missing, damaged or pickled, or of other adapters; every difference is a fault.
+    """
+    if not has_adapters(trainer):
+        raise ConfigError(str(folder), ["the model has no adapters to be read; add lora to the stack"])
+    assert not trainer.steps_done, "moments would be of other values"
+    if not (folder / _FILE).is_file():
+        raise ConfigError(str(folder), [_no_adapter(folder)])
+    places = _places(trainer)
+    faults = list(_config_faults(trainer, _read_config(folder / _CONFIG)))
+    tensors = open_tensor_file(folder / _FILE).tensors
+    wanted, found = _modules(name for name, _ in places.values()), _modules(tensors)
+    if set(wanted) != set(found):
+        faults.append(
+            f"adapters of {', '.join(sorted(found))}, those here are of {', '.join(sorted(wanted))}; set lora's targets"
+        )
+    else:
+        known = {theirs for theirs, _ in places.values()}
+        faults += [
+            f"{name}: no adapter of this model; take the model that it was made for" for name in {*tensors} - known
+        ]
+        for theirs, shape in places.values():
+            tensor = tensors.get(theirs)
+            if tensor is None:
+                faults.append(f"{theirs}: missing; it must be there with shape {shape}: save the adapter again")
+            elif tensor.shape != shape or tensor.dtype_name not in DTYPES:
+                faults.append(
+                    f"{theirs}: {tensor.dtype_name} {tensor.shape} must be {shape} of {', '.join(DTYPES)}; take the "
+                    "model and the rank that it was made for"
+                )
+    if faults:
+        raise ConfigError(str(folder), sorted(faults))
+    _write_values(
+        trainer, {ours: tensors[theirs].read(slice(0, prod(shape))) for ours, (theirs, shape) in places.items()}
+    )
+
+
+def _write_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
+    """Write flat values of all adapters, which are small, wherever and however they are stored."""
+    trainer.enter_phase(Phase.FULL)
+    names = {unit.name: [name for name, _ in unit.parameters] for unit in trainer.model.units()}
+
+    def write(piece: ParameterSlice) -> None:
+        piece.weight.value.view(-1).copy_(values[names[piece.unit][piece.index]][piece.part])
+
+    trainer.parameters.visit(write, PassSettings(uses_extra=False, rounds_to_nearest=True))
+    trainer.transfer.finish()
+
+
+def _no_adapter(folder: Path) -> str:
+    if (folder / _PICKLE).is_file():
+        return (
+            f"{_PICKLE} is a pickle, which can run code and is never opened; adapters must be safetensors: convert "
+            "them where you trust them, by PEFT's save_pretrained"
+        )
+    return f"holds no {_FILE}; it must be a folder that PEFT's save_pretrained wrote: check the path"
+
+
+def _read_config(path: Path) -> Mapping[str, JsonValue]:
+    try:
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(str(path), [f"cannot be read ({error}); save the adapter again"]) from error
+    raise ConfigError(str(path), ["no table; save the adapter again"])
+
+
+def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterator[str]:
+    """Yield a sentence for each setting that makes another adapter than the plan's."""
+    plan = trainer.plan
+    wanted: dict[str, tuple[JsonValue, str]] = {
+        "peft_type": ("LORA", "only LoRA and its kinds can be read"),
+        "r": (plan.adapter_rank, "set lora's rank"),
+        "lora_alpha": (plan.adapter_alpha, "set lora's alpha"),
+        "use_rslora": (plan.adapter_scaling is AdapterScaling.RSLORA, "set lora's scaling"),
+        "use_dora": (plan.adapter_magnitude, "set lora's magnitude"),
+    }
+    for name, (value, remedy) in wanted.items():
+        found = config.get(name, False if isinstance(value, bool) else None)
+        if found != value:
+            yield f"{name}: {json.dumps(found)}, the plan has {json.dumps(value)}; {remedy}"
+    for name in _UNKNOWN:
+        if config.get(name) not in (None, False, "none", [], {}):
+            yield f"{name}: {json.dumps(config[name])} is not known here; it must be off: train an adapter without it"
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        yield (
+            f"init_lora_weights: {json.dumps(config['init_lora_weights'])} changes the weights beside adapters; save "
+            "the adapter as LoRA, which PEFT converts it to"
+        )
+
+
+def require_free(folder: Path) -> None:
+    """Raise ``ConfigError`` for a folder that holds something: exports replace nothing."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(str(folder), ["is there already; it must be absent or empty: choose another"])
+
+
+def _peft_config(trainer: Trainer, base: str, modules: list[str]) -> JsonMapping:
+    plan = trainer.plan
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": plan.adapter_rank, "lora_alpha": plan.adapter_alpha, "lora_dropout": plan.adapter_dropout,
+        "use_rslora": plan.adapter_scaling is AdapterScaling.RSLORA, "use_dora": plan.adapter_magnitude,
+        "target_modules": [*modules], "fan_in_fan_out": trainer.model.config.family == "gpt2", "bias": "none",
+    }  # fmt: skip

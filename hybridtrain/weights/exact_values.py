@@ -1,0 +1,44 @@
+"""What a trainer's parameters are, slice by slice, wherever and however they are stored. P elements of a flat slice."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.formats import SLICE_ELEMENTS, weight_part
+from hybridtrain.memory.tier_tensor import Stored
+from hybridtrain.memory.weight_store import Visit
+from hybridtrain.phase import Phase
+from hybridtrain.trainer import Trainer
+
+
+@torch.no_grad()
+def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
+    """Yield every trained parameter's name, a range of its elements, and their (P,) float32 values on the device.
+
+    A parameter's slices come in order. Values are those that an update starts from: the master's where there is one.
+    They are only valid until the next are asked for. Unlike a pass over parameters this asks for no optimizer state,
+    which may not exist yet. The trainer's phase becomes FULL.
+    """
+    trainer.enter_phase(Phase.FULL)
+    trainer.transfer.finish()
+    units, weights, states = trainer.model.units(), trainer.weights, trainer.states
+    weights.plan_visits([Visit(block) for block in range(len(units) - 2)])
+    for unit in units:
+        stored = weights.acquire_stored(unit.name, unit.tensors, reads=True)
+        for (name, parameter), weight, state in zip(unit.parameters, stored, states.settled(unit.name), strict=True):
+            storage, count = states.formats.of(weight), parameter.numel()
+            for start in range(0, count, SLICE_ELEMENTS):
+                part = slice(start, min(start + SLICE_ELEMENTS, count))
+                companion_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
+                yield name, part, storage.load(weight_part(weight, part), companion_P)
+
+
+def _read(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:
+    if isinstance(stored, Tensor):
+        return stored.view(-1)[part]
+    value_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=copies.transfer.device)
+    offset = stored.offset + part.start * stored.dtype.itemsize
+    copies.wait(copies.fetch(value_P, stored.buffer, offset, [copies.mark()]))
+    return value_P

@@ -1,0 +1,187 @@
+"""A trained model as a folder that transformers' ``from_pretrained`` loads. P elements of a flat slice."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridtrain.atomic_write import new_folder
+from hybridtrain.config.encode import JsonMapping
+from hybridtrain.errors import DiskSpaceError, DivergenceError
+from hybridtrain.models.hf_config import hf_config_of, hf_text_config
+from hybridtrain.tensor_file import TensorFileWriter
+from hybridtrain.trainer import Trainer
+from hybridtrain.units import GB, format_bytes
+from hybridtrain.weights.adapters import has_adapters, merged_values, require_free
+from hybridtrain.weights.disk_names import DiskWeight, disk_weights
+from hybridtrain.weights.exact_values import exact_values
+from hybridtrain.weights.hf_source import INDEX, ONE_FILE
+
+_CONFIG = "config.json"
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files that a tokenizer may have."""
+_GENERATION = "generation_config.json"
+
+Shard = list[tuple[str, tuple[int, ...]]]
+"""Names and shapes of a file's tensors."""
+
+
+def export_folder(
+    trainer: Trainer,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    source_folder: Path | None = None,
+    tokenizer_folder: Path | None = None,
+    max_shard_bytes: int = 5 * GB,
+) -> list[Path]:
+    """Write a model's exact values as safetensors, with config.json and what else a folder of transformers holds.
+
+    Values go to the files slice by slice: no shard, and no tensor but a transposed one, is in memory whole. The folder
+    appears when it is complete.
+
+    Args:
+        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes
+            FULL.
+        folder: Absent or empty.
+        dtype: float32, which is exact, or float16 or bfloat16, rounded to nearest.
+        source_folder: The one that the model began with: its config.json and tokenizer are copied.
+        tokenizer_folder: Where the tokenizer is, if elsewhere.
+        max_shard_bytes: Of one file, unless a single tensor is larger.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: the folder holds something.
+        DiskSpaceError: the model does not fit on its disk.
+        DivergenceError: a value is no finite number, or none of this dtype.
+    """
+    require_free(folder)
+    weights = disk_weights(trainer.model)
+    shards = _plan_shards([(n, w.shape) for w in weights.values() for n in w.names], dtype.itemsize, max_shard_bytes)
+    _require_space(folder, sum(_shard_bytes(shard, dtype) for shard in shards))
+    with new_folder(folder) as partial:
+        names = _shard_names(len(shards))
+        with ExitStack() as stack:
+            writers: dict[str, TensorFileWriter] = {}
+            for name, shard in zip(names, shards, strict=True):
+                heads = [(*head, dtype) for head in shard]
+                writer = stack.enter_context(closing(TensorFileWriter(partial / name, heads)))
+                writers |= dict.fromkeys((tensor for tensor, _ in shard), writer)
+            writing = _Writing(weights, writers, dtype)
+            values = merged_values(trainer) if has_adapters(trainer) else exact_values(trainer)
+            for our_name, part, exact_P in values:
+                writing.write(our_name, part, exact_P)
+        if len(shards) > 1:
+            _write_json(partial / INDEX, _index(names, shards, dtype))
+        _write_json(partial / _CONFIG, _config(trainer, source_folder, dtype))
+        copied = [(source_folder, _GENERATION), *((tokenizer_folder or source_folder, name) for name in _TOKENIZER)]
+        for home, name in copied:
+            if home is not None and (home / name).is_file():
+                shutil.copyfile(home / name, partial / name)
+    return sorted(folder.iterdir())
+
+
+class _Writing:
+    """The files of an export, and what waits for a whole tensor."""
+
+    def __init__(
+        self, weights: Mapping[str, DiskWeight], writers: Mapping[str, TensorFileWriter], dtype: torch.dtype
+    ) -> None:
+        self._weights = weights
+        self._writers = writers
+        self._dtype = dtype
+        self._whole = torch.empty(0)
+        """Of a transposed parameter, whose slices come in order."""
+
+    def write(self, name: str, part: slice, exact_P: Tensor) -> None:
+        """Write a range of a parameter's elements where it belongs."""
+        weight, value_P = self._weights[name], exact_P.reshape(-1).to("cpu", self._dtype)
+        if not bool(value_P.isfinite().all()):
+            raise DivergenceError(
+                f"{name}: holds values that are no finite numbers of {self._dtype}; a model must have none. Export "
+                f"float32, or an older saved state."
+            )
+        if weight.is_transposed:
+            self._write_transposed(weight, part, value_P)
+            return
+        done = 0
+        for disk_name, inner in weight.pieces(part):
+            count = inner.stop - inner.start
+            self._writers[disk_name].write(disk_name, inner.start, value_P[done : done + count])
+            done += count
+
+    def _write_transposed(self, weight: DiskWeight, part: slice, value_P: Tensor) -> None:
+        """Gather a parameter and write it with its last slice."""
+        size = prod(weight.shape)
+        if part.start == 0:
+            self._whole = torch.empty(size, dtype=self._dtype)
+        self._whole[part] = value_P
+        if part.stop == size:
+            turned = self._whole.view(weight.shape[::-1]).t().reshape(-1)
+            self._writers[weight.names[0]].write(weight.names[0], 0, turned)
+
+
+def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, most_bytes: int) -> list[Shard]:
+    """Fill one file after the other."""
+    shards: list[Shard] = [[]]
+    size = 0
+    for name, shape in tensors:
+        num_bytes = prod(shape) * itemsize
+        if shards[-1] and size + num_bytes > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, shape))
+        size += num_bytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [ONE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _shard_bytes(shard: Shard, dtype: torch.dtype) -> int:
+    return sum(prod(shape) for _, shape in shard) * dtype.itemsize
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise DiskSpaceError(
+            f"{folder}: the weights need {format_bytes(num_bytes)}, {format_bytes(free)} are free; nothing was "
+            f"written. Make room, choose another disk, or a dtype of 16 bits."
+        )
+
+
+def _index(names: Sequence[str], shards: Sequence[Shard], dtype: torch.dtype) -> JsonMapping:
+    return {
+        "metadata": {"total_size": sum(_shard_bytes(shard, dtype) for shard in shards)},
+        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard},
+    }
+
+
+def _config(trainer: Trainer, source_folder: Path | None, dtype: torch.dtype) -> JsonMapping:
+    """Return the config.json that the model came with, its text part, or one of its shape, with the files' type."""
+    if source_folder is None:
+        content = hf_config_of(trainer.model.config)
+    else:
+        content = {**hf_text_config(json.loads((source_folder / _CONFIG).read_bytes()))}
+        content.pop("quantization_config", None)
+    content.pop("torch_dtype", None)  # what older versions call it
+    return content | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _write_json(path: Path, content: JsonMapping) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

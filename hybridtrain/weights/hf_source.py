@@ -1,0 +1,246 @@
+"""A model's first values from tensors under transformers' names. P elements of a flat slice."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.build import build_model
+from hybridtrain.models.hf_import import hf_text_name
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.tensor_file import DTYPES, NAMES, SourceTensor, TensorFile, open_tensor_file
+from hybridtrain.units import format_bytes
+from hybridtrain.weights.disk_names import DiskWeight, disk_weights
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""What older folders hold beside weights: masks and angles, which every program computes itself."""
+_OUTPUT = "lm_head.weight"
+_COMPARED_ELEMENTS = 1 << 23
+
+
+class HfSource:
+    """Weights of a model, by our names for them, from tensors under transformers' names.
+
+    Everything is checked when it is made: nothing is missing, misshapen or left over.
+
+    Args:
+        origin: Named at the head of errors.
+        tensors: By their names there.
+        config: Shape of the model.
+        digest: Tells these weights from others.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+
+    def __init__(self, origin: str, tensors: Mapping[str, SourceTensor], config: ModelConfig, digest: str = "") -> None:
+        self.digest = digest
+        self._whole: tuple[str, Tensor] | None = None
+        self._weights = disk_weights(build_model(config, torch.float32, torch.device("meta")))
+        self._left_out = {name: each for name, each in tensors.items() if hf_text_name(config.family, name) is None}
+        self._tensors = self._with_prefix(_text_part(config, tensors))
+        faults = [fault for weight in self._weights.values() for fault in self._weight_faults(weight)]
+        faults += self._surplus_faults(is_tied=config.tied)
+        if faults:
+            raise ConfigError(origin, faults)
+
+    @property
+    def left_out(self) -> str:
+        """What a multimodal model has beside the text model, in a sentence; empty: nothing."""
+        if not self._left_out:
+            return ""
+        num_bytes = sum(_num_bytes(tensor) for tensor in self._left_out.values())
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in self._left_out})
+        told = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
+        return f"the text part alone is read; left out: {told}"
+
+    def read(self, name: str, part: slice) -> Tensor:
+        """Return elements ``part`` of a parameter, flat, as ``WeightSource`` says.
+
+        Only these elements are read, but of a transposed tensor, which is read whole and kept until another is asked
+        for.
+        """
+        weight = self._weights[name]
+        if self._whole is not None and self._whole[0] != name:
+            self._whole = None
+        if weight.is_transposed:
+            if self._whole is None:
+                whole = self._tensors[weight.names[0]].read(slice(0, prod(weight.shape))).view(weight.shape)
+                self._whole = (name, whole.t().reshape(-1))
+            return self._whole[1][part]
+        pieces = [self._tensors[disk_name].read(inner) for disk_name, inner in weight.pieces(part)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _with_prefix(self, tensors: Mapping[str, SourceTensor]) -> Mapping[str, SourceTensor]:
+        """Return the tensors as a model with an output has them; one saved without has names without its prefix."""
+        prefix = self._weights["embedding.token"].names[0].partition(".")[0] + "."
+        if any(name.startswith(prefix) for name in tensors):
+            return tensors
+        return {name if name == _OUTPUT else prefix + name: tensor for name, tensor in tensors.items()}
+
+    def _weight_faults(self, weight: DiskWeight) -> Iterator[str]:
+        for name in weight.names:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                tie = "; or set tie_word_embeddings where the embedding is the output" if name == _OUTPUT else ""
+                yield f"{name}: missing; it must be there with shape {weight.shape}: download the folder again{tie}"
+            elif tensor.shape != weight.shape:
+                yield f"{name}: {tensor.shape} must be {weight.shape}; take the config.json of these weights"
+            elif tensor.dtype_name not in DTYPES:
+                allowed = ", ".join(DTYPES)
+                yield f"{name}: of type {tensor.dtype_name}, must be {allowed}; convert it, or take another version"
+
+    def _surplus_faults(self, *, is_tied: bool) -> Iterator[str]:
+        known = {name for weight in self._weights.values() for name in weight.names}
+        for name, tensor in self._tensors.items():
+            if name in known or name.endswith(_BUFFERS):
+                continue
+            if not (is_tied and name == _OUTPUT):
+                yield f"{name}: no weight of this model; there must be no others: check its config.json"
+            elif not self._equals_embedding(tensor):
+                yield f"{name}: must equal the embedding where tie_word_embeddings is true; set it to false"
+
+    def _equals_embedding(self, output: SourceTensor) -> bool:
+        embedding = self._tensors.get(self._weights["embedding.token"].names[0])
+        if embedding is None or embedding.dtype_name not in DTYPES:  # told already
+            return True
+        if (output.shape, output.dtype_name) != (embedding.shape, embedding.dtype_name):
+            return False
+        size = prod(output.shape)
+        parts = (slice(first, min(first + _COMPARED_ELEMENTS, size)) for first in range(0, size, _COMPARED_ELEMENTS))
+        return all(torch.equal(output.read(part), embedding.read(part)) for part in parts)
+
+
+def _text_part(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """Return the tensors of the text model, as a checkpoint of it alone names them."""
+    found: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        text_name = hf_text_name(config.family, name)
+        if text_name is not None:
+            found[name if text_name in found else text_name] = tensor  # of two, one stays and is surplus
+    return found
+
+
+def _num_bytes(tensor: SourceTensor) -> int:
+    """Return the size of a tensor of any type: its name has the bits of an element, but for BOOL, which has a byte."""
+    bits = re.search(r"\d+", tensor.dtype_name)
+    return prod(tensor.shape) * (int(bits[0]) if bits else 8) // 8
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldTensor:
+    """A tensor of a state dict."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return NAMES.get(self.values.dtype, str(self.values.dtype))
+
+    def read(self, part: slice) -> Tensor:
+        return self.values.detach().reshape(-1)[part]
+
+
+@torch.no_grad()
+def load_hf_weights(model: BlockModel, source: "HfSource | Mapping[str, Tensor]") -> None:
+    """Copy weights into a model that has its parameters in memory.
+
+    Args:
+        model: Filled.
+        source: An opened folder, or the state dict of a model of transformers.
+
+    Raises:
+        ConfigError: with every missing, misshapen or surplus weight of a state dict.
+    """
+    if not isinstance(source, HfSource):
+        held = {name: _HeldTensor(values) for name, values in source.items()}
+        source = HfSource("transformers weights", held, model.config)
+    for name, parameter in model.named_unit_parameters():
+        parameter.copy_(source.read(name, slice(0, parameter.numel())).view(parameter.shape))
+
+
+def open_folder(path: Path, config: ModelConfig) -> HfSource:
+    """Open a folder's safetensors files as the first values of a model; headers are read, values when asked for.
+
+    Nothing is unpickled, whatever the folder holds.
+
+    Args:
+        path: With ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        config: Shape of the model.
+
+    Raises:
+        ConfigError: files are missing, damaged or pickled, or weights missing, misshapen or of another model.
+    """
+    if (path / ONE_FILE).is_file():
+        files = {ONE_FILE: open_tensor_file(path / ONE_FILE)}
+        tensors: dict[str, SourceTensor] = dict(files[ONE_FILE].tensors)
+    elif (path / INDEX).is_file():
+        shards = _read_index(path)
+        files = _open_shards(path, sorted(set(shards.values())))
+        absent = [name for name, shard in shards.items() if name not in files[shard].tensors]
+        if absent:
+            raise ConfigError(
+                str(path / INDEX),
+                [
+                    f"{name}: said to be in {shards[name]}, which has none; take the index of these shards"
+                    for name in absent
+                ],
+            )
+        tensors = {name: files[shard].tensors[name] for name, shard in shards.items()}
+    else:
+        raise ConfigError(str(path), [_no_weights(path)])
+    digest = sha256("\n".join(f"{name} {file.digest}" for name, file in files.items()).encode()).hexdigest()
+    return HfSource(str(path), tensors, config, digest)
+
+
+def _no_weights(path: Path) -> str:
+    if not path.is_dir():
+        return "is no folder; it must be one with config.json and safetensors files: check the path"
+    pickled = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickled:
+        return (
+            f"{pickled[0]} is a pickle, which can run code and is never opened; weights must be safetensors: convert "
+            f"them where you trust them, by transformers' save_pretrained"
+        )
+    return f"holds no {ONE_FILE} and no {INDEX}; it must hold one of them: check the path, or download it again"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the shard of each tensor."""
+    try:
+        shards = json.loads((path / INDEX).read_bytes())["weight_map"]
+        if all(isinstance(shard, str) and Path(shard).name == shard for shard in shards.values()):
+            return dict(shards)
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            str(path / INDEX), [f"damaged ({type(error).__name__}: {error}); copy or download it again"]
+        ) from error
+    raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+
+
+def _open_shards(path: Path, names: list[str]) -> dict[str, TensorFile]:
+    """Return all shards; every one that cannot be opened is a fault."""
+    found, faults = {}, []
+    for name in names:
+        try:
+            found[name] = open_tensor_file(path / name)
+        except ConfigError as error:
+            faults += [f"{name}: {fault}" for fault in error.faults]
+    if faults:
+        raise ConfigError(str(path), faults)
+    return found

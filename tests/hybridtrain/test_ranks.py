@@ -1,0 +1,287 @@
+"""Ranks that train one model together equal one process, to the bit: losses, norms, weights, optimizer state."""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridtrain.dry_runs import record_steps
+from hybridtrain.errors import ConfigError, PlanConflictError, RankError
+from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
+from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.optim import Adafactor, AdamWConfig, Muon, Optimizer
+from hybridtrain.optimizations import (
+    ActivationOffload,
+    Bf16Optimizer,
+    FusedUpdate,
+    GradAccumulation,
+    GradientCheckpointing,
+    Int8Optimizer,
+    Int8Weights,
+    Lora,
+    MixedPrecision,
+    OptimizerOffload,
+    PredictMemory,
+    PredictorState,
+    WeightStreaming,
+    Zero,
+)
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.placement import Placement
+from hybridtrain.train_state import StateSaver, load_train_state
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import Stage
+from lazy_transfer import ComputeWatch, LazyTransfer
+from ranks import CPU, on_ranks
+from stacks import GPT2, LLAMA
+from tiny_models import random_steps
+
+NUM_STEPS, MICRO_BATCHES = 5, 4
+STREAMED: list[Optimization] = [WeightStreaming(), GradientCheckpointing(recompute_every=2)]
+VERTICAL = GradAccumulation(grad_accum_steps=MICRO_BATCHES, schedule="vertical")
+MODELS = {"gpt2": replace(GPT2, num_blocks=2), "llama": replace(LLAMA, num_blocks=2)}
+"""GPT-2 with dropout and tied weights; matrices of both have 8-bit moments."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack on some ranks."""
+
+    model: str
+    world: int
+    stack: tuple[Optimization, ...]
+    clip: float = 0.25
+
+    @property
+    def plan(self) -> list[Optimization]:
+        """Micro-batches are taken one by one unless the stack says how."""
+        accumulates = any(isinstance(part, GradAccumulation) for part in self.stack)
+        return [*self.stack, *([] if accumulates else [GradAccumulation(grad_accum_steps=MICRO_BATCHES)])]
+
+
+CASES = {
+    "data-parallel": Case("gpt2", 2, ()),
+    "data-parallel-4": Case("llama", 4, (MixedPrecision(master="absent"), Bf16Optimizer())),
+    "data-parallel-lora": Case("llama", 2, (Lora(), MixedPrecision())),
+    "zero1": Case("llama", 2, (Zero(stage=1),)),
+    "zero1-by-chance": Case("gpt2", 4, (Zero(stage=1), MixedPrecision(master="absent"), Bf16Optimizer())),
+    "zero1-split16-away": Case("gpt2", 2, (Zero(stage=1), MixedPrecision(master="split16"), OptimizerOffload())),
+    "zero1-int8-weights": Case("llama", 4, (Zero(stage=1), Int8Weights(), MixedPrecision(), Int8Optimizer())),
+    "zero2": Case("gpt2", 2, (Zero(stage=2),)),
+    "zero2-unclipped": Case("llama", 4, (Zero(stage=2), MixedPrecision()), clip=0.0),
+    "zero2-int8-states": Case("gpt2", 4, (Zero(stage=2), Int8Optimizer(), OptimizerOffload())),
+    "zero2-streamed-disk": Case(
+        "llama", 2, (Zero(stage=2), WeightStreaming(tier="disk"), OptimizerOffload(tier="disk", offload_grads=False))
+    ),
+    "zero2-vertical": Case("llama", 2, (Zero(stage=2), VERTICAL, MixedPrecision())),
+    "zero2-fused": Case("gpt2", 2, (Zero(stage=2), VERTICAL, FusedUpdate())),
+    "zero3": Case("gpt2", 2, (Zero(stage=3), *STREAMED)),
+    "zero3-resident": Case("llama", 4, (Zero(stage=3), WeightStreaming(resident_layers=1), MixedPrecision())),
+    "zero3-one-slot": Case("llama", 2, (Zero(stage=3), WeightStreaming(max_active_layers=1), Int8Optimizer())),
+    "zero3-fused": Case(
+        "gpt2", 2, (Zero(stage=3), *STREAMED, VERTICAL, FusedUpdate(), OptimizerOffload(offload_grads=False))
+    ),
+    "zero3-int8-weights": Case("llama", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent"))),
+    "zero3-all-away": Case(
+        "gpt2",
+        4,
+        (
+            Zero(stage=3),
+            *STREAMED,
+            VERTICAL,
+            MixedPrecision(),
+            Int8Optimizer(),
+            OptimizerOffload(),
+            ActivationOffload(),
+        ),
+    ),
+}
+
+
+def digest(tensor: Tensor) -> str:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def new_trainer(case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None) -> Trainer:
+    config = TrainerConfig(optimizer=AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=case.clip))
+    transfer = transfer or DirectTransfer(CPU, disk_folder=disk)
+    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group)
+
+
+def train(trainer: Trainer, steps: slice = slice(None)) -> list[tuple[float, float | None]]:
+    """Return loss and norm of each step."""
+    local = MICRO_BATCHES // trainer.group.world
+    first = trainer.group.rank * local
+    batches = random_steps(trainer.model.config, NUM_STEPS, MICRO_BATCHES)[steps]
+    told = [trainer.step(step[first : first + local]) for step in batches]
+    return [(step.loss, step.grad_norm) for step in told]
+
+
+def weights_of(trainer: Trainer) -> dict[str, str]:
+    """Return a digest of every parameter as the forward pass reads it."""
+    values: dict[str, str] = {}
+    trainer.weights.plan_visits([])
+    for unit in trainer.model.units():
+        if unit.name.startswith("block"):
+            trainer.weights.acquire(int(unit.name.partition(".")[2]))
+        values |= {name: digest(parameter) for name, parameter in unit.parameters}
+    return values
+
+
+def run(case: Case, group: Group | None, disk: Path) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
+    trainer = new_trainer(case, group, disk)
+    told = train(trainer)
+    found = weights_of(trainer)
+    trainer.transfer.close()
+    return told, found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    told, values = run(case, DirectGroup(case.world), tmp_path)
+    assert told[0][0] != told[-1][0]
+    for found, weights in on_ranks(case.world, lambda group: run(case, group, tmp_path)):
+        assert found == told
+        assert {key for key in values if values[key] != weights[key]} == set()
+
+
+@pytest.mark.parametrize("name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused"])
+def test_ranks_on_the_latest_copies_equal_one_process(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+
+    def late(group: Group) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
+        transfer = LazyTransfer(disk_folder=tmp_path)
+        with ComputeWatch(transfer):
+            trainer = new_trainer(case, group, transfer=transfer)
+            told = train(trainer)
+        assert transfer.hazards == []
+        assert transfer.most_pending > 0  # otherwise nothing was late
+        return told, weights_of(trainer)
+
+    assert on_ranks(case.world, late) == [run(case, DirectGroup(case.world), tmp_path)] * case.world
+
+
+def test_one_micro_batch_a_rank_equals_plain_accumulation(tmp_path: Path) -> None:
+    case = Case("gpt2", 4, (Zero(stage=2),), clip=0.0)
+    alone = run(case, None, tmp_path)
+    assert on_ranks(4, lambda group: run(case, group, tmp_path)) == [alone] * 4
+
+
+@pytest.mark.parametrize("copies_to_host", [True, False])
+@pytest.mark.parametrize("stack", ["zero2-int8-states", "zero3-split16"])
+def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
+    stack: str, tmp_path: Path, *, copies_to_host: bool
+) -> None:
+    stacks: dict[str, tuple[Optimization, ...]] = {
+        "zero2-int8-states": (Zero(stage=2), MixedPrecision(), Int8Optimizer(), OptimizerOffload()),
+        "zero3-split16": (Zero(stage=3), *STREAMED, MixedPrecision(master="split16"), Bf16Optimizer()),
+    }
+    case = Case("gpt2", 2, stacks[stack])
+
+    def save(group: Group, folder: Path) -> None:
+        trainer = new_trainer(case, group)
+        train(trainer, slice(3))
+        saver = StateSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
+        saver.save(trainer)
+        saver.finish()
+
+    def go_on(group: Group) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
+        trainer = new_trainer(case, group)
+        load_train_state(trainer, tmp_path / "ranks")
+        return train(trainer, slice(3, None)), weights_of(trainer)
+
+    on_ranks(2, lambda group: save(group, tmp_path / "ranks"))
+    save(DirectGroup(2), tmp_path / "alone")
+    assert contents(tmp_path / "ranks") == contents(tmp_path / "alone")
+    assert on_ranks(4, go_on) == [go_on(DirectGroup(4))] * 4
+    told, weights = run(case, DirectGroup(2), tmp_path)
+    assert go_on(DirectGroup(2)) == (told[3:], weights)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+REFUSED: dict[str, tuple[int, tuple[Optimization, ...], Optimizer, str]] = {
+    "ranks": (3, (), AdamWConfig(), "grad_accum_steps: 4 micro-batches of a step must be a multiple"),
+    "muon": (2, (Zero(),), Muon(), "'muon' works on whole matrices"),
+    "adafactor": (2, (Zero(stage=1),), Adafactor(), "'adafactor' works on whole matrices"),
+    "history": (2, (PredictorState(),), AdamWConfig(), "what remembers the trajectory of weights works on one rank"),
+    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored otherwise in predict than in full"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
+    world, stack, optimizer, reason = REFUSED[name]
+    plan = compose([*stack, GradAccumulation(grad_accum_steps=MICRO_BATCHES)])
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        Trainer(
+            MODELS["gpt2"], plan, TrainerConfig(optimizer=optimizer), VirtualTransfer(), group=VirtualGroup(0, world)
+        )
+
+
+@pytest.mark.parametrize(
+    ("stack", "reason"),
+    [
+        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
+        ((Zero(stage=3),), "add weight_streaming"),
+        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
+    ],
+)
+def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:
+    with pytest.raises(PlanConflictError, match=reason):
+        compose(stack)
+
+
+@pytest.mark.parametrize(
+    "name", ["data-parallel-4", "zero1-int8-weights", "zero2-int8-states", "zero3-all-away", "zero3-fused"]
+)
+def test_each_rank_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+
+    def record(group: Group, transfer: Transfer) -> tuple[object, ...]:
+        local = MICRO_BATCHES // group.world
+        batches = [step[:local] for step in random_steps(MODELS[case.model], 2, MICRO_BATCHES)]
+        config = TrainerConfig(optimizer=AdamWConfig(max_grad_norm=case.clip))
+        trace = record_steps(MODELS[case.model], compose(case.plan), batches, transfer, config, group=group)
+        facts = trace.events, trace.sizes, trace.classes, trace.units, [mark.event for mark in trace.steps]
+        lanes = [
+            (op.name, op.lane, op.stage, op.unit, op.event, op.bytes_moved)
+            for op in trace.ops
+            if op.stage is not Stage.LOAD and not op.name.startswith("aten._local_scalar_dense")
+        ]
+        return *facts, lanes, transfer.tiers.by_class(Placement.HOST), transfer.tiers.peak_bytes(Placement.HOST)
+
+    executed = on_ranks(case.world, lambda group: record(group, DirectTransfer(CPU, disk_folder=tmp_path)))
+    for rank, found in enumerate(executed):
+        planned = record(VirtualGroup(rank, case.world), VirtualTransfer())
+        for ours, theirs in zip(planned, found, strict=True):
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_when_a_rank_dies_the_other_ends_and_says_so(stage: int, tmp_path: Path) -> None:
+    case, heard = Case("gpt2", 2, (Zero(stage=stage), *STREAMED)), tmp_path / "heard"
+
+    def work(group: TorchGroup) -> None:
+        trainer = new_trainer(case, group)
+        train(trainer, slice(1))
+        if group.rank == 1:
+            os._exit(1)
+        with pytest.raises(RankError) as met:
+            train(trainer, slice(1, None))
+        heard.write_text(str(met.value))
+        os._exit(0)
+
+    with pytest.raises(AssertionError, match="rank 1: ended without a word"):
+        on_ranks(2, work, timeout_s=20.0)
+    assert heard.read_text().startswith("rank 0 of 2: another rank ended or did not answer in time")

@@ -1,0 +1,53 @@
+"""One row per stated figure: nothing is picked, and nothing that counts less decides."""
+
+import pytest
+
+from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.judge.verdict import Status, Verdict
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.scenario import Target
+
+TARGETS = {
+    name: Target(id=name, source=("000",), says="s", metric="peak_vram_gib", direction="max", value=1.0)
+    for name in ("small", "fast")
+}
+
+
+def judged(
+    status: Status, place: str = "here", *, of_scenario: bool = False, registered: bool = False, known: bool = True
+) -> Judged:
+    verdict = Verdict(
+        target="small", says="s", stack=f"{place}-stack", status=status, reason=f"{place} says so.",
+        evidence=Evidence.PLANNED if known else None, value=1.0 if known else None, is_of_scenario=of_scenario,
+    )  # fmt: skip
+    return Judged(place=place, verdict=verdict, is_registered=registered)
+
+
+def row_of(*items: Judged) -> Row:
+    small, fast = roll_up(TARGETS, items)
+    assert (fast.status, fast.reason) == (Status.UNPROVEN, "judged nowhere.")
+    return small
+
+
+def test_the_least_favourable_verdict_stands_and_the_others_are_told() -> None:
+    found = row_of(judged(Status.HOLDS, "a"), judged(Status.REFUTED, "b"), judged(Status.HOLDS, "c"))
+    assert (found.status, found.place) == (Status.REFUTED, "b")
+    assert found.reason == "b says so. Also holds: a-stack in a, c-stack in c."
+
+
+def test_a_scenario_counts_before_a_stack_and_a_registered_study_before_both() -> None:
+    stack, scenario = judged(Status.REFUTED, "a"), judged(Status.HOLDS, "b", of_scenario=True)
+    assert row_of(stack, scenario).place == "b"
+    assert row_of(stack, scenario, judged(Status.UNPROVEN, "study", registered=True)).place == "study"
+
+
+def test_a_place_without_a_record_does_not_count_beside_one_that_has_some() -> None:
+    found = row_of(judged(Status.HOLDS, "a"), judged(Status.UNPROVEN, "b", registered=True, known=False))
+    assert (found.status, found.place) == (Status.HOLDS, "a")
+
+
+@pytest.mark.parametrize("status", Status)
+def test_every_verdict_is_counted(status: Status) -> None:
+    rows = roll_up(TARGETS, [judged(status)])
+    assert counts(rows).startswith("2 stated targets: ")
+    assert sum(int(word) for word in counts(rows).replace(":", "").split() if word.isdigit()) == 4  # 2 of 2

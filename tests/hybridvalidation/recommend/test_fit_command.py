@@ -1,0 +1,87 @@
+"""``hybridtrain fit``: a table, JSON, and files that are read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.candidates import ARRANGEMENTS, LEVELS, Candidate
+from hybridtrain.config.encode import to_toml
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.training_file import load_config
+from hybridvalidation.cli.main import main
+from hybridvalidation.recommend.quality import ladder_notes
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.ladder.equivalence import judge_rung
+from hybridvalidation.study.ladder.protocol import read_ladder_file
+from hybridvalidation.study.ladder.runner import read_ladder
+
+MODEL = ModelConfig(
+    family="llama", vocab_size=256, max_seq_len=128, num_blocks=2, width=128, num_heads=2, num_kv_heads=2,
+    ffn_width=256,
+)  # fmt: skip
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model.toml"
+    model.write_text(to_toml(MODEL))
+    return ["fit", str(model), "--card", "rtx-4090", "--tokens-per-step", "256"]
+
+
+def test_the_files_of_every_way_are_read_back(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "ways"
+    assert main([*arguments, "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["seq_len"] == MODEL.max_seq_len
+    assert [way["method"] for way in answer["ways"]]
+    first = answer["ways"][0]
+    assert first["evidence"]["memory"] == "planned"
+    assert first["hours"] == pytest.approx(answer["tokens"] / first["tokens_per_s"] / 3600)
+    for way in answer["ways"]:
+        file = load_config(folder / f"train-{way['numbers']}.toml")
+        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{way['numbers']}.toml"))
+        assert file.optimizations == stack.optimizations
+        assert file.workload.batch_size == 2
+        assert file.model.resolve() == MODEL
+
+
+def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--method", "lora", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "fits" in text
+    assert "extended from a dry run of three blocks" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--method", "lore", "must be one of full, lora, qlora"),
+        ("--margin", "100", "from 0 to below 100"),
+    ],
+)
+def test_wrong_options(
+    arguments: list[str], option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, option, value]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
+    candidates = [
+        Candidate(level=level, arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0)
+        for level in LEVELS
+    ]
+    notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
+    ladder, made = read_ladder_file(Path("scenarios"), "quality-ladder"), read_ladder(Path("results"), "quality-ladder")
+    judged = {one.comparison.arm.name: one for one in judge_rung(ladder, made, ladder.rungs[0])}
+    for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
+        assert judged[arm].comparison.is_finished
+        assert notes[level].startswith(judged[arm].finding)
+        assert f"{judged[arm].comparison.interval.mean:+.4f} nats" in notes[level]
+        assert "executed at" in notes[level]
+    assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
+    unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)
+    assert all(note.startswith("unfinished") for note in unmade.values())

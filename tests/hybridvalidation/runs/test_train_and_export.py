@@ -1,0 +1,199 @@
+"""``[model] init_from`` and ``hybridtrain export``: a folder of transformers, trained, and back."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_folders import save_model, transformers_model
+from hybridvalidation.cli.main import main
+from tiny_models import FAMILIES, LLAMA_GROUPED
+
+SHAPE = replace(LLAMA_GROUPED, vocab_size=256, num_blocks=2)
+TRAIN = """\
+num_steps = 3
+save_every = 2
+sample_tokens = 0
+[model]
+init_from = "source"
+[workload]
+batch_size = 2
+seq_len = 8
+[optimizer]
+lr = {lr}
+weight_decay = 0.0
+[schedule]
+warmup_steps = 0
+[[optimizations]]
+kind = "mixed_precision"
+"""
+MIXED = TRAIN[TRAIN.index("[[optimizations]]") :]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same runs with a card and without
+    save_model(transformers_model(SHAPE), Path("source"), max_shard_size="20KB")
+    Path("source", "tokenizer.json").write_text('{"a": "tokenizer"}')
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    Path("train.toml").write_text(TRAIN.format(lr="1e-3"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(*arguments: str) -> int:
+    return main(["train", "train.toml", "--data", "text.txt", *arguments])
+
+
+def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.toml").write_text(TRAIN.format(lr="1e-30"))  # nothing of float32 moves
+    assert train() == 0
+    assert main(["export", "run", "same"]) == 0
+    assert "the model after 3 steps" in capsys.readouterr().out
+    same, source = load_file("same/model.safetensors"), AutoModelForCausalLM.from_pretrained("source")
+    assert all(torch.equal(same[name], values) for name, values in source.state_dict().items())
+    assert Path("same/tokenizer.json").read_text() == '{"a": "tokenizer"}'
+    assert json.loads(Path("same/config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_trained_model_is_exported_with_its_master_values() -> None:
+    assert train() == 0
+    for dtype in ("float32", "bfloat16"):
+        assert main(["export", "run", dtype, "--dtype", dtype]) == 0
+    exact, rounded = (load_file(f"{dtype}/model.safetensors") for dtype in ("float32", "bfloat16"))
+    state = load_file("run/checkpoints/step-00000003/tensors-00000.safetensors")["embedding.token"]
+    assert torch.equal(exact["model.embed_tokens.weight"], state)
+    assert torch.equal(rounded["model.embed_tokens.weight"], state.bfloat16())
+    assert not torch.equal(exact["model.norm.weight"], rounded["model.norm.weight"].float())
+    for dtype in ("float32", "bfloat16"):
+        theirs = AutoModelForCausalLM.from_pretrained(dtype, dtype="auto")
+        assert theirs.dtype == getattr(torch, dtype)
+
+
+def test_a_resumed_run_needs_the_folder_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    more = Path("train.toml").read_text().replace("num_steps = 3", "num_steps = 4")
+    Path("train.toml").write_text(more)
+    tensors = {
+        name: values for path in Path("source").glob("*.safetensors") for name, values in load_file(path).items()
+    }
+    for path in Path("source").glob("model*"):
+        path.unlink()
+    save_file(tensors, "source/model.safetensors")
+    assert train("--resume") == 2
+    assert "model.init_from: " in capsys.readouterr().err
+
+
+def test_a_wrong_folder_is_told_before_anything_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in Path("source").glob("*.safetensors"):
+        path.unlink()
+    assert train() == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    assert not Path("run", "checkpoints").exists()
+
+
+def test_a_run_can_be_exported_without_its_first_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    Path("source").rename("elsewhere")
+    assert main(["export", "run", "out"]) == 0
+    assert "source is gone: no tokenizer is copied" in capsys.readouterr().out
+    theirs = AutoModelForCausalLM.from_pretrained("out")
+    assert theirs.config.num_key_value_heads == SHAPE.num_kv_heads
+
+
+@pytest.mark.parametrize(
+    ("run", "words"), [("absent", "holds no training.toml"), ("text.txt", "holds no training.toml")]
+)
+def test_a_folder_that_is_no_run_is_told(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", run, "out"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_export_never_replaces_and_leaves_nothing_half_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    Path("full").mkdir()
+    Path("full", "file").write_text("mine")
+    assert main(["export", "run", "full"]) == 2
+    assert "full: 1 fault\n  is there already" in capsys.readouterr().err
+    for path in Path("run", "checkpoints").rglob("*.json"):
+        path.write_bytes(b"no state")
+    assert main(["export", "run", "out"]) == 2
+    assert not Path("out").exists()
+    assert not list(Path().glob(".*partial"))
+
+
+LORA = """
+[[optimizations]]
+kind = "lora"
+rank = 2
+"""
+
+
+def test_adapters_are_exported_alone_or_merged_and_a_resumed_run_has_its_base() -> None:
+    plain = TRAIN.format(lr="1e-2").replace(MIXED, LORA)
+    Path("train.toml").write_text(plain)
+    assert train("--out", "through") == 0
+    Path("train.toml").write_text(plain.replace("num_steps = 3", "num_steps = 2"))
+    assert train() == 0
+    Path("train.toml").write_text(plain)
+    assert train("--resume") == 0
+    for run in ("run", "through"):
+        assert main(["export", run, f"{run}-adapter"]) == 0
+        assert main(["export", run, f"{run}-merged", "--merge"]) == 0
+    for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        ours, expected = load_file(f"run-{file}"), load_file(f"through-{file}")
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], values) for name, values in expected.items())
+    merged, source = (
+        load_file("run-merged/model.safetensors"),
+        AutoModelForCausalLM.from_pretrained("source").state_dict(),
+    )
+    changed = {name for name, values in merged.items() if not torch.equal(values, source[name])}
+    assert changed == {name for name in merged if "_proj" in name}
+    assert json.loads(Path("run-adapter/adapter_config.json").read_text())["base_model_name_or_path"].endswith(
+        "/source"
+    )
+
+
+def test_adapters_are_not_merged_into_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.toml").write_text(TRAIN.format(lr="1e-2").replace(MIXED, LORA))
+    assert train() == 0
+    save_model(transformers_model(SHAPE), Path("other"))
+    Path("source").rename("elsewhere")
+    Path("other").rename("source")
+    assert main(["export", "run", "out", "--merge"]) == 2
+    assert "model.init_from: " in capsys.readouterr().err
+
+
+def test_adapters_beside_the_text_part_of_a_multimodal_model_leave_merged_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = replace(FAMILIES["gemma3"], vocab_size=256)
+    folder = save_model(transformers_model(shape), Path("gemma"))
+    tensors = {f"language_model.{name}": values for name, values in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.a": torch.ones(256)}, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    content = (
+        TRAIN.format(lr="1e-3").replace('"source"', '"gemma"').replace(MIXED, '[[optimizations]]\nkind = "lora"\n')
+    )
+    Path("train.toml").write_text(content)
+    assert train() == 0
+    said = "gemma: the text part alone is read; left out: 1 tensors of 1.00 KiB (vision_tower)"
+    assert capsys.readouterr().out.count(said) == 1
+    assert main(["export", "run", "adapter"]) == 2
+    assert "adapters of a text model alone do not fit it; add --merge" in capsys.readouterr().err
+    assert main(["export", "run", "merged", "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    assert type(merged).__name__ == "Gemma3ForCausalLM"
+    moved = merged.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(moved, tensors["language_model.model.layers.0.self_attn.q_proj.weight"])

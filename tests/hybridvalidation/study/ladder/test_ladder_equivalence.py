@@ -1,0 +1,164 @@
+from dataclasses import replace
+from statistics import NormalDist, fmean
+from typing import Any
+
+import pytest
+
+from hybridvalidation.scenario import Target
+from hybridvalidation.study.ladder.equivalence import (
+    Finding,
+    Judged,
+    extrapolate,
+    holm,
+    judge_rung,
+    last_look,
+    t_test,
+    tost,
+)
+from hybridvalidation.study.ladder.order import next_runs
+from hybridvalidation.study.ladder.protocol import LadderFile, LadderRun, Made
+from hybridvalidation.study.ladder.targets import judge_ladder
+from tiny_ladders import ARMS, RUNG, finished, ladder_of
+
+SEEDS = list(range(10))
+
+
+def arm(name: str, chunk: int) -> dict[str, Any]:
+    """Return an arm that is another one by the slices of its loss: two that compute the same share their runs."""
+    return {"name": name, "says": "-", "optimizations": [{"kind": "chunked_loss", "loss_chunk_tokens": chunk}]}
+
+
+CONTROL = ARMS[3]
+MORE: dict[str, Any] = {
+    "rungs": [RUNG | {"seeds": SEEDS, "more_seeds": list(range(10, 40))}],
+    "arms": [ARMS[0], arm("near", 1), arm("far", 2), arm("noisy", 3), CONTROL],
+}  # fmt: skip
+"""Near and far: a deviation of 0.001; noisy: one of 0.01, which ten seeds cannot put within 0.005."""
+SHIFTS = {"vanilla": 0.0, "near": 0.001, "far": 0.02, "noisy": 0.0, "nearest": 0.3}
+
+
+def wave(seed: int, phase: float) -> float:
+    """Return normal quantiles in a fixed order: means of ten that follow each other are zero."""
+    return NormalDist().inv_cdf(((seed * 3 + phase) % 10 + 0.5) / 10)
+
+
+def loss_of(run: LadderRun) -> float:
+    spread = {"vanilla": 0.0, "noisy": 0.01}.get(run.arm, 0.001)
+    return 2.0 + 0.1 * wave(run.seed, 0) + SHIFTS[run.arm] + spread * wave(run.seed, 1)
+
+
+def judged(ladder: LadderFile, made: Made) -> dict[str, Judged]:
+    return {one.comparison.arm.name: one for one in judge_rung(ladder, made, ladder.rungs[0])}
+
+
+def test_tost_is_the_larger_of_two_one_sided_tests() -> None:
+    # By hand: mean 0.001, standard error 0.001 / sqrt(5 / 2.5) = 0.000707; t = 0.004 / 0.000707 = 5.657 with 4 degrees.
+    values = [-0.001, 0.0, 0.001, 0.002, 0.003]
+    assert tost(values, 0.005) == pytest.approx(0.00241, abs=1e-5)
+    assert tost([-value for value in values], 0.005) == pytest.approx(tost(values, 0.005))
+    assert tost(values, 0.001) == pytest.approx(0.5), "a mean at the margin"
+    assert t_test(values) == pytest.approx(0.2302, abs=1e-4), "t = 1.414 with 4 degrees"
+
+
+def test_equal_runs_are_equivalent_and_not_different() -> None:
+    assert (tost([0.0] * 3, 0.005), t_test([0.0] * 3)) == (0.0, 1.0)
+    assert (tost([0.006] * 3, 0.005), t_test([0.006] * 3)) == (1.0, 0.0)
+
+
+def test_holms_odds_are_those_of_his_paper() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_verdicts_come_with_the_last_seed_and_not_before() -> None:
+    ladder = ladder_of(**MORE)
+    for count in (5, 49):
+        made = finished(ladder, loss_of, max_runs=count)
+        missing = [one for one in judged(ladder, made).values() if not one.comparison.is_finished]
+        assert missing
+        assert {one.finding for one in missing} == {Finding.UNFINISHED}
+    first = judged(ladder, finished(ladder, loss_of, max_runs=50))
+    findings = {name: one.finding for name, one in first.items()}
+    assert findings == {
+        "near": Finding.EQUIVALENT, "far": Finding.WORSE, "noisy": Finding.INCONCLUSIVE, "nearest": Finding.WORSE
+    }  # fmt: skip
+
+
+def test_a_second_look_is_for_what_the_first_leaves_open() -> None:
+    ladder = ladder_of(**MORE)
+    made = finished(ladder, loss_of, max_runs=50)
+    assert {run.arm for run in next_runs(ladder, made)} == {"vanilla", "noisy"}
+    assert {run.seed for run in next_runs(ladder, made)} == set(range(10, 40))
+    done = finished(ladder, loss_of)
+    assert next_runs(ladder, done) == []
+    found = judged(ladder, done)
+    assert found["noisy"].finding is Finding.EQUIVALENT
+    assert len(found["noisy"].comparison.pairs) == 40
+    assert len(found["near"].comparison.pairs) == 10
+
+
+def test_better_is_told_too_and_divergence_is_worse() -> None:
+    ladder = ladder_of(**MORE | {"rungs": [RUNG | {"seeds": SEEDS}]})
+
+    def loss(run: LadderRun) -> float | None:
+        if run.arm == "near" and run.seed == 3:
+            return None
+        return loss_of(run) - (0.04 if run.arm == "far" else 0.0)
+
+    found = judged(ladder, finished(ladder, loss))
+    assert (found["far"].finding, found["near"].finding) == (Finding.BETTER, Finding.WORSE)
+    assert found["near"].comparison.num_diverged == 1
+
+
+def test_more_arms_need_more_certainty() -> None:
+    few = ladder_of(rungs=[RUNG | {"seeds": SEEDS}], arms=[ARMS[0], arm("near", 1)])
+    more = [arm(f"noisy{number}", 4 + number) for number in range(9)]
+    many = ladder_of(rungs=[RUNG | {"seeds": SEEDS}], arms=[*MORE["arms"][:4], *more])
+
+    def loss(run: LadderRun) -> float:
+        return loss_of(replace(run, arm="noisy") if run.arm.startswith("noisy") else run)
+
+    odds = [judged(ladder, finished(ladder, loss))["near"].p_equivalent for ladder in (few, many)]
+    assert odds[1] == pytest.approx(12 * odds[0])
+
+
+def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
+    models = [RUNG["model"] | {"width": width, "ffn_width": 2 * width} for width in (16, 32, 64)]
+    rungs = [RUNG | {"name": f"w{index}", "model": model} for index, model in enumerate(models)]
+    rungs.append(rungs[0] | {"name": "long", "num_steps": 240})
+    ladder = ladder_of(rungs=rungs, arms=[ARMS[0], ARMS[1]])
+    sizes = {rung.name: rung for rung in ladder.rungs}
+
+    def loss(run: LadderRun) -> float:
+        rung = sizes[run.rung]
+        exact = 0.01 - 0.002 * (rung.model.num_params / 1e5) if run.arm == "mixed" else 0.0
+        return 2.0 + exact + (0.0005 * wave(run.seed, 2) if run.arm == "mixed" else 0.0)
+
+    made = finished(ladder, loss)
+    found = [last_look(ladder, made, rung, ladder.arm("mixed"), ladder.baseline) for rung in ladder.rungs]
+    near, far = extrapolate(found, 1e5, 20.0), extrapolate(found, 1e10, 20.0)
+    assert near is not None
+    assert far is not None
+    assert near.terms == ("parameters", "tokens a parameter")
+    assert far.interval.high - far.interval.low > 3 * (near.interval.high - near.interval.low)
+    assert extrapolate(found[:2], 1e10, 20.0) is None, "a line through two points has no interval"
+    assert near.interval.low < fmean(found[0].differences) + 0.01
+
+
+def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
+    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.5)
+    rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]
+    ladder = ladder_of(rungs=rungs, arms=ARMS[:2], targets=[{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}])
+
+    def loss(run: LadderRun) -> float:
+        return 2.0 + 0.001 * wave(run.seed, 1) + (0.1 if run.arm == "mixed" and run.rung == "larger" else 0.0)
+
+    runs = len([*ladder.arms]) * 3
+    (begun,) = judge_ladder(ladder, finished(ladder, loss, max_runs=runs - 1), {"kept": target})
+    (small,) = judge_ladder(ladder, finished(ladder, loss, max_runs=runs), {"kept": target})
+    (large,) = judge_ladder(ladder, finished(ladder, loss), {"kept": target})
+    assert (begun.status, small.status, large.status) == ("unproven", "holds", "refuted")
+    assert "0.03M parameters and 0 tokens a parameter, 3 seeds, not the stated size" in large.reason
+    assert "smaller ones: 0.01M parameters" in large.reason
+    assert large.value == pytest.approx(100 * (0.8 - 0.01) / 0.8, abs=0.01)

@@ -1,0 +1,105 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
+from hybridtrain.plan.compose import Optimization
+from hybridvalidation.records.store import read_lines
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.ladder import run as ladder_run
+from hybridvalidation.study.ladder.protocol import LadderFile, LadderRecord, ladder_names, read_ladder_file, run_key
+from hybridvalidation.study.ladder.stacks import arms_of_stacks
+from hybridvalidation.study.ladder.targets import check_ladder_targets
+from tiny_ladders import ARMS, RUNG, ladder_of
+
+FILES = ScenarioFiles(Path(__file__).parents[4] / "scenarios")
+NAMES = ladder_names(FILES.folder)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def shipped(request: pytest.FixtureRequest) -> LadderFile:
+    return read_ladder_file(FILES.folder, request.param)
+
+
+def test_a_shipped_ladder_is_sound(shipped: LadderFile) -> None:
+    check_ladder_targets(shipped, FILES.targets())
+    assert {stack for arm in shipped.arms for stack in arm.stacks} == set(FILES.stack_names())
+    assert all(rung.tokens_per_param > 19.5 for rung in shipped.rungs)
+    assert any(arm.family == "control" for arm in shipped.arms)
+
+
+def test_records_of_a_shipped_ladder_keep_their_keys(shipped: LadderFile) -> None:
+    path = FILES.folder.parent / f"results/records/studies/{shipped.name}.jsonl"
+    records = read_lines(path, LadderRecord)
+    assert records, path
+    assert all(record.key == run_key(shipped, record.run) for record in records)
+
+
+def fewer(optimizations: Sequence[Optimization]) -> tuple[Optimization, ...]:
+    """Return a stack with an eighth of 16 or 32 micro-batches: what each of them computes is the same."""
+    steps = next(
+        (int(getattr(item, "grad_accum_steps", 1)) for item in optimizations if item.kind == "grad_accumulation"), 1
+    )
+    return with_accumulation(optimizations, steps // 8) if steps >= 16 else tuple(optimizations)
+
+
+def test_every_stack_computes_what_its_arm_does(shipped: LadderFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_PROBE_STEPS", 4), ("_PROBE_WARMUP", 1)):  # one cycle of phases
+        monkeypatch.setattr(ladder_run, name, value)
+    # Four tokens a row: a matrix of the model must have 4096 elements, or its state would not be 8-bit codes.
+    arms = tuple(replace(arm, optimizations=fewer(arm.optimizations)) for arm in shipped.arms)
+    tiny = replace(shipped, rungs=(replace(shipped.rungs[0], seq_len=4),), arms=arms)
+    stacks = [FILES.stack(name) for name in FILES.stack_names()]
+    stacks = [replace(stack, optimizations=fewer(stack.optimizations)) for stack in stacks]
+    found = arms_of_stacks(tiny, stacks)
+    # A loss in slices of 1024 tokens is one in slices of 2048 at so few tokens: arms then share their bits too.
+    for stack, arm in found.items():
+        own = shipped.arm_of(stack)
+        assert own is not None
+        assert arm == own.name or arms_of_stacks(
+            replace(tiny, arms=(tiny.arm(own.name),)), [one for one in stacks if one.name == stack]
+        ) == {stack: own.name}, f"{stack} is said to compute what {own.name} does; it computes what {arm} does"
+
+
+def faults_of(**changes: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        ladder_of(**changes)
+    return [fault.removeprefix("$: ") for fault in error.value.faults]
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"rungs": [RUNG | {"seeds": [0, 1]}]}, "seeds, more_seeds: [0, 1] must name at least 3 seeds"),
+        ({"rungs": [RUNG | {"more_seeds": [2]}]}, "seeds, more_seeds: [0, 1, 2, 2] must name"),
+        ({"tuning_seed": 1}, "rungs: 'small' is judged at the tuning seed (1)"),
+        ({"rungs": [RUNG | {"warmup_steps": 12}]}, "warmup_steps: 12 must be below num_steps (12)"),
+        ({"rungs": [RUNG | {"arms": ["nobody"]}]}, "rungs: 'small': "),
+        ({"arms": [*ARMS, ARMS[1]]}, "arms: 'mixed' stands twice"),
+        ({"arms": [*ARMS, ARMS[1] | {"name": "more"}]}, "arms: stack 'mixed' has two"),
+        ({"arms": [ARMS[0], ARMS[1] | {"against": "nobody"}]}, "arms: 'mixed' is compared with 'nobody'"),
+        ({"arms": [ARMS[0], ARMS[1] | {"rounds_to_nearest": True}]}, "rounds_to_nearest: wants bfloat16"),
+        ({"arms": [ARMS[4], ARMS[0]]}, "arms: the first, 'tuned', is the baseline"),
+        ({"fine_tune_steps": 0}, "fine_tune_steps: 0 must be at least 1"),
+        ({"arms": [ARMS[0], ARMS[4] | {"lrs": []}]}, "arms: 'tuned' is compared with none and tries no rate"),
+        ({"rungs": [RUNG | {"batch_size": 3}], "arms": [ARMS[0], {
+            "name": "four", "says": "-", "optimizations": [{"kind": "grad_accumulation"}],
+        }]}, "rungs: 'small': batch_size 3 is no multiple of 4 ('four')"),
+        ({"targets": [{"id": "speed", "stacks": ["tight"]}]}, "targets: "),
+    ],
+)  # fmt: skip
+def test_a_ladder_that_could_judge_nothing_is_refused(changes: dict[str, Any], start: str) -> None:
+    assert any(start in fault for fault in faults_of(**changes)), faults_of(**changes)
+
+
+def test_a_target_about_something_else_is_refused() -> None:
+    ladder = ladder_of(targets=[{"id": "nothing", "stacks": ["mixed"]}, {"id": "7b-24gb-vram", "stacks": ["mixed"]}])
+    with pytest.raises(ConfigError) as error:
+        check_ladder_targets(ladder, FILES.targets())
+    assert [fault.split(";")[0] for fault in error.value.faults][
+        1
+    ] == "$.targets: '7b-24gb-vram' is about peak_vram_gib"

@@ -1,0 +1,1 @@
+"""One campaign a file, found by being there."""

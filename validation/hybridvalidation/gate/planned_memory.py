@@ -1,0 +1,113 @@
+"""What the fixture ``memory_plan`` makes: the planned memory of a training step of anyone's model."""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.units import format_bytes
+from hybridvalidation.gate.memory_baseline import PlanFigures, fold
+from hybridvalidation.sizes import parse_size
+
+if TYPE_CHECKING:  # torch is imported when the first plan is made: the plugin is in every run of pytest
+    import torch
+
+    from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
+    from hybridtrain.virtual_gpu.card import Card
+    from hybridtrain.virtual_gpu.card_run import CardRun
+    from hybridtrain.virtual_gpu.estimate import Batch, Loss
+    from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+_PACKAGES = ("torch", "transformers", "peft", "hybridtrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMemory:
+    """Planned memory of a training step: bytes that were counted in a dry run, nothing was computed."""
+
+    name: str
+    run: "CardRun"
+    fits_card: bool
+    limits_bytes: list[int] = field(default_factory=list)
+    """What ``assert_peak_below`` was asked for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """``torch.cuda.max_memory_allocated`` of a step."""
+        return self.run.peak.allocated_bytes
+
+    def by_class(self) -> "dict[TensorClass, int]":
+        """Return who holds the peak: weights, gradients, optimizer state, activations."""
+        return self.run.by_class()
+
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Return the peak's bytes by module path, the largest first; ``depth`` as for ``MemoryEstimate.by_module``."""
+        from hybridtrain.virtual_gpu.estimate import by_module  # noqa: PLC0415  torch
+
+        return by_module(self.run, depth)
+
+    def assert_peak_below(self, limit: str | int) -> None:
+        """Fail unless the peak is below ``limit``: bytes, or a size like ``"12 GiB"``.
+
+        Raises:
+            AssertionError: It is not; the largest holders are named.
+            ConfigError: The limit is no size.
+        """
+        __tracebackhide__ = True
+        limit_bytes = limit if isinstance(limit, int) else parse_size(limit, "assert_peak_below")
+        self.limits_bytes.append(limit_bytes)
+        if self.peak_bytes >= limit_bytes:
+            largest = list(self.by_module().items())[:3]
+            held = ", ".join(f"{name or 'the model itself'} {format_bytes(size)}" for name, size in largest)
+            raise AssertionError(
+                f"planned memory of '{self.name}': the peak is {format_bytes(self.peak_bytes)} on "
+                f"{self.run.card.name}; allowed is less than {format_bytes(limit_bytes)}. "
+                f"Largest holders: {held}; make them smaller, or raise the limit."
+            )
+
+    def figures(self, test: str) -> PlanFigures:
+        """Return what a baseline keeps."""
+        peak = self.run.peak
+        held = {f"{kind}/{unit}": size for (kind, unit), size in peak.by_unit.items() if size}
+        with_ = (f"{name} {version(name).partition('+')[0]}" for name in _PACKAGES if name in sys.modules)
+        return PlanFigures(
+            test=test, card=self.run.card.name, fits=self.fits_card, peak_bytes=self.peak_bytes, by_module=fold(held),
+            made_with=", ".join(with_),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlanner:
+    """The fixture ``memory_plan``: call it with a model and a batch."""
+
+    test: str
+    """Node id, which names the plan unless ``name`` does."""
+    plans: list[PlannedMemory] = field(default_factory=list)
+
+    def __call__(
+        self, model: "torch.nn.Module | Callable[[], torch.nn.Module]", batch: "Batch", *,
+        card: "Card | str" = "rtx-4090", name: str | None = None,
+        optimizer: "str | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]" = "AdamW",
+        loss: "Loss | None" = None, autocast: "torch.dtype | None" = None, clip_grad_norm: float | None = None,
+        micro_batches: int = 1, allocator: "AllocatorConfig | None" = None,
+    ) -> PlannedMemory:  # fmt: skip
+        """Plan a training step; ``name`` is that of the plan in the baseline, the rest as for ``estimate_memory``."""
+        from hybridtrain.virtual_gpu.estimate import estimate_memory  # noqa: PLC0415  torch
+
+        found = estimate_memory(
+            model, batch, card=card, optimizer=optimizer, loss=loss, autocast=autocast, clip_grad_norm=clip_grad_norm,
+            micro_batches=micro_batches, allocator=allocator,
+        )  # fmt: skip
+        return self._keep(name, found.run, fits_card=found.fits_card)
+
+    def of_run(self, run: "CardRun", *, name: str | None = None) -> PlannedMemory:
+        """Take the report of a ``VirtualGpu`` instead: a training loop of one's own."""
+        return self._keep(name, run, fits_card=run.fits_card)
+
+    def _keep(self, name: str | None, run: Any, *, fits_card: bool) -> PlannedMemory:
+        plan = PlannedMemory(name=name or self.test, run=run, fits_card=fits_card)
+        if any(plan.name == other.name for other in self.plans):
+            raise ValueError(f"memory_plan: {self.test} plans '{plan.name}' twice; names are unique: give each name=.")
+        self.plans.append(plan)
+        return plan

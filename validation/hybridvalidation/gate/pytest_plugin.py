@@ -1,0 +1,249 @@
+"""The pytest plugin: the fixture ``memory_plan``, and its plans against a baseline that the repository keeps.
+
+Tests compare where they run; reports carry the figures, so that with pytest-xdist the one process that writes has all.
+"""
+
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import encode
+from hybridtrain.errors import RecordError
+from hybridtrain.units import format_bytes
+from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
+from hybridvalidation.gate.ci_text import annotation, markdown_table, write_markdown
+from hybridvalidation.gate.memory_baseline import (
+    MemoryBaseline,
+    PlanChange,
+    PlanFigures,
+    Verdict,
+    compare_plan,
+    moved_lines,
+)
+from hybridvalidation.gate.planned_memory import MemoryPlanner
+
+MARKER = "memory_plan"
+"""Of every test that uses the fixture: ``pytest -m memory_plan`` runs those alone."""
+COMMENT = "<!-- hybridtrain-memory -->"
+"""How the action finds its comment on a pull request again."""
+_DEFAULT_FILE = "memory-baseline.json"
+_PLANNER = pytest.StashKey[MemoryPlanner]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("memory", "planned GPU memory, by hybridtrain")
+    group.addoption(
+        "--memory-baseline", metavar="FILE",
+        help=f"compare plans with this file; default: {_DEFAULT_FILE} in the root directory, where it exists",
+    )  # fmt: skip
+    group.addoption("--memory-approve", action="store_true", help="write the plans of this run to the baseline")
+    group.addoption("--memory-report", metavar="FILE.md", help="write the comparison as Markdown")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the baseline."""
+    config.addinivalue_line("markers", f"{MARKER}: plans GPU memory (set by the fixture {MARKER})")
+    try:
+        config.pluginmanager.register(MemoryGate(config), "hybridtrain-memory-gate")
+    except RecordError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that plan, before -m selects."""
+    for item in items:
+        if MARKER in getattr(item, "fixturenames", ()):
+            item.add_marker(MARKER)
+
+
+@pytest.fixture
+def memory_plan(request: pytest.FixtureRequest) -> MemoryPlanner:
+    """Plan the memory of a training step: ``memory_plan(model, batch, card="rtx-4090")``, no GPU and no weights."""
+    planner = MemoryPlanner(test=request.node.nodeid)
+    request.node.stash[_PLANNER] = planner
+    return planner
+
+
+class MemoryGate:
+    """Holds the baseline, and every plan of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        named = config.getoption("--memory-baseline")
+        self.config = config
+        self.file = config.invocation_params.dir / named if named else config.rootpath / _DEFAULT_FILE
+        self.approves = config.getoption("--memory-approve")
+        read = read_baseline(self.file, MemoryBaseline)
+        self.old = {} if read is None else read.plans
+        self.compares = self.approves or named is not None or read is not None
+        self.rows: dict[str, _Row] = {}
+        self.clashes: list[str] = []
+        self.unfinished: set[str] = set()
+        """Tests that did not end well: their plans may be missing for that."""
+        self.gone: list[str] = []
+
+    def change(self, name: str, new: PlanFigures) -> PlanChange:
+        """Return a plan beside its baseline."""
+        change = replace(compare_plan(name, self.old.get(name), new), approved=self.approves)
+        return change if self.compares else replace(change, verdict=Verdict.NOT_COMPARED)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Run the test, then compare; where the test itself fails, the comparison is told beside it."""
+        try:
+            result = yield
+        except BaseException:
+            told = self._told(item)
+            if told:
+                item.add_report_section("call", "planned memory", told)
+            raise
+        told = self._told(item)
+        if told:
+            pytest.fail(told, pytrace=False)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the plans into the report: bytes as properties, which JUnit XML shows, and all of it for ``note``."""
+        planner = item.stash.get(_PLANNER, None)
+        plans = planner.plans if planner is not None and call.when == "call" else []
+        found = [(plan.name, plan.figures(item.nodeid), min(plan.limits_bytes, default=None)) for plan in plans]
+        for name, figures, _ in found:
+            of_plan = "" if name == item.nodeid else f"[{name}]"
+            item.user_properties.append((f"memory_peak_bytes{of_plan}", figures.peak_bytes))
+            if name in self.old:
+                item.user_properties.append((f"memory_baseline_bytes{of_plan}", self.old[name].peak_bytes))
+        report = yield
+        # pytest-xdist carries every attribute of a report that JSON has a word for.
+        vars(report)["memory_plans"] = [(name, encode(figures), limit) for name, figures, limit in found]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the plans out of a report, also of another process."""
+        if not report.passed:
+            self.unfinished.add(report.nodeid)
+        for name, encoded, limit in getattr(report, "memory_plans", ()):
+            figures = decode(PlanFigures, encoded, source=name)
+            known = self.rows.get(name)
+            if known is not None and known.change.new.test != figures.test:
+                self.clashes.append(f"'{name}' is planned by {known.change.new.test} and by {figures.test}")
+            path, line, _ = report.location
+            self.rows[name] = _Row(change=self.change(name, figures), limit=limit, path=path, line=(line or 0) + 1)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write what was asked for."""
+        if hasattr(self.config, "workerinput") or self.config.option.collectonly:
+            return
+        if exitstatus == pytest.ExitCode.OK and self._runs_all():
+            self.gone = sorted(
+                name for name, old in self.old.items() if name not in self.rows and old.test not in self.unfinished
+            )
+        if self.clashes:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif self.approves and self.rows:
+            kept = {name: old for name, old in self.old.items() if name not in self.gone}
+            write_baseline(
+                self.file, MemoryBaseline(plans=kept | {name: row.change.new for name, row in self.rows.items()})
+            )
+        asked = self.config.getoption("--memory-report")
+        if self.rows or asked:
+            write_markdown(self.markdown(), self.config.invocation_params.dir / asked if asked else None)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Tell every plan in a line, and annotate those that fail."""
+        lines = [
+            *(f"{row.verdict}: {name}: {row.change.change()}" for name, row in sorted(self.rows.items())),
+            *(f"gone: {name}: no test makes it any more" + self._drop_hint() for name in self.gone),
+            *(f"two tests share a name: {clash}; give each name= of its own" for clash in self.clashes),
+            *filter(None, (self._annotation(row) for row in self.rows.values())),
+        ]
+        if self.approves and self.rows and not self.clashes:
+            lines.append(f"written: {self.file}")
+        if lines:
+            terminalreporter.section("planned memory")
+            for line in lines:
+                terminalreporter.write_line(line)
+
+    def markdown(self) -> str:
+        """Return the comparison for a pull request, what fails first."""
+        rows = sorted(self.rows.items(), key=lambda item: (not item[1].fails, item[0]))
+        table = markdown_table(
+            ["plan", "card", "verdict", "baseline", "now", "change", "limit", "what moved"],
+            [_cells(name, row) for name, row in rows],
+        )
+        counts = Counter(row.verdict for row in self.rows.values())
+        told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "no plans"
+        more = [f"Gone: `{name}`, no test makes it any more." for name in self.gone]
+        hint = (
+            "Meant? `pytest --memory-approve` writes the baseline." if any(row.change.fails for _, row in rows) else ""
+        )
+        parts = [COMMENT, f"### Planned GPU memory: {told}", table if rows else "", *more, hint]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _told(self, item: pytest.Item) -> str:
+        """Return what is wrong with a test's plans, compared with the baseline."""
+        planner = item.stash.get(_PLANNER, None)
+        plans = planner.plans if planner is not None else []
+        changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in plans]
+        return "\n\n".join(change.text(self.file.name) for change in changes if change.fails)
+
+    def _runs_all(self) -> bool:
+        """Whether no path, -k or -m leaves tests out: only then is a plan that nobody made gone."""
+        option, args_source = self.config.option, self.config.args_source
+        selects = option.keyword or option.markexpr not in {"", MARKER} or getattr(option, "lf", False)
+        return not selects and args_source is not pytest.Config.ArgsSource.ARGS
+
+    def _drop_hint(self) -> str:
+        return ", dropped" if self.approves else "; pytest --memory-approve drops it"
+
+    def _annotation(self, row: "_Row") -> str:
+        if not row.fails:
+            return ""
+        said = row.change.text(self.file.name) if row.change.fails else f"{row.verdict}: {row.change.change()}"
+        file = self.config.rootpath / row.path
+        return annotation(said, title=f"planned memory: {row.verdict}", file=file, line=row.line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A plan of this run, and where its test is."""
+
+    change: PlanChange
+    limit: int | None
+    path: str
+    line: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the peak is not below the limit that the test states."""
+        return self.limit is not None and self.change.new.peak_bytes >= self.limit
+
+    @property
+    def fails(self) -> bool:
+        """Whether the test fails for its memory."""
+        return self.is_over or self.change.fails
+
+    @property
+    def verdict(self) -> str:
+        """The verdict, and whether the limit holds."""
+        words = [self.change.verdict] if self.change.verdict is not Verdict.NOT_COMPARED or not self.is_over else []
+        return ", ".join([*words, *(["over its limit"] if self.is_over else [])])
+
+
+def _cells(name: str, row: _Row) -> list[str]:
+    old, new = row.change.old, row.change.new
+    more = new.peak_bytes - (old.peak_bytes if old else new.peak_bytes)
+    return [
+        f"`{name}`", new.card, f"**{row.verdict}**" if row.fails else row.verdict,
+        format_bytes(old.peak_bytes) if old else "-", format_bytes(new.peak_bytes),
+        f"{more:+,} B, {100 * more / old.peak_bytes:+.2f} %" if old and more else "-",
+        format_bytes(row.limit) if row.limit else "-", "\n".join(moved_lines(row.change)) or "-",
+    ]  # fmt: skip

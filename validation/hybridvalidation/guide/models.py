@@ -1,0 +1,89 @@
+"""What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
+
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridtrain.models.hf_config import hf_architectures
+from hybridtrain.units import format_count, to_gib
+from hybridvalidation.recommend.fit_command import fit_command
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.runs.runner import run_from_records
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.sections.summary import summary_table
+from hybridvalidation.show.tables import MARKDOWN
+
+_ABOUT_OTHERS = {"hybrid", "techniques"}
+"""Scenarios that compare ways, not models on cards."""
+
+
+def architectures() -> str:
+    """Return the architectures of Hugging Face folders that are read, and the families that they are here."""
+    rows = [[f"`{name}`", family] for name, family in hf_architectures().items()]
+    return tabulate(rows, headers=["`architectures` in config.json", "family"], tablefmt=MARKDOWN)
+
+
+def recommendations(files: ScenarioFiles, results: Path) -> str:
+    """Return the fastest stack on record that fits, for every scenario about a model on a card."""
+    store, rows = RecordStore(results / "records"), []
+    for name in files.scenario_names():
+        if name in _ABOUT_OTHERS:
+            continue
+        scenario = files.scenario(name)
+        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+        found = [(memory, stack) for stack in scenario.stacks if (memory := run.memory(stack)) and memory.fits]
+        model, card = scenario.model.resolve(), scenario.card.resolve()
+        head = [f"[{format_count(model.num_params)}](results/tables/{name}.md)", card.name]
+        if not found:
+            rows.append([*head, "nothing on record fits", *["-"] * 5])
+            continue
+        memory, stack = max(found, key=lambda each: each[0].tokens_per_s)
+        rows.append([
+            *head, stack, f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
+            f"{to_gib(memory.host_peak_bytes):.2f}", f"{memory.tokens_per_s:,.0f}", memory.bound,
+        ])  # fmt: skip
+    headers = ["parameters", "card", "stack", "tokens a step", "device GiB", "host GiB", "tokens/s", "bound"]
+    return tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+
+
+def scenario_table(name: str, files: ScenarioFiles, results: Path) -> str:
+    """Return a scenario's first table, from its records."""
+    scenario = files.scenario(name)
+    stacks = [files.stack(stack) for stack in scenario.stacks]
+    return summary_table(run_from_records(scenario, stacks, RecordStore(results / "records")), MARKDOWN)
+
+
+def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
+    """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
+    report = fit_command(
+        model=model, card=card, host_memory=host_memory, seq=None, tokens_per_step=None, tokens=100_000_000,
+        methods=("full", "lora", "qlora"), margin=5.0, confirm=False, write=None, say=lambda _line: None,
+    )  # fmt: skip
+    rows = []
+    for way in report.ways:
+        hours = way.hours(report.tokens)
+        rows.append([
+            way.name, "yes" if way.fits else "NO", f"{to_gib(way.device_bytes):.1f}", f"{to_gib(way.host_bytes):.1f}",
+            f"{to_gib(way.disk_bytes):.1f}",
+            "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}", "-" if hours is None else f"{hours:.1f}",
+            way.candidate.arrangement.name, way.evidence,
+        ])  # fmt: skip
+    headers = [
+        "numbers",
+        "fits",
+        "device GiB",
+        "host GiB",
+        "disk GiB",
+        "tokens/s",
+        "h / 100M tokens",
+        "where",
+        "bytes are",
+    ]
+    table = tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+    question = report.question
+    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
+    return (
+        f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "
+        f"{question.num_sequences} x {question.seq_len} tokens a step, 5 % of the card free.\n\n{table}\n\n"
+        f"Found when this page was built; times are estimated (roofline). Files that train each way:\n\n    {command}"
+    )

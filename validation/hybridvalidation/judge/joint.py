@@ -1,0 +1,99 @@
+"""The rows of a scenario, judged together: one stack holds all of them, or none does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, judge, states_least_need
+from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.scenario import ScenarioTarget, Target
+
+_BEST_FIRST = list(Status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Every stack that fits, each on all rows that are about the scenario."""
+
+    rows: tuple[str, ...]
+    """Targets, in the scenario's order."""
+    stacks: Mapping[str, tuple[Verdict, ...]]
+    """Verdicts by stack, in the order of the rows; the stack that does best comes first."""
+
+    @property
+    def best(self) -> str:
+        """The stack that does best on all rows together."""
+        return next(iter(self.stacks))
+
+    def verdict(self, row: str) -> Verdict:
+        """Return the best stack's verdict on a row."""
+        return self.stacks[self.best][self.rows.index(row)]
+
+    def holders(self, row: str) -> list[str]:
+        """Return the stacks that hold a row, whatever they do on the others."""
+        place = self.rows.index(row)
+        return [stack for stack, verdicts in self.stacks.items() if verdicts[place].status.is_met]
+
+    @property
+    def sentence(self) -> str:
+        """Say which stack holds all rows, or what the nearest one lacks."""
+        count = "the row" if len(self.rows) == 1 else f"all {len(self.rows)} rows"
+        lacks = [verdict for verdict in self.stacks[self.best] if not verdict.status.is_met]
+        if lacks:
+            told = ", ".join(f"{verdict.target} ({verdict.status})" for verdict in lacks)
+            return f"No stack holds {count}: nearest is {self.best}, which lacks {told}."
+        others = [
+            name for name, found in self.stacks.items() if name != self.best and all(v.status.is_met for v in found)
+        ]
+        also = f"; so do {', '.join(others)}" if others else ""
+        return f"{self.best} holds {count}{also}."
+
+
+def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> Joint | None:
+    """Return every stack that fits on every row that names none; where nothing fits, every stack. None without rows.
+
+    The best stack holds most rows, then misses fewest, then has the widest of the narrowest margins.
+    """
+    items = [item for item in run.scenario.targets if is_joint(item, targets)]
+    if not items:
+        return None
+    of_stack = {
+        stack: tuple(judge(run, targets[item.id], stack, item, elsewhere) for item in items)
+        for stack in run.scenario.stacks
+    }
+    fitting = {stack: found for stack, found in of_stack.items() if _fits(run, stack)} or of_stack
+    ranked = dict(sorted(fitting.items(), key=lambda item: _rank(item[1])))
+    return Joint(rows=tuple(item.id for item in items), stacks=ranked)
+
+
+def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> list[Verdict]:
+    """Return the verdicts in file order: one for each stack that a row names, else that of the stack best on all rows.
+
+    What any stack must take at least is decided by the one that takes least.
+    """
+    joint, found = judge_jointly(run, targets, elsewhere), list[Verdict]()
+    for item in run.scenario.targets:
+        target = targets[item.id]
+        if item.stacks:
+            found += [judge(run, target, stack, item, elsewhere) for stack in item.stacks]
+        elif joint is not None and is_joint(item, targets):
+            found.append(replace(joint.verdict(item.id), is_of_scenario=True))
+        else:
+            needs = [judge(run, target, stack, item, elsewhere) for stack in run.scenario.stacks]
+            most_frugal = max(needs, key=lambda v: (_BEST_FIRST.index(v.status), v.fits, -(v.value or 0.0)))
+            found.append(replace(most_frugal, is_of_scenario=True))
+    return found
+
+
+def is_joint(item: ScenarioTarget, targets: Mapping[str, Target]) -> bool:
+    """Return whether a row is about the scenario, so that one stack must hold it together with the others."""
+    return not item.stacks and not states_least_need(targets[item.id])
+
+
+def _fits(run: ScenarioRun, stack: str) -> bool:
+    record, memory = run.get("measured", stack), run.memory(stack)
+    return memory is not None and (memory.fits if record is None else record.measured is not None)
+
+
+def _rank(verdicts: Sequence[Verdict]) -> tuple[int, int, float]:
+    met, missed = (sum(getattr(verdict.status, name) for verdict in verdicts) for name in ("is_met", "is_missed"))
+    return -met, missed, -min(verdict.margin for verdict in verdicts)

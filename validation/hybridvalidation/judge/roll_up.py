@@ -1,0 +1,93 @@
+"""Every stated figure in a line: of all places where it was judged, the verdict that stands."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridvalidation.judge.verdict import Status, Verdict
+from hybridvalidation.scenario import Target
+
+_BEST_FIRST = list(Status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One verdict, and where it was reached."""
+
+    place: str
+    """Scenario, study or page."""
+    verdict: Verdict
+    is_registered: bool = False
+    """Whether a study was registered to judge it."""
+    held_alone_by: tuple[str, ...] = ()
+    """Stacks that hold the row, where the one that does best on all rows does not."""
+
+    @property
+    def weight(self) -> int:
+        """Which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
+        return 2 * self.is_registered + self.verdict.is_of_scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One stated figure."""
+
+    target: str
+    says: str
+    status: Status
+    evidence: str
+    stack: str
+    place: str
+    record: str
+    reason: str
+
+
+def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
+    """Return one row per target: the least favourable verdict of those that count, and what others say.
+
+    A place without any record does not count where another has one.
+    """
+    by_target: dict[str, list[Judged]] = {name: [] for name in targets}
+    for item in found:
+        if item.verdict.target in by_target:
+            by_target[item.verdict.target].append(item)
+    return [_row(targets[name], items) for name, items in by_target.items()]
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """Return how many figures have which verdict, in a sentence."""
+    of_status = Counter(row.status for row in rows)
+    told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
+    return f"{len(rows)} stated targets: {told}."
+
+
+_WORDS = {
+    Status.HOLDS: "hold", Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
+    Status.UNPROVEN: "unproven", Status.MISLEADING: "misleading", Status.REFUTED: "refuted",
+}  # fmt: skip
+
+
+def _row(target: Target, items: Sequence[Judged]) -> Row:
+    known = [item for item in items if item.verdict.evidence is not None] or items
+    if not known:
+        return Row(
+            target=target.id, says=target.says, status=Status.UNPROVEN, evidence="", stack="", place="", record="",
+            reason="judged nowhere.",
+        )  # fmt: skip
+    weight = max(item.weight for item in known)
+    counting = [item for item in known if item.weight == weight]
+    worst = max(counting, key=lambda item: _BEST_FIRST.index(item.verdict.status))
+    verdict, others = worst.verdict, [item for item in known if item is not worst]
+    alone = f" Alone it is held by {', '.join(worst.held_alone_by)}." if worst.held_alone_by else ""
+    return Row(
+        target=target.id, says=target.says, status=verdict.status, evidence=verdict.evidence or "",
+        stack=verdict.stack, place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
+    )  # fmt: skip
+
+
+def _told(others: Sequence[Judged]) -> str:
+    places: dict[Status, list[str]] = {}
+    for item in others:
+        places.setdefault(item.verdict.status, []).append(f"{item.verdict.stack} in {item.place}")
+    told = "; ".join(f"{status}: {', '.join(places[status])}" for status in Status if status in places)
+    return f" Also {told}." if told else ""

@@ -1,0 +1,21 @@
+"""How far the time model was from recorded steps that it had not seen: differences below it decide nothing."""
+
+from collections.abc import Callable
+
+from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridvalidation.judge.statistics import Interval
+
+TIME_ERROR = time_errors()["leave_one_card_out"].mean_absolute
+"""Mean absolute error, relative, of recorded steps on cards that the model was not fitted on (results/time-model.md).
+Of single speeds, so it is too wide for ratios of two runs on one card, whose errors have one sign."""
+
+
+def within_error(value: float, express: Callable[[float], float] = lambda rate: rate) -> Interval:
+    """Return an estimate with the ends that it has when the speed is off by the error.
+
+    Args:
+        value: A speed, or a ratio of two.
+        express: What is told of it, rising or falling.
+    """
+    low, high = sorted(express(value * factor) for factor in (1 - TIME_ERROR, 1 + TIME_ERROR))
+    return Interval(express(value), low, high)

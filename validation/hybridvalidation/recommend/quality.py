@@ -1,0 +1,88 @@
+"""What ladders on record say of a way's numbers: the verdict of the largest rung that an arm of the same has ended."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hybridtrain.candidates import Candidate
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import compose
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.placement import Codec
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
+from hybridvalidation.study.ladder.protocol import Arm, LadderFile, Made, ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.runner import read_ladder
+
+
+def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, str]:
+    """Return a sentence by name of the numbers; one that no arm of any ladder has is missing.
+
+    An arm has the same numbers if it computes in the same element types and stores the same in as many bits; how many
+    micro-batches it cuts a step into may differ (of one, nothing is summed), and a master in two halves is the master.
+    """
+    ladders = [
+        (read_ladder_file(files.folder, name), read_ladder(results, name)) for name in ladder_names(files.folder)
+    ]
+    notes = {}
+    for candidate in candidates:
+        found = [note for ladder, made in ladders for note in _notes(ladder, made, candidate)]
+        if found:
+            notes[candidate.level.name] = max(found, key=lambda note: note[0])[1]
+    return notes
+
+
+_Weighed = tuple[tuple[float, float, float], str]
+
+
+def _notes(ladder: LadderFile, made: Made, candidate: Candidate) -> Iterator[_Weighed]:
+    """Yield what each arm with these numbers says, with its weight: finished ones first, the largest of them."""
+    arms = {arm.name for arm in ladder.arms if not arm.rounds_to_nearest and _is_of(arm, candidate)}
+    for judged in (one for rung in ladder.rungs for one in judge_rung(ladder, made, rung)):
+        if judged.comparison.arm.name not in arms:
+            continue
+        is_finished = judged.finding is not Finding.UNFINISHED
+        params, tokens = _size(judged)
+        weight = (1.0, params, tokens) if is_finished else (0.0, len(judged.comparison.pairs), -params)
+        yield weight, _said(ladder, judged)
+
+
+def _size(judged: Judged) -> tuple[float, float]:
+    rung = judged.comparison.rung
+    return rung.model.num_params, rung.tokens_per_param
+
+
+def _said(ladder: LadderFile, judged: Judged) -> str:
+    comparison, (params, tokens) = judged.comparison, _size(judged)
+    size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens a parameter"
+    head = f"{judged.finding} (arm {comparison.arm.name} of {ladder.name} against {comparison.other.name}"
+    if judged.finding is Finding.UNFINISHED:
+        return f"{head}, {len(comparison.pairs)} of {len(comparison.seeds)} seeds executed at {size})"
+    found = comparison.interval
+    nats = (
+        ""
+        if found is None
+        else f"loss {found.mean:+.4f} nats a token, 95 % interval {found.low:+.4f} to {found.high:+.4f}"
+    )
+    diverged = f", {comparison.num_diverged} diverged" if comparison.num_diverged else ""
+    return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {len(comparison.pairs)} seeds{diverged})"
+
+
+def _is_of(arm: Arm, candidate: Candidate) -> bool:
+    own, wanted = arm.plan(), compose(candidate.optimizations())
+    sums = [plan.for_phase(Phase.FULL).grad.codec for plan in (own, wanted)]
+    return (
+        arm.optimizer == candidate.level.optimizer
+        and _numbers(own) == _numbers(wanted)
+        and (arm.num_micro_batches == 1 or sums[0] is sums[1])
+    )
+
+
+def _numbers(plan: MemoryPlan) -> tuple[object, ...]:
+    """Return what of a plan decides results beside the order of sums."""
+    full = plan.for_phase(Phase.FULL)
+    master = Codec.FLOAT32 if full.master.codec is Codec.SPLIT16 else full.master.codec
+    return (
+        full.compute_dtype, full.weight.codec, master, full.optim_state.codec, full.boundary.codec, full.linear,
+        full.history_tensors, full.adapter_rank, full.adapter_alpha, full.adapter_scaling, full.adapter_dropout,
+        full.adapter_targets, full.adapter_magnitude,
+    )  # fmt: skip

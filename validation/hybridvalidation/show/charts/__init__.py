@@ -1,0 +1,1 @@
+"""Pictures to point at and zoom into, one idea a file."""

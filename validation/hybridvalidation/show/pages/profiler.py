@@ -1,0 +1,96 @@
+"""What the memory profiler costs, and what was stated of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridvalidation.judge.case import Decider, Metric
+from hybridvalidation.judge.verdict import Verdict, judge_metric
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.profiled import ProfilerRecord, read_profiled
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.scenario import BASELINE_STACK, Target
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
+
+TARGET, _SCENARIO = "profiler-overhead", "gpt2-small"
+_HEADERS = (
+    "model",
+    "parameters",
+    "batch",
+    "every",
+    "pairs",
+    "step ms",
+    "snapshot ms",
+    "share %",
+    "with / without",
+    "noise",
+)
+_HOW = (
+    "Medians of wall time, fp32, steps with the profiler and without it in turn: a step without it, record_step where "
+    "it takes a snapshot, its share of the step at that interval. With / without is the ratio of the steps' medians, "
+    "noise that ratio between steps without it: too coarse for a share this small, which is why the snapshot is timed "
+    "itself. A card's step is far shorter than a processor's, so the share is told of the step that is estimated for "
+    f"{_SCENARIO} too."
+)
+
+
+def judge_profiler(records: Path, targets: Mapping[str, Target]) -> list[Verdict]:
+    """Return the verdict of the newest record; a snapshot's share of a card's estimated step decides."""
+    found = read_profiled(records)
+    if TARGET not in targets:
+        return []
+    if not found:
+        return [judge_metric(targets[TARGET], "memory profiler", None, missing="no record of its benchmark")]
+    record, case = found[-1], found[-1].judged
+    step_s = _card_step_s(records)
+    decider = None
+    if step_s is not None and record.evidence is Evidence.EXECUTED:
+        decider = Decider(
+            100 * case.snapshot_s / step_s, Evidence.ESTIMATED, "is of a processor's step",
+            f"of a card's, {1000 * step_s:.0f} ms",
+        )  # fmt: skip
+    remark = (
+        f"{case.model} at {case.batch_size} x {case.seq_len} tokens, a snapshot of {1000 * case.snapshot_s:.2f} ms at "
+        f"every step of {case.step_s:.2f} s"
+    )
+    metric = Metric(case.overhead_pct, record.evidence, "%", remark=remark, decider=decider)
+    return [judge_metric(targets[TARGET], "memory profiler", metric, record=f"profiler {record.started_at}")]
+
+
+def _card_step_s(records: Path) -> float | None:
+    """Return the estimated seconds of the scenario's unoptimised step."""
+    steps = [
+        record.memory.step_time_s
+        for record in RecordStore(records).read(_SCENARIO)
+        if record.stack == BASELINE_STACK and record.memory is not None
+    ]
+    return steps[-1] if steps else None
+
+
+def _write(files: ScenarioFiles, results: Path) -> list[Path]:
+    found = read_profiled(results / "records")
+    if not found:
+        return []
+    parts = [
+        "# The memory profiler's cost", _table(found[-1]), _HOW,
+        verdict_table(judge_profiler(results / "records", files.targets()), MARKDOWN), made_by([("", found[-1])]),
+    ]  # fmt: skip
+    return [write_page(results, "profiler", "\n\n".join(parts))]
+
+
+def _table(record: ProfilerRecord) -> str:
+    rows: Sequence[Sequence[str]] = [
+        [
+            case.model, f"{case.num_params:,}", f"{case.batch_size} x {case.seq_len}", str(case.every_n_steps),
+            str(case.rounds), f"{1e3 * case.step_s:.2f}", f"{1e3 * case.snapshot_s:.3f}", f"{case.overhead_pct:.4f}",
+            f"{case.ratio:.4f}", f"{case.noise:.4f}",
+        ]
+        for case in record.cases
+    ]  # fmt: skip
+    return tabulate(rows, headers=_HEADERS, tablefmt=MARKDOWN, disable_numparse=True)
+
+
+PAGE = Page(order=60, group="Evidence", write=_write)

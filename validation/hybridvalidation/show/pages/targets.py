@@ -1,0 +1,99 @@
+"""All stated figures on one page, each with the verdict that stands."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridtrain.config.decode import load_toml
+from hybridvalidation.judge.joint import judge_all, judge_jointly
+from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
+from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
+from hybridvalidation.kernel_bench.table import judge_kernels
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.runs.runner import run_from_records
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.pages.profiler import judge_profiler
+from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
+from hybridvalidation.study.figures import judge_study
+from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
+from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.runner import read_study
+
+_HEADERS = ("target", "verdict", "evidence", "stack", "record", "because")
+_HOW = (
+    "Of several places a registered study counts first, then a scenario, judged on one stack that must hold all rows "
+    "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
+    "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
+    "Undecided: the difference is smaller than the time model's own error. Unproven: no record, or an interval on both "
+    "sides of the bound. Misleading: right as it was got, but an average or a part, and what decides misses the bound."
+)
+
+
+def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
+    """Return one row per stated figure, from records alone."""
+    return roll_up(files.targets(), _judged(files, results))
+
+
+def targets_text(rows: Sequence[Row], style: str) -> str:
+    """Return counts and table."""
+    cells = [[row.target, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason] for row in rows]
+    widths = [None, None, None, 20, 20, 70] if style == TERMINAL else None
+    table = tabulate(cells, headers=_HEADERS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
+    return f"{counts(rows)}\n\n{table}"
+
+
+def _record(row: Row) -> str:
+    """Return which record shows it, with the place where that is judged if its name does not say so."""
+    if not row.record or row.record.startswith(row.place):
+        return row.record or row.place or "-"
+    return f"{row.place}: {row.record}"
+
+
+def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
+    targets, records = files.targets(), results / "records"
+    store, elsewhere = RecordStore(records), ladder_verdicts(files, results)
+    for name in files.scenario_names():
+        scenario = files.scenario(name)
+        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+        joint = judge_jointly(run, targets, elsewhere)
+        for verdict in judge_all(run, targets, elsewhere):
+            holders: list[str] = []
+            if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
+                holders = [] if verdict.status.is_met else joint.holders(verdict.target)
+            yield Judged(place=name, verdict=verdict, held_alone_by=tuple(holders))
+    for path in sorted((files.folder / "studies").glob("*.toml")):
+        study = load_toml(StudyFile, path)
+        for verdict in judge_study(study, read_study(results, study.name), targets):
+            shown = replace(verdict, record=verdict.record or f"studies/{study.name}")
+            yield Judged(place=f"study {study.name}", verdict=shown, is_registered=True)
+    for name in ladder_names(files.folder):
+        for verdict in judge_ladder(read_ladder_file(files.folder, name), read_ladder(results, name), targets):
+            yield Judged(place=f"study {name}", verdict=verdict, is_registered=True)
+    pages = {
+        "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
+        "attention": [
+            verdict for record in read_attention(records)[-1:] for verdict in judge_attention(record, targets)
+        ],
+        "profiler": judge_profiler(records, targets),
+    }
+    for place, verdicts in pages.items():
+        for verdict in verdicts:
+            yield Judged(place=place, verdict=verdict)
+
+
+def _write(files: ScenarioFiles, results: Path) -> list[Path]:
+    if not (files.folder / "targets.toml").is_file():  # scenarios of others state nothing
+        return []
+    rows = all_targets(files, results)
+    if not any(row.record for row in rows):  # arithmetic alone needs no page
+        return []
+    return [write_page(results, "targets", f"# Stated targets\n\n{targets_text(rows, MARKDOWN)}\n\n{_HOW}")]
+
+
+PAGE = Page(order=70, group="Evidence", write=_write)

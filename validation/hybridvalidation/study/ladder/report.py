@@ -1,0 +1,205 @@
+"""A ladder as one Markdown file: its registration, what is done, verdicts by rung, stated figures, an extrapolation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from tabulate import tabulate
+
+from hybridtrain.units import format_count
+from hybridvalidation.judge.statistics import Interval
+from hybridvalidation.scenario import Target
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
+from hybridvalidation.study.ladder.equivalence import Finding, Judged, extrapolate, judge_rung, last_look
+from hybridvalidation.study.ladder.order import first_runs, next_runs
+from hybridvalidation.study.ladder.protocol import (
+    Arm,
+    LadderFile,
+    Made,
+    Rung,
+    chosen_lr,
+    ladder_names,
+    read_ladder_file,
+    record_of,
+    run_key,
+)
+from hybridvalidation.study.ladder.runner import holds, read_ladder, read_replays
+from hybridvalidation.study.ladder.targets import judge_ladder
+
+_FAR = (7e9, 20.0)
+"""Parameters, and tokens for each, of the extrapolation."""
+_HOW = (
+    "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation loss "
+    "above that of the arm it is compared with, nats a token, mean and 95 % interval over paired seeds (same first "
+    "weights, same batches, same validation tokens). Equivalent: two one-sided t tests put the mean within the "
+    "registered margin; worse, better: a two-sided one tells it from zero; odds are corrected over the arms of a "
+    "family and rung (Holm), unfinished ones counted. Top-1: accuracy over the other's. Products of bfloat16 matrices "
+    "are computed in float32 and rounded once. Stacks that compute the same to the bit share an arm's runs."
+)
+_HEADERS = (
+    "arm", "against", "lr", "seeds", "loss", "difference, nats", "deviation", "top-1 kept %", "p equivalent",
+    "p different", "verdict",
+)  # fmt: skip
+
+
+def ladder_sentence(ladder: LadderFile, made: Made) -> str:
+    """Return what the finished rungs say, and what is missing."""
+    told = []
+    for rung in ladder.rungs:
+        judged = judge_rung(ladder, made, rung)
+        if all(one.finding is not Finding.UNFINISHED for one in judged):
+            counts = {finding: [o.comparison.arm.name for o in judged if o.finding is finding] for finding in Finding}
+            words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in counts.items() if names)
+            told.append(f"{rung.name}: {words}.")
+    if not told:
+        return f"No rung is finished: the registered claim ({ladder.target}) is unproven."
+    rest = " Not all rungs are finished." if next_runs(ladder, made) else ""
+    return f"{' '.join(told)}{rest}"
+
+
+def ladder_text(ladder: LadderFile, made: Made, targets: Mapping[str, Target], results: Path, style: str) -> str:
+    """Return verdict, registration and tables."""
+    registration = (
+        f"Registered before the first run: {ladder.target}. Margin: {ladder.margin_nats:g} nats; odds of a wrong "
+        f"verdict in a family on a rung: {ladder.alpha:g}. {ladder.stop_rule}"
+    )
+    if ladder.remarks:
+        registration += f"\n\nAfter the registration: {ladder.remarks}"
+    begun = [rung for rung in ladder.rungs if _num_made(ladder, made, rung)]
+    tables = [f"{_title(rung, style)}\n\n{_rung_table(ladder, made, rung, style)}" for rung in begun]
+    return "\n\n".join(
+        [
+            ladder_sentence(ladder, made), registration, _texts(made), _progress(ladder, made, style), *tables, _HOW,
+            *([verdict_table(judge_ladder(ladder, made, targets), style)] if ladder.targets else []),
+            _extrapolations(ladder, made), _shares(ladder, style), _replays(ladder, made, results),
+        ]
+    )  # fmt: skip
+
+
+def write_ladder(ladder: LadderFile, made: Made, targets: Mapping[str, Target], results: Path) -> list[Path]:
+    """Write ``tables/NAME.md`` and its picture below ``results``."""
+    from hybridvalidation.study.ladder.plots import write_ladder_plot  # noqa: PLC0415  matplotlib takes half a second
+
+    plot = write_ladder_plot(ladder, made, results / "plots")
+    parts = [
+        f"# Quality: {ladder.says}", ladder_text(ladder, made, targets, results, MARKDOWN),
+        made_by(("", record) for record in made.values()), f"![{plot.stem}](../plots/{plot.name})",
+    ]  # fmt: skip
+    return [write_page(results, f"study-{ladder.name}", "\n\n".join(parts)), plot]
+
+
+def write_ladders(files: ScenarioFiles, results: Path) -> list[Path]:
+    """Rebuild tables and pictures of every ladder that has records."""
+    written: list[Path] = []
+    for name in ladder_names(files.folder):
+        if made := read_ladder(results, name):
+            written += write_ladder(read_ladder_file(files.folder, name), made, files.targets(), results)
+    return written
+
+
+def _texts(made: Made) -> str:
+    found = sorted({(record.corpus, record.corpus_digest) for record in made.values()})
+    told = "; ".join(f"{name} (SHA-256 {digest})" for name, digest in found)
+    return f"Texts, the Python sources of pinned packages, every byte a token: {told or 'none yet'}."
+
+
+def _num_made(ladder: LadderFile, made: Made, rung: Rung) -> int:
+    return sum(run_key(ladder, run) in made for run in first_runs(ladder, rung, made))
+
+
+def _progress(ladder: LadderFile, made: Made, style: str) -> str:
+    rows = []
+    for rung in ladder.rungs:
+        hours = sum(record.cpu_seconds for record in made.values() if record.run.rung == rung.name) / 3600
+        total = len(ladder.arms_of(rung)) * len(rung.seeds)
+        rows.append([
+            rung.name, f"{rung.model.num_params:,}", f"{rung.tokens_per_param:.0f}", format_count(rung.num_tokens),
+            f"{rung.num_steps:,} x {rung.batch_size} x {rung.seq_len}", len(ladder.arms_of(rung)), len(rung.seeds),
+            f"{_num_made(ladder, made, rung)} of {total}", f"{hours:.1f}",
+        ])  # fmt: skip
+    headers = [
+        "rung", "parameters", "tokens a parameter", "tokens", "steps x rows x tokens", "arms", "seeds", "runs made",
+        "processor hours",
+    ]  # fmt: skip
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def _title(rung: Rung, style: str) -> str:
+    text = f"{rung.name}: {rung.model.num_params:,} parameters, {rung.tokens_per_param:.0f} tokens a parameter"
+    return f"## {text}" if style == MARKDOWN else text
+
+
+def _rung_table(ladder: LadderFile, made: Made, rung: Rung, style: str) -> str:
+    judged = {one.comparison.arm.name: one for one in judge_rung(ladder, made, rung)}
+    rows = [_row(ladder, made, rung, arm, judged.get(arm.name)) for arm in ladder.arms_of(rung)]
+    return tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def _row(ladder: LadderFile, made: Made, rung: Rung, arm: Arm, judged: Judged | None) -> list[str]:
+    seeds = rung.seeds if judged is None else judged.comparison.seeds
+    records = [found for seed in seeds if (found := record_of(ladder, made, rung, arm, seed)) is not None]
+    losses = [record.validation_loss for record in records if record.validation_loss is not None]
+    head = [f"{chosen_lr(ladder, made, rung, arm):g}", f"{len(records)} of {len(seeds)}",
+            f"{fmean(losses):.4f}" if losses else "-"]  # fmt: skip
+    if judged is None:
+        return [arm.name, "-", *head, *["-"] * 5, "baseline" if arm is ladder.baseline else "compared with"]
+    comparison = judged.comparison
+    interval, kept = comparison.interval, comparison.retention
+    deviation = "-"
+    if interval is not None and len(comparison.differences) > 1:
+        mean = fmean(comparison.differences)
+        spread = sum((value - mean) ** 2 for value in comparison.differences) / (len(comparison.differences) - 1)
+        deviation = f"{spread**0.5:.4f}"
+    odds = ["-", "-"] if judged.finding is Finding.UNFINISHED else [_p(judged.p_equivalent), _p(judged.p_different)]
+    verdict = str(judged.finding) + (f", {comparison.num_diverged} diverged" if comparison.num_diverged else "")
+    return [
+        arm.name, comparison.other.name, *head, "-" if interval is None else _range(interval, "+.4f"), deviation,
+        "-" if kept is None else _range(kept, ".2f"), *odds, verdict,
+    ]  # fmt: skip
+
+
+def _p(odds: float) -> str:
+    return "<0.0001" if odds < 0.0001 else f"{odds:.4f}"
+
+
+def _range(interval: Interval, form: str) -> str:
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _extrapolations(ladder: LadderFile, made: Made) -> str:
+    told = []
+    for arm in ladder.arms:
+        other = ladder.other_of(arm)
+        rungs = [rung for rung in ladder.rungs if arm in ladder.arms_of(rung)]
+        found = None if other is None else extrapolate([last_look(ladder, made, r, arm, other) for r in rungs], *_FAR)
+        if found is not None:
+            told.append(f"{arm.name} {_range(found.interval, '+.4f')} (line in {' and '.join(found.terms)})")
+    size = f"{format_count(int(_FAR[0]))} parameters and {_FAR[1]:.0f} tokens a parameter"
+    if not told:
+        return f"Extrapolation to {size}: none yet, too few rungs are finished."
+    return (
+        f"Extrapolation to {size}, no measurement: a line through the differences of all finished rungs over the "
+        f"logarithms of size and length, if it went on so far: {'; '.join(told)}."
+    )
+
+
+def _shares(ladder: LadderFile, style: str) -> str:
+    rows = [[stack, arm.name, arm.says] for arm in ladder.arms for stack in sorted(arm.stacks)]
+    rows += [[f"({arm.family})", arm.name, arm.says] for arm in ladder.arms if not arm.stacks]
+    return tabulate(
+        rows, headers=["stack", "shares the runs of", "which computes"], tablefmt=style, disable_numparse=True
+    )
+
+
+def _replays(ladder: LadderFile, made: Made, results: Path) -> str:
+    replays = [found for key, found in read_replays(results, ladder.name).items() if key in made]
+    if not replays:
+        return "Replays: no record's first steps were computed again by a later program."
+    equal, fine = sum(found.is_equal for found in replays), sum(map(holds, replays))
+    latest = max(replays, key=lambda found: found.started_at)
+    return (
+        f"Replays: of {len(replays)} records the first steps and a run in little were computed again, last by program "
+        f"{latest.program} (commit {latest.environment.commit[:8] or 'of no checkout'}); {equal} equal to the bit, "
+        f"{fine} hold."
+    )

@@ -1,0 +1,70 @@
+"""The table of troubles, and the guide's page of it."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from hybridtrain.config.decode import decode
+from hybridvalidation.troubles.measures import MEASURES
+
+Topic = Literal["Out of memory", "Slow", "Accuracy", "Profiler silent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """One thing that goes wrong."""
+
+    name: str
+    topic: Topic
+    shows: str
+    """What a user sees."""
+    cause: str
+    """Why."""
+    do: tuple[str, ...]
+    """What to do, the first thing first."""
+    commands: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    """Regular expressions of lines that show it."""
+    measures: tuple[str, ...] = ()
+    """Names of ``MEASURES``."""
+
+    def __post_init__(self) -> None:
+        faults = [f"measures: '{name}' must be one of {', '.join(MEASURES)}" for name in {*self.measures} - {*MEASURES}]
+        for sign in self.signs:
+            try:
+                re.compile(sign)
+            except re.error as error:
+                faults.append(f"signs: '{sign}' must be a regular expression ({error})")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    trouble: tuple[Trouble, ...]
+
+
+@cache
+def troubles() -> tuple[Trouble, ...]:
+    """Return every trouble, what is told first first."""
+    text = resources.files("hybridvalidation.troubles").joinpath("troubles.toml").read_text(encoding="utf-8")
+    return decode(_Table, tomllib.loads(text), source="troubles.toml").trouble
+
+
+def troubles_page() -> str:
+    """Return the table as Markdown, by topic."""
+    topics = dict.fromkeys(trouble.topic for trouble in troubles())
+    return "\n\n".join(
+        f"## {topic}\n\n" + "\n\n".join(_section(each) for each in troubles() if each.topic == topic)
+        for topic in topics
+    )
+
+
+def _section(trouble: Trouble) -> str:
+    steps = "\n".join(f"{number}. {what}" for number, what in enumerate(trouble.do, 1))
+    commands = "\n".join(["```sh", *trouble.commands, "```"]) if trouble.commands else ""
+    title = trouble.name.replace("-", " ")
+    return "\n\n".join(filter(None, [f"### {title}", f"*{trouble.shows}*", trouble.cause, steps, commands]))
