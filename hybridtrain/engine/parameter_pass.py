@@ -256,14 +256,25 @@ class ParameterPass:
         weights: Sequence[StoredWeight],
         tensors: Sequence[Tensor],
     ) -> None:
+        stored = weight_part(weights[entry.index], part)
+        work = partial(self._compute_slice, entry, part, settings, stored, tensors)
+        if settings.hook is not None:  # which may do as it likes
+            work()
+            return
+        key = entry.step, part.stop - part.start, entry.state.companion is None
+        operands = [*stored, *tensors, *([] if settings.factor is None else [settings.factor])]
+        self._observer.repeat(key, operands, work)
+
+    def _compute_slice(
+        self, entry: _Entry, part: slice, settings: StepSettings, stored: StoredWeight, tensors: Sequence[Tensor]
+    ) -> None:
         grad_P, *rest = tensors
         companion_P = rest.pop() if entry.state.companion is not None else None
         grad_P = _scaled(grad_P, settings.factor)
         count = part.stop - part.start
         state = _take_slices(entry.state.slots, rest, count)
         extra = _take_slices(entry.state.extra if settings.hook else (), rest, count)
-        weight = self._slice(weight_part(weights[entry.index], part), companion_P)
-        self._apply(weight, grad_P, state, extra, part, entry.step, settings)
+        self._apply(self._slice(stored, companion_P), grad_P, state, extra, part, entry.step, settings)
 
     def _apply(
         self,

@@ -30,9 +30,10 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
             together describe nothing that could run.
     """
     _refuse_twice(stack)
+    owned = [(optimization.kind, claim) for optimization in stack for claim in optimization.claims()]
     tables: dict[Phase, PhasePlan] = {}
     faults: list[str] = []
-    for phase, claims in {phase: _claims_for(stack, phase) for phase in Phase}.items():
+    for phase, claims in {phase: _claims_for(owned, phase) for phase in Phase}.items():
         try:
             tables[phase] = resolve(claims)
         except PlanConflictError as error:
@@ -42,26 +43,29 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
     return MemoryPlan(phases=tables)
 
 
-def _claims_for(stack: Sequence[Optimization], phase: Phase) -> dict[str, PlanValue]:
-    claims = _unite(stack, None) | _unite(stack, phase)
+_Owned = Sequence[tuple[str, Claim]]
+"""Claims, each with the kind of its owner."""
+
+
+def _claims_for(owned: _Owned, phase: Phase) -> dict[str, PlanValue]:
+    claims = _unite(owned, None) | _unite(owned, phase)
     is_offloaded = claims.get("boundary.placement") in {Placement.HOST, Placement.DISK}
     if phase is Phase.PREDICT and is_offloaded and not claims.get("recompute_every"):
         claims["boundary.placement"] = Placement.DROPPED  # without a backward pass nothing asks for them
     return claims
 
 
-def _unite(stack: Sequence[Optimization], phase: Phase | None) -> dict[str, PlanValue]:
+def _unite(owned: _Owned, phase: Phase | None) -> dict[str, PlanValue]:
     owners: dict[str, tuple[str, PlanValue]] = {}
-    for optimization in stack:
-        for claim in optimization.claims():
-            if claim.phase is not phase:
-                continue
-            owner, value = owners.setdefault(claim.path, (optimization.kind, claim.value))
-            if value != claim.value:
-                raise PlanConflictError(
-                    f"{claim.path}: '{owner}' asks for {value}, '{optimization.kind}' asks for {claim.value}; "
-                    f"a cell has one value: drop one of them or make them agree."
-                )
+    for kind, claim in owned:
+        if claim.phase is not phase:
+            continue
+        owner, value = owners.setdefault(claim.path, (kind, claim.value))
+        if value != claim.value:
+            raise PlanConflictError(
+                f"{claim.path}: '{owner}' asks for {value}, '{kind}' asks for {claim.value}; "
+                f"a cell has one value: drop one of them or make them agree."
+            )
     return {path: value for path, (_, value) in owners.items()}
 
 

@@ -6,9 +6,9 @@ and on CUDA. The rule not to break: storages are watched through weak references
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,22 @@ _DEFAULT_CLASS = {
 }
 
 
+_META_CACHES: defaultdict[torch.dtype, MetaCache] = defaultdict(MetaCache)
+"""By the default type, one for all ledgers: what an op returns does not depend on who watches, and a search runs many
+small models dry."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Work that left nothing behind, counted from its beginning."""
+
+    sizes: tuple[int, ...]
+    events: tuple[int, ...]
+    ops: tuple[OpRecord, ...]
+    most_bytes: int
+    """Live at once, of its own."""
+
+
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storage bytes while it is active (``with ledger:``).
 
@@ -178,8 +194,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._record = record
         self._device = device
-        self._meta_cache = MetaCache()
         self._facts: dict[OpKey, tuple[bool, int, int, str, tuple[int, int, int] | None, str]] = {}
+        self._meta_cache = _META_CACHES[torch.get_default_dtype()]
+        self._pieces: dict[Hashable, _Piece | None] = {}
+        """None: work that must be done each time."""
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
         self._sizes: list[int] = []
@@ -242,6 +260,62 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and self._record:
             self._classes[found[0]] = tensor_class
             self._units[found[0]] = unit
+
+    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:
+        """Do work, or write down what it did before where no operand has values; it only changes values of operands."""
+        if not self._record or not all(tensor.is_meta for tensor in operands):
+            work()
+            return
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in operands)
+        known = self._pieces.get((key, self._stage, shapes))
+        if known is not None:
+            self._write_down(known)
+            return
+        begin = len(self._sizes), len(self._events), len(self._ops)
+        joined = tuple(self._joined)
+        work()
+        if (key, self._stage, shapes) not in self._pieces:
+            self._pieces[key, self._stage, shapes] = self._piece(*begin, joined)
+
+    def _piece(self, storage: int, event: int, op: int, joined: tuple[int, ...]) -> _Piece | None:
+        """Return what was done since; None if it let go or kept anything, or used another lane."""
+        sizes, events, ops = self._sizes[storage:], self._events[event:], self._ops[op:]
+        made, gone = ({entry for entry in events if entry >= 0}, {~entry for entry in events if entry < 0})
+        waits = [record.waits for record in ops]
+        if (
+            made != gone
+            or any(unit != self._unit for unit in self._units[storage:])
+            or any(kind is not _DEFAULT_CLASS[self._stage] for kind in self._classes[storage:])
+            or any(record.lane is not Lane.COMPUTE for record in ops)
+            or waits != [joined, *[()] * (len(ops) - 1)]
+        ):
+            return None
+        live = most = 0
+        for entry in events:
+            live += self._sizes[entry] if entry >= 0 else -self._sizes[~entry]
+            most = max(most, live)
+        shifted = tuple(entry - storage if entry >= 0 else ~(~entry - storage) for entry in events)
+        records = tuple(replace(record, event=record.event - event, waits=()) for record in ops)
+        return _Piece(tuple(sizes), shifted, records, most)
+
+    def _write_down(self, piece: _Piece) -> None:
+        storage, event, unit = self._next_index, len(self._events), self._unit
+        self._next_index += len(piece.sizes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + piece.most_bytes)
+        self._sizes += piece.sizes
+        self._classes += [_DEFAULT_CLASS[self._stage]] * len(piece.sizes)
+        self._units += [unit] * len(piece.sizes)
+        self._events += [entry + storage if entry >= 0 else ~(~entry + storage) for entry in piece.events]
+        waits, self._joined = tuple(self._joined), []
+        for done in piece.ops:
+            self._ops.append(
+                OpRecord(
+                    done.name, event + done.event, done.stage, unit, done.is_matmul, done.flops, done.bytes_moved,
+                    done.dtype, Lane.COMPUTE, waits, done.shape,
+                )
+            )  # fmt: skip
+            waits = ()
+        self._last_compute = len(self._ops) - 1
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Record a copy, or arithmetic of the host, beside the compute lane."""

@@ -1,6 +1,6 @@
 """The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Protocol
@@ -44,6 +44,13 @@ class MemoryObserver(Protocol):
         """Say what the storage of ``tensor`` is for, from its allocation on."""
         ...
 
+    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:
+        """Do work that only changes values: whenever key and shapes of operands are the same, so is all it does.
+
+        Where there are no values, what it did the last time may be written down in its place.
+        """
+        ...
+
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Say that ``lane`` moves bytes once the named ops are done; return the number of this op."""
         ...
@@ -66,6 +73,10 @@ class NullObserver:
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
         """Do nothing."""
+
+    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:  # noqa: ARG002
+        """Do the work."""
+        work()
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:  # noqa: ARG002
         """Return 0."""

@@ -168,7 +168,10 @@ class MetaCache:
 
     Only shapes, strides and dtypes are remembered, and only of ops that return nothing of their inputs' memory but an
     operand whose values they changed; a remembered op makes the same storages in the same order as the op itself.
+    No more than ``MOST`` are remembered.
     """
+
+    MOST = 1 << 16
 
     def __init__(self) -> None:
         self._known: dict[OpKey, _Answer | None] = {}
@@ -190,6 +193,8 @@ class MetaCache:
     def _first_call(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: OpKey
     ) -> Any:
+        if len(self._known) >= self.MOST:
+            self._known.clear()
         if func is _DRAWN:
             self._known[key] = _Same(0)
             return args[0]

@@ -27,7 +27,7 @@ from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAlloc
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, count_bytes, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -72,6 +72,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(device="meta")
+        self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.card = card
         self.host = host or Host()
         self.allocator = allocator

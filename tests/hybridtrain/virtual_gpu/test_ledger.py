@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import adamw_int8_
 from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
@@ -19,7 +19,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu import op_rules
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MetaCache, register_scratch
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
@@ -346,3 +346,43 @@ def test_an_ops_scratch_has_one_rule() -> None:
 
 def double_operand(args: Sequence[torch.Tensor]) -> int:
     return 2 * args[0].nbytes
+
+
+def scaled_twice(tensor: Tensor) -> None:
+    doubled = tensor * 2.0
+    tensor.copy_(doubled.exp())
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_work_that_is_written_down_leaves_the_trace_of_work_that_is_done(device: str) -> None:
+    done: list[int] = []
+
+    def trace(*, repeats: bool) -> LedgerTrace:
+        done.clear()
+        with StorageLedger() as ledger:
+            tensors = [torch.ones(size, device=device) for size in (1000, 1000, 50, 1000)]
+            for number, tensor in enumerate(tensors):
+                copy = ledger.work(Lane.COPY_IN, 8, ())
+                ledger.join(copy)
+
+                def work(tensor: Tensor = tensor, number: int = number) -> None:
+                    done.append(number)
+                    scaled_twice(tensor)
+
+                with ledger.region(Stage.UPDATE, f"block.{number}"):
+                    ledger.repeat("scale", [tensor], work) if repeats else work()
+            assert ledger.peak_bytes == ledger.live_bytes + 8000
+            return ledger.trace()
+
+    assert trace(repeats=True) == trace(repeats=False)
+    trace(repeats=True)
+    assert done == ([0, 2] if device == "meta" else [0, 1, 2, 3])
+
+
+def test_work_that_keeps_something_is_done_each_time() -> None:
+    kept: list[Tensor] = []
+    with StorageLedger() as ledger:
+        tensor = torch.ones(10, device="meta")
+        for _ in range(3):
+            ledger.repeat("keep", [tensor], lambda: kept.append(tensor + 1))
+    assert len(kept) == 3

@@ -20,30 +20,33 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     An arm has the same numbers if it computes in the same element types and stores the same in as many bits; how many
     micro-batches it cuts a step into may differ (of one, nothing is summed), and a master in two halves is the master.
     """
-    ladders = [
-        (read_ladder_file(files.folder, name), read_ladder(results, name)) for name in ladder_names(files.folder)
+    weighed = [
+        (judged.comparison.arm, weight, note)
+        for name in ladder_names(files.folder)
+        for judged, weight, note in _weighed(read_ladder_file(files.folder, name), read_ladder(results, name))
     ]
+    numbers = {arm: _numbers(arm.plan()) for arm, _, _ in weighed}
     notes = {}
     for candidate in candidates:
-        found = [note for ladder, made in ladders for note in _notes(ladder, made, candidate)]
+        wanted = compose(candidate.optimizations())
+        found = [(weight, note) for arm, weight, note in weighed if _is_of(arm, numbers[arm], candidate, wanted)]
         if found:
             notes[candidate.level.name] = max(found, key=lambda note: note[0])[1]
     return notes
 
 
-_Weighed = tuple[tuple[float, float, float], str]
+_Weight = tuple[float, float, float]
 
 
-def _notes(ladder: LadderFile, made: Made, candidate: Candidate) -> Iterator[_Weighed]:
-    """Yield what each arm with these numbers says, with its weight: finished ones first, the largest of them."""
-    arms = {arm.name for arm in ladder.arms if not arm.rounds_to_nearest and _is_of(arm, candidate)}
+def _weighed(ladder: LadderFile, made: Made) -> Iterator[tuple[Judged, _Weight, str]]:
+    """Yield what each arm says, with its weight: finished ones first, the largest of them."""
     for judged in (one for rung in ladder.rungs for one in judge_rung(ladder, made, rung)):
-        if judged.comparison.arm.name not in arms:
+        if judged.comparison.arm.rounds_to_nearest:
             continue
         is_finished = judged.finding is not Finding.UNFINISHED
         params, tokens = _size(judged)
         weight = (1.0, params, tokens) if is_finished else (0.0, len(judged.comparison.pairs), -params)
-        yield weight, _said(ladder, judged)
+        yield judged, weight, _said(ladder, judged)
 
 
 def _size(judged: Judged) -> tuple[float, float]:
@@ -67,22 +70,23 @@ def _said(ladder: LadderFile, judged: Judged) -> str:
     return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {len(comparison.pairs)} seeds{diverged})"
 
 
-def _is_of(arm: Arm, candidate: Candidate) -> bool:
-    own, wanted = arm.plan(), compose(candidate.optimizations())
-    sums = [plan.for_phase(Phase.FULL).grad.codec for plan in (own, wanted)]
+def _is_of(arm: Arm, numbers: "_Numbers", candidate: Candidate, wanted: MemoryPlan) -> bool:
     return (
         arm.optimizer == candidate.level.optimizer
-        and _numbers(own) == _numbers(wanted)
-        and (arm.num_micro_batches == 1 or sums[0] is sums[1])
+        and numbers[1:] == _numbers(wanted)[1:]
+        and (arm.num_micro_batches == 1 or numbers[0] is _numbers(wanted)[0])
     )
 
 
-def _numbers(plan: MemoryPlan) -> tuple[object, ...]:
-    """Return what of a plan decides results beside the order of sums."""
+_Numbers = tuple[object, ...]
+
+
+def _numbers(plan: MemoryPlan) -> _Numbers:
+    """Return what of a plan decides results: how sums are kept, where there are any, then everything else."""
     full = plan.for_phase(Phase.FULL)
     master = Codec.FLOAT32 if full.master.codec is Codec.SPLIT16 else full.master.codec
     return (
-        full.compute_dtype, full.weight.codec, master, full.optim_state.codec, full.boundary.codec, full.linear,
-        full.history_tensors, full.adapter_rank, full.adapter_alpha, full.adapter_scaling, full.adapter_dropout,
-        full.adapter_targets, full.adapter_magnitude,
+        full.grad.codec, full.compute_dtype, full.weight.codec, master, full.optim_state.codec, full.boundary.codec,
+        full.linear, full.history_tensors, full.adapter_rank, full.adapter_alpha, full.adapter_scaling,
+        full.adapter_dropout, full.adapter_targets, full.adapter_magnitude,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import get_args
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.study.ladder.protocol import Arm, Family, LadderFile, LadderRecord, Made, Rung, record_of
@@ -186,7 +186,7 @@ def _above(samples: Sequence[float], bound: float) -> float:
     distance, error = fmean(samples) - bound, stdev(samples) / math.sqrt(len(samples))
     if error == 0:  # arms that compute the same
         return float(distance <= 0)
-    return float(stats.t.sf(distance / error, len(samples) - 1))
+    return float(stdtr(len(samples) - 1, -distance / error))
 
 
 def holm(odds: Sequence[float]) -> list[float]:
@@ -232,7 +232,7 @@ def extrapolate(comparisons: Sequence[Comparison], num_params: float, tokens_per
     variance = float(((target_S - design_SF @ fit_F) ** 2).sum()) / freedom
     at_F = np.array(row({0: num_params, 1: tokens_per_param}))
     error = math.sqrt(variance * float(at_F @ np.linalg.inv(design_SF.T @ design_SF) @ at_F))
-    mean, half = float(at_F @ fit_F), float(stats.t.ppf(0.975, freedom)) * error
+    mean, half = float(at_F @ fit_F), float(stdtrit(freedom, 0.975)) * error
     return Extrapolation(
         num_params=num_params, tokens_per_param=tokens_per_param, interval=Interval(mean, mean - half, mean + half),
         terms=tuple(("parameters", "tokens a parameter")[at] for at in columns),
