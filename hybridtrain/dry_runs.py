@@ -21,6 +21,7 @@ from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.links import Link, find_link
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.replay import replay_on_card
 from hybridtrain.virtual_gpu.roofline import estimate_step
@@ -108,6 +109,7 @@ def dry_run(
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
     group: Group | None = None,
+    link: Link | None = None,
 ) -> DryRun:
     """Run optimizer steps of a model on the virtual card.
 
@@ -127,6 +129,7 @@ def dry_run(
         record_history: Keep what snapshots need.
         group: A ``VirtualGroup``: what one rank of several does and holds; None: one card alone. The first rank holds
             the most: a range that does not divide evenly is shorter on the last ones.
+        link: What joins the cards; None: each one's bus.
 
     Raises:
         ConfigError: the workload does not suit the model, or the plan the ranks.
@@ -156,6 +159,8 @@ def dry_run(
             upload_bytes=2 * accum_steps * empty.nbytes,
             first=trace.steps[-1].op,
             host=host,
+            link=link or find_link("pcie"),
+            ranks=1 if group is None else group.world,
         ),
         tokens_per_step=all_steps * empty.size,
         host=host or Host(),

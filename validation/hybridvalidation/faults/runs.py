@@ -66,7 +66,7 @@ class Run:
     def go(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Train to the end, from the newest saved state if there is one."""
         train(
-            training_file(self.kind, self.width), _corpus(), self.folder, resume=bool(generations(self.states)),
+            training_file(self.kind, self.width), corpus(), self.folder, resume=bool(generations(self.states)),
             say=say, progress=False, disk_folder=self.folder.with_name("disk"),
         )  # fmt: skip
 
@@ -124,7 +124,8 @@ def training_file(kind: str, width: int) -> TrainFile:
 
 
 @cache
-def _corpus() -> Corpus:
+def corpus() -> Corpus:
+    """Return what every run trains on."""
     return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
 
 

@@ -19,6 +19,8 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import find_link
+from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -54,6 +56,8 @@ class DryRunReport:
     ranks: tuple[DryRun, DryRun] | None = None
     """The first of several ranks, which is ``run``, and the last one."""
     world: int = 1
+    link: str = "pcie"
+    """Between the cards."""
     savings: tuple[Saving, ...] | None = None
     """What each optimization saves; only where it was asked for."""
 
@@ -104,6 +108,7 @@ class DryRunReport:
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
             "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
             "world": self.world,
+            "link": None if self.ranks is None else self.link,
             "ranks": None
             if self.ranks is None
             else {rank: _rank_mapping(run) for rank, run in zip(("first", "last"), self.ranks, strict=True)},
@@ -160,9 +165,12 @@ class DryRunReport:
             f"{format_bytes(run.host_peak_bytes)} of host memory"
             for name, run in zip(("first", "last"), self.ranks, strict=True)
         )
+        machine = format_bytes(self.world * max(run.host_peak_bytes for run in self.ranks))
+        busy = format_seconds(self.run.time.busy_seconds.get(Lane.LINK, 0.0))
         yield (
-            f"{self.world} ranks, a card each, of which the above is the first: {told} (planned); what passes between "
-            "cards is taken to go over the bus (estimated)"
+            f"{self.world} ranks, a card each, of which the above is the first: {told}; in one machine at most "
+            f"{machine} of host memory for tensors (planned); the link ({self.link}) is at work for {busy} of a step "
+            "(estimated)"
         )
 
     @property
@@ -240,6 +248,7 @@ def plan_run(
     suggest: bool = False,
     savings: bool = False,
     world: int = 1,
+    link: str = "pcie",
     progress: bool = False,
 ) -> DryRunReport:
     """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
@@ -253,11 +262,13 @@ def plan_run(
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
+    joined = find_link(link)
 
     def run_rank(rank: int) -> DryRun:
         return dry_run(
             shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
             record_history=snapshot is not None and not rank, group=None if world == 1 else VirtualGroup(rank, world),
+            link=joined,
         )  # fmt: skip
 
     run = run_rank(0)
@@ -301,6 +312,7 @@ def plan_run(
         phases=phase_precision(plan),
         ranks=None if world == 1 else (run, run_rank(world - 1)),
         world=world,
+        link=link,
         savings=saved,
     )
 
