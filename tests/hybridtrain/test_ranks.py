@@ -14,6 +14,7 @@ from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.optim import Adafactor, AdamWConfig, Muon, Optimizer
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -37,6 +38,8 @@ from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.weights.export import export_folder
+from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer
 from ranks import CPU, on_ranks
 from stacks import GPT2, LLAMA
@@ -109,10 +112,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def new_trainer(case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None) -> Trainer:
+def new_trainer(
+    case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None,
+    source: WeightSource | None = None,
+) -> Trainer:  # fmt: skip
     config = TrainerConfig(optimizer=AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=case.clip))
     transfer = transfer or DirectTransfer(CPU, disk_folder=disk)
-    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group)
+    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group, source=source)
 
 
 def train(trainer: Trainer, steps: slice = slice(None)) -> list[tuple[float, float | None]]:
@@ -204,6 +210,32 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     assert on_ranks(4, go_on) == [go_on(DirectGroup(4))] * 4
     told, weights = run(case, DirectGroup(2), tmp_path)
     assert go_on(DirectGroup(2)) == (told[3:], weights)
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "zero1-split16-away", "zero2", "zero3", "zero3-int8-weights"])
+def test_ranks_begin_with_the_weights_of_a_folder(name: str, tmp_path: Path) -> None:
+    case, config = CASES[name], MODELS[CASES[name].model]
+    seeded = Trainer(config, compose([]), TrainerConfig(seed=7), DirectTransfer(CPU))
+    export_folder(seeded, tmp_path / "source", dtype=torch.float32)
+
+    def begin_and_train(group: Group) -> tuple[dict[str, str], list[tuple[float, float | None]]]:
+        trainer = new_trainer(case, group, source=open_folder(tmp_path / "source", config))
+        return weights_of(trainer), train(trainer, slice(2))
+
+    alone = begin_and_train(DirectGroup(case.world))
+    assert on_ranks(case.world, begin_and_train) == [alone] * case.world
+    assert alone[0] != weights_of(new_trainer(case, None))
+    if name in {"data-parallel", "zero2", "zero3"}:  # float32: what the folder has
+        assert alone[0] == weights_of(seeded)
+
+
+def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> None:
+    trainer = Trainer(
+        MODELS["llama"], compose(CASES["zero1"].plan), TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2)
+    )
+    with pytest.raises(ConfigError, match="each holds its range alone"):
+        export_folder(trainer, tmp_path / "out", dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -234,7 +234,7 @@ def train(
         host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
         allowed: Settings that a resumed run may have otherwise, by name or what names begin with.
         rank_timeout_s: How long a rank waits for another one before it ends.
-        group: The ranks; None: those that the environment names.
+        group: The ranks, which stay open; None: those that the environment names.
 
     Raises:
         DivergenceError: the loss is no number any more; the last saved state stays.
@@ -248,7 +248,7 @@ def train(
         raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
     device = _device()
     with ExitStack() as held:
-        group = held.enter_context(closing(group or open_group(device, rank_timeout_s)))
+        group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
