@@ -87,6 +87,13 @@ CASES = {
     "zero3": Case("gpt2", 2, (Zero(stage=3), *STREAMED)),
     "zero3-resident": Case("llama", 4, (Zero(stage=3), WeightStreaming(resident_layers=1), MixedPrecision())),
     "zero3-one-slot": Case("llama", 2, (Zero(stage=3), WeightStreaming(max_active_layers=1), Int8Optimizer())),
+    "zero3-ahead": Case("gpt2", 2, (Zero(stage=3, prefetch=1), *STREAMED)),
+    "zero3-ahead-of-many": Case(
+        "llama", 4, (Zero(stage=3, prefetch=2), WeightStreaming(max_active_layers=3, prefetch_distance=2))
+    ),
+    "zero3-ahead-fused": Case(
+        "llama", 2, (Zero(stage=3, prefetch=1), *STREAMED, VERTICAL, FusedUpdate(), Int8Weights(master="absent"))
+    ),
     "zero3-fused": Case(
         "gpt2", 2, (Zero(stage=3), *STREAMED, VERTICAL, FusedUpdate(), OptimizerOffload(offload_grads=False))
     ),
@@ -159,7 +166,9 @@ def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
         assert {key for key in values if values[key] != weights[key]} == set()
 
 
-@pytest.mark.parametrize("name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused"])
+@pytest.mark.parametrize(
+    "name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused", "zero3-ahead", "zero3-ahead-fused"]
+)
 def test_ranks_on_the_latest_copies_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
 
@@ -267,6 +276,8 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
         ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
         ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
+        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
+        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),
     ],
 )
 def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:
@@ -275,7 +286,16 @@ def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], r
 
 
 @pytest.mark.parametrize(
-    "name", ["data-parallel-4", "zero1-int8-weights", "zero2-int8-states", "zero3-all-away", "zero3-fused"]
+    "name",
+    [
+        "data-parallel-4",
+        "zero1-int8-weights",
+        "zero2-int8-states",
+        "zero3-all-away",
+        "zero3-fused",
+        "zero3-ahead",
+        "zero3-ahead-fused",
+    ],
 )
 def test_each_rank_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> None:
     case = CASES[name]
