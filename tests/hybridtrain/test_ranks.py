@@ -37,7 +37,8 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer
@@ -318,6 +319,30 @@ def test_each_rank_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> No
         planned = record(VirtualGroup(rank, case.world), VirtualTransfer())
         for ours, theirs in zip(planned, found, strict=True):
             assert ours == theirs
+
+
+def test_what_is_gathered_ahead_passes_beside_compute() -> None:
+    def plan_with(prefetch: int) -> LedgerTrace:
+        stack = [Zero(stage=3, prefetch=prefetch), *STREAMED, GradAccumulation(grad_accum_steps=MICRO_BATCHES)]
+        config = replace(LLAMA, num_blocks=4)
+        batches = [step[:2] for step in random_steps(config, 2, MICRO_BATCHES)]
+        return record_steps(config, compose(stack), batches, VirtualTransfer(), group=VirtualGroup(0, 2))
+
+    def beside(trace: LedgerTrace) -> int:
+        """Return how many collectives have products of matrices between their begin and what waits for them."""
+        found = 0
+        for number, op in enumerate(trace.ops):
+            if op.lane is Lane.LINK:
+                rest = trace.ops[number + 1 :]
+                waiting = next((i for i, later in enumerate(rest) if number in later.waits), len(rest))
+                found += any(later.is_matmul for later in rest[:waiting])
+        return found
+
+    none, ahead = plan_with(0), plan_with(1)
+    on_link = [[op.bytes_moved for op in trace.ops if op.lane is Lane.LINK] for trace in (none, ahead)]
+    assert sorted(on_link[0]) == sorted(on_link[1])
+    assert beside(none) == 0
+    assert beside(ahead) > 2 * 3  # of each step's forward pass all blocks but the first, and of its backward pass more
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -46,7 +46,12 @@ RANK_KINDS: Final[Mapping[str, Mapping[str, object]]] = {
     "zero 2": {**_RANKS, "optimizations": [_ACCUMULATED, {"kind": "mixed_precision"}, {"kind": "zero", "stage": 2}]},
     "zero 3": {
         **_RANKS,
-        "optimizations": [_ACCUMULATED, {"kind": "mixed_precision"}, *_STREAM, {"kind": "zero", "stage": 3}],
+        "optimizations": [
+            _ACCUMULATED,
+            {"kind": "mixed_precision"},
+            *_STREAM,
+            {"kind": "zero", "stage": 3, "prefetch": 1},
+        ],
     },
 }
 """What runs on several ranks add to it; every state is kept."""
