@@ -7,7 +7,7 @@ to plain autograd: every sum of gradients has the order that ``loss.backward()``
 B batch, T sequence, D width, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ class Executor:
     @torch.no_grad()
     def forward(self, token_ids_BT: Tensor) -> Tensor:
         """Return logits_BTV in the compute dtype, without dropout if the model is in eval mode."""
-        self.weights.plan_visits([Visit(block) for block in range(self.num_blocks)])
+        self.weights.plan_visits([*_whole(range(self.num_blocks))])
         hidden_BTD = self.weights.acquire_embedding()(token_ids_BT)
         for block in range(self.num_blocks):
             hidden_BTD = self.weights.acquire(block)(hidden_BTD)
@@ -163,7 +163,7 @@ class Executor:
     @torch.no_grad()
     def loss(self, batch: DeviceBatch) -> Tensor:
         """Return the mean cross entropy of a batch in nats per token, a scalar float32; nothing is kept."""
-        self.weights.plan_visits([Visit(block) for block in range(self.num_blocks)])
+        self.weights.plan_visits([*_whole(range(self.num_blocks))])
         hidden_BTD = self.weights.acquire_embedding()(batch.token_ids_BT, batch.documents)
         for block in range(self.num_blocks):
             hidden_BTD = self.weights.acquire(block)(hidden_BTD, batch.documents)
@@ -184,14 +184,19 @@ class Executor:
 
     def _visits(self, group_size: int, *, calls: bool) -> Iterator[Visit]:
         """Yield the blocks in the order in which ``StepVisit`` asks for them; ``calls``: ``on_block_done`` is."""
-        yield from (Visit(block) for block in range(self.num_blocks))
+        yield from _whole(range(self.num_blocks))
         for segment in reversed(self.segments):
             for _ in range(group_size):
                 if segment.start < self.num_recomputed:
-                    yield from (Visit(block) for block in segment)
-                yield from (Visit(block) for block in reversed(segment))
+                    yield from _whole(segment)
+                yield from _whole(reversed(segment))
             if calls:
                 yield from (Visit(block) for block in reversed(segment))
+
+
+def _whole(blocks: Iterable[int]) -> Iterator[Visit]:
+    """Yield the visits of blocks that are computed with."""
+    return (Visit(block, is_whole=True) for block in blocks)
 
 
 def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 """Copies between the tiers: counted by the ledger, ordered by tickets, done by the transfer."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,6 +11,17 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import Lane, MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """An all-gather under way, whose memory is held here until compute waits for it."""
+
+    op: int
+    """Its number on the link's lane."""
+    rows: Tensor
+    """What it fills, (world, n)."""
+    end: Callable[[], None]
 
 
 class CopyEngine:
@@ -74,6 +86,18 @@ class CopyEngine:
         op = self._observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self._observer.mark()])
         collective(target, source)
         self._observer.join(op)
+
+    def gather_ahead(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> "Gather":
+        """Start an all-gather of ``source`` beside compute, once the copies in of ``after`` are over."""
+        waits = [self._observer.mark(), *(ticket.op for ticket in after)]
+        op = self._observer.work(Lane.LINK, max(target.nbytes, source.nbytes), waits)
+        with self.transfer.beside([ticket.event for ticket in after]):
+            return Gather(op, target, self.group.begin_all_gather(target, source))
+
+    def end(self, gather: "Gather") -> None:
+        """Let what the compute queue is given next wait for a gather."""
+        self._observer.join(gather.op)
+        gather.end()
 
     def mark(self) -> Ticket:
         """Return a ticket for everything the compute queue was given so far."""

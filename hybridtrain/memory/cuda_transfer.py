@@ -6,8 +6,9 @@ until the compute stream waits for that copy, or for a later one of its stream.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +118,7 @@ class CudaTransfer(DirectTransfer):
         torch.cuda.set_device(self.device)  # seeds and pinned memory go by the current device, which each thread has
         self._in = _Lane(self.device)
         self._out = _Lane(self.device)
+        self._link = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._num_out_before_in = 0
         self._files = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="disk-tier", initializer=torch.cuda.set_device, initargs=(self.device,)
@@ -178,6 +180,19 @@ class CudaTransfer(DirectTransfer):
             self._release(event)
         elif isinstance(event, torch.cuda.Event):
             event.synchronize()
+
+    @contextmanager
+    def beside(self, after: Sequence[object]) -> Iterator[None]:
+        """Make a stream of its own the current one, which waits for the compute stream and the copies.
+
+        Their tensors stay held: the compute stream has not waited for them.
+        """
+        self._link.wait_stream(self._compute)
+        for event in after:
+            assert isinstance(event, _Copy), "only copies from host memory are on a stream when they are started"
+            self._link.wait_event(event.event)
+        with torch.cuda.stream(self._link):
+            yield
 
     def finish(self) -> None:
         """Block until every copy is over and every file is written."""

@@ -4,7 +4,8 @@ A group stands beside ``Transfer``: the one knows the way between the tiers of a
 cards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -39,6 +40,10 @@ class Group(Protocol):
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
         ...
 
+    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Start ``all_gather``; return what lets the compute queue wait for its end, before which both are its own."""
+        ...
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of all ranks, as many of each, in the order of ranks."""
         ...
@@ -68,6 +73,11 @@ class DirectGroup:
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Copy."""
         target.view(-1).copy_(source)
+
+    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Copy at once."""
+        self.all_gather(target, source)
+        return _nothing
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return them."""
@@ -138,16 +148,38 @@ class TorchGroup:
         """Leave the group."""
         dist.destroy_process_group()
 
+    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Start to gather rows; on CUDA behind what the current stream was given."""
+        on_cuda = self._device.type == "cuda"
+        with self._told():
+            got, given = (target, source) if on_cuda else (torch.empty_like(target), source.clone())
+            work = _ALL_GATHER(got.view(-1), given.view(-1), async_op=True)
+
+        def end() -> None:
+            with self._told():
+                assert isinstance(work, dist.Work), "of a collective that is under way"
+                work.wait()
+                if not on_cuda:
+                    target.copy_(got)
+
+        return end
+
     def _call(self, collective: Callable[..., object], target: Tensor, source: Tensor) -> None:
+        with self._told():
+            if self._device.type == "cuda":
+                collective(target, source)
+                return
+            # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
+            got = torch.empty_like(target)
+            collective(got, source.clone())
+            target.copy_(got)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what torch says of other ranks into ours; no ledger sees what is done."""
         try:
             with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
-                if self._device.type == "cuda":
-                    collective(target, source)
-                    return
-                # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
-                got = torch.empty_like(target)
-                collective(got, source.clone())
-                target.copy_(got)
+                yield
         except (dist.DistError, RuntimeError) as error:
             raise RankError(
                 f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
@@ -176,12 +208,20 @@ class VirtualGroup:
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Do nothing."""
 
+    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:  # noqa: ARG002
+        """Do nothing."""
+        return _nothing
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return those of this rank for every one: whole numbers are alike in a plan, others are NaN."""
         return list(numbers) * self.world
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _nothing() -> None:
+    """Wait for what is over."""
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import StoredWeight, weight_part
+from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, lay_out
 
 
@@ -135,10 +136,18 @@ class Shards:
 
     def gather_row(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
         """Fill all ranges from the rows of all ranks."""
-        rows = self._empty(self.shares * row.numel()).view(self.shares, -1)
+        rows = self._rows(row)
         self._copies.exchange(self.group.all_gather, rows, row)
-        for rank in range(self.shares):
-            self.unpack(rows[rank], weights, rank)
+        self._unpack_all(rows, weights)
+
+    def gather_ahead(self, row: Tensor, after: Sequence[Ticket]) -> Gather:
+        """Start to gather the rows of all ranks, once the copies of ``after`` have brought the own one."""
+        return self._copies.gather_ahead(self._rows(row), row, after)
+
+    def end_gather(self, gather: Gather, weights: Sequence[StoredWeight]) -> None:
+        """Fill all ranges from what was gathered ahead."""
+        self._copies.end(gather)
+        self._unpack_all(gather.rows, weights)
 
     def row_layout(self, weights: Sequence[StoredWeight]) -> ByteLayout:
         """Return where the range of each stored tensor lies in a row; the same on every rank."""
@@ -151,6 +160,13 @@ class Shards:
     def _pairs(self, row: Tensor, weights: Sequence[StoredWeight], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         parts = (part for weight in weights for part in self._part(weight, rank))
         return zip(self.row_layout(weights).views(row), parts, strict=True)
+
+    def _rows(self, row: Tensor) -> Tensor:
+        return self._empty(self.shares * row.numel()).view(self.shares, -1)
+
+    def _unpack_all(self, rows: Tensor, weights: Sequence[StoredWeight]) -> None:
+        for rank in range(self.shares):
+            self.unpack(rows[rank], weights, rank)
 
     def _empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +52,14 @@ class Transfer(Protocol):
 
     def synchronize(self, event: object) -> None:
         """Let the processor wait for an event."""
+        ...
+
+    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:
+        """Let what is queued inside run beside the compute queue, once that has come this far and copies in are over.
+
+        Args:
+            after: Events of copies from host memory.
+        """
         ...
 
     def finish(self) -> None:
@@ -169,6 +177,10 @@ class DirectTransfer:
     def synchronize(self, event: object) -> None:
         """Do nothing."""
 
+    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return nullcontext()
+
     def finish(self) -> None:
         """Do nothing: copies are over when they return."""
 
@@ -230,6 +242,10 @@ class VirtualTransfer:
 
     def synchronize(self, event: object) -> None:
         """Do nothing."""
+
+    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return nullcontext()
 
     def finish(self) -> None:
         """Do nothing."""

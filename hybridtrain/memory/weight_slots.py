@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import CODE_FORMATS, CodeFormat, StoredWeight
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
@@ -43,9 +43,14 @@ class WeightSlot:
     """This rank's part on its way, uint8, where weights are cut."""
     holds: Holds = Holds.WHOLE
     """What of the block is in its place, where weights are cut."""
+    gather: Gather | None = None
+    """Of all ranks' rows of the block, begun before it is used."""
 
     def settle(self, copies: CopyEngine) -> None:
         """Wait for the copies under way."""
+        if self.gather is not None:
+            copies.end(self.gather)
+            self.gather = None
         for ticket in (self.arriving, self.leaving):
             if ticket is not None:
                 copies.wait(ticket)

@@ -106,6 +106,8 @@ class Visit:
     block: int
     reads: bool = True
     """Whether what is stored must be fetched; an update that writes everything anew needs only the place."""
+    is_whole: bool = False
+    """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
 
 
 class WeightStore:
@@ -142,6 +144,7 @@ class WeightStore:
         self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, len(model.blocks)))}
         """Number of each streamed block among the streamed ones, which decides its slot."""
         self._prefetch_distance = plan.prefetch_distance
+        self._gathered_ahead = plan.zero_prefetch
         self._placement = plan.weight.placement
         self._visits: list[Visit] = []
         self._position = -1
@@ -227,7 +230,8 @@ class WeightStore:
     def plan_visits(self, visits: Sequence[Visit]) -> None:
         """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
         packed = [visit for visit in visits if visit.block in self._packed]
-        self._visits = [visit for index, visit in enumerate(packed) if not index or packed[index - 1] != visit]
+        before = [None, *(visit.block for visit in packed)]
+        self._visits = [visit for visit, last in zip(packed, before, strict=False) if visit.block != last]
         self._position = -1
 
     def acquire(self, block: int) -> nn.Module:
@@ -371,14 +375,21 @@ class WeightStore:
         if slot.arriving is not None:
             self._copies.wait(slot.arriving)
             slot.arriving = None
-        if slot.row is not None and slot.holds.value < wanted.value:
-            stored = self._stored_layout.views(slot.flat)
-            if wanted is Holds.OWN:
-                self._shards.unpack(slot.row, stored)
-            else:
-                self._shards.gather_row(slot.row, stored)
-            slot.holds = wanted
+        if slot.row is not None and (slot.gather is not None or slot.holds.value < wanted.value):
+            self._fill(slot, slot.row, wanted)
         return slot
+
+    def _fill(self, slot: WeightSlot, row: Tensor, wanted: Holds) -> None:
+        """Bring the ranges of a cut block to their place."""
+        stored = self._stored_layout.views(slot.flat)
+        if slot.gather is not None:
+            gather, slot.gather, wanted = slot.gather, None, Holds.WHOLE
+            self._shards.end_gather(gather, stored)
+        elif wanted is Holds.OWN:
+            self._shards.unpack(row, stored)
+        else:
+            self._shards.gather_row(row, stored)
+        slot.holds = wanted
 
     def _advance(self, visit: Visit) -> None:
         if self._position < 0 or self._visits[self._position].block != visit.block:
@@ -393,17 +404,27 @@ class WeightStore:
         claimed = [self._stored_slot(current)] if current in self._ranks else []
         # Their content is needed sooner than what could replace it.
         ahead = (visit for visit in self._visits[self._position + 1 :] if visit.block in self._ranks)
-        for visit in islice(ahead, self._prefetch_distance):
+        for number, visit in enumerate(islice(ahead, self._prefetch_distance)):
             slot = self._stored_slot(visit.block)
             if slot.block != visit.block and not any(slot is other for other in claimed):
                 self._fetch(visit)
             claimed.append(slot)
+            if number < self._gathered_ahead and visit.is_whole and slot.block == visit.block:
+                self._gather_ahead(slot)
+
+    def _gather_ahead(self, slot: WeightSlot) -> None:
+        """Start to gather a cut block, unless it is there or on its way."""
+        if slot.row is not None and slot.gather is None and slot.holds is not Holds.WHOLE:
+            slot.gather = self._shards.gather_ahead(slot.row, [] if slot.arriving is None else [slot.arriving])
 
     def _stored_slot(self, block: int) -> WeightSlot:
         return self._stored_slots[self._ranks[block] % len(self._stored_slots)]
 
     def _fetch(self, visit: Visit) -> None:
         slot = self._stored_slot(visit.block)
+        if slot.gather is not None:  # of a visit that did not come
+            self._copies.end(slot.gather)
+            slot.gather = None
         slot.block, slot.holds = visit.block, Holds.ROW if visit.reads else Holds.OWN
         target = slot.flat if slot.row is None else slot.row
         if visit.reads:

@@ -19,14 +19,19 @@ class Zero:
 
     stage: int = 2
     """1: optimizer state and master. 2: gradients too, once they are summed. 3: weights of streamed blocks too."""
+    prefetch: int = 0
+    """Blocks of stage 3 gathered ahead of the one at work: each takes a block's memory more until it is used."""
 
     def __post_init__(self) -> None:
-        faults = (
-            [] if 1 <= self.stage <= 3 else [f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead"]
-        )
+        faults = []
+        if not 1 <= self.stage <= 3:
+            faults.append(f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead")
+        if self.prefetch < 0 or (self.prefetch and self.stage != 3):
+            faults.append(f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0")
         if faults:
             raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
-        """Return the claim on the stage."""
+        """Return the claims on the stage, and on what is gathered ahead."""
         yield Claim("zero_stage", self.stage)
+        yield Claim("zero_prefetch", self.prefetch)

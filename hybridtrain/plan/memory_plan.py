@@ -185,6 +185,10 @@ class PhasePlan:
         "What is cut among ranks: 1 optimizer state and master, 2 gradients too, 3 streamed weights too; 0: nothing.",
         least=0, most=3, is_young=True,
     )  # fmt: skip
+    zero_prefetch: int = setting(
+        0, "Blocks whose cut weights are gathered from the ranks ahead of the one at work, each beside its place.",
+        least=0, is_young=True,
+    )  # fmt: skip
     history_codec: Codec = setting(
         Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
@@ -363,6 +367,13 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
             "zero_stage: 3 gathers a block into a slot where it is used; add weight_streaming, whose slots they are, "
             "or set stage = 2."
         )
+    if plan.zero_prefetch > (plan.prefetch_distance if plan.zero_stage == 3 else 0):
+        yield (
+            f"zero_prefetch: {plan.zero_prefetch} blocks are gathered ahead, which must be cut (zero's stage = 3) and "
+            f"fetched ahead (weight_streaming's prefetch_distance, {plan.prefetch_distance}); lower zero's prefetch."
+        )
+    if plan.zero_prefetch and plan.weight.placement is Placement.DISK:
+        yield "zero_prefetch: a file is awaited before it is gathered; set weight_streaming's tier = 'host', or 0."
     if plan.zero_stage == 3 and plan.adapter_rank:
         yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
 
@@ -406,6 +417,7 @@ _SAME_EVERYWHERE = (
     "update_on",
     "linear",
     "zero_stage",
+    "zero_prefetch",
     "history_codec",
     "history_tensors",
     *_ADAPTER,

@@ -22,6 +22,7 @@ from hybridtrain.memory.formats import (
     WeightFormat,
     weight_part,
 )
+from hybridtrain.memory.group import Group
 from hybridtrain.memory.shards import overlap
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored, write_slice
@@ -70,7 +71,7 @@ def load_train_state(
         ConfigError: no state is whole, or it is of a run with other settings or data; each difference is a fault.
     """
     tell: Say = say or (lambda _: None)
-    generation = newest_generation(folder, tell)
+    generation = _same_generation(trainer.group, folder, tell)
     found = differences(generation.settings, settings_of(trainer, hybrid, data), allowed)
     if found.refused:
         raise ConfigError(str(generation.folder), found.refused)
@@ -89,6 +90,21 @@ def load_train_state(
         assert isinstance(cycle, dict), "checked when it was read"
         hybrid.load_state_dict(cycle)
     return generation.extra
+
+
+def _same_generation(group: Group, folder: Path, tell: Say) -> Generation:
+    """Return the newest whole state; the first rank sets damaged ones aside before the others look."""
+    if group.rank:
+        group.gather_numbers([0.0])
+    generation = newest_generation(folder, tell)
+    if not group.rank:
+        group.gather_numbers([0.0])
+    steps = {int(step) for step in group.gather_numbers([generation.manifest.steps_done])}
+    if len(steps) > 1:
+        told = " and ".join(map(str, sorted(steps)))
+        fault = f"the ranks find states after {told} steps; all must see the same folder: put --out on a shared disk"
+        raise ConfigError(str(folder), [fault])
+    return generation
 
 
 def _require_fit(trainer: Trainer, generation: Generation, files: Files) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import SLICE_ELEMENTS, weight_part
 from hybridtrain.memory.tier_tensor import Stored
@@ -20,7 +21,13 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     A parameter's slices come in order. Values are those that an update starts from: the master's where there is one.
     They are only valid until the next are asked for. Unlike a pass over parameters this asks for no optimizer state,
     which may not exist yet. The trainer's phase becomes FULL.
+
+    Raises:
+        ConfigError: ranks have cut the model's state; none of them has all values.
     """
+    if trainer.shards.cuts_state:
+        fault = "each holds its range alone; one process must have all: save the state, and hybridtrain export the run"
+        raise ConfigError(f"exact values on {trainer.group.world} ranks", [fault])
     trainer.enter_phase(Phase.FULL)
     trainer.transfer.finish()
     units, weights, states = trainer.model.units(), trainer.weights, trainer.states

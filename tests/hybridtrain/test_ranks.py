@@ -14,6 +14,7 @@ from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.optim import Adafactor, AdamWConfig, Muon, Optimizer
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -36,7 +37,10 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.weights.export import export_folder
+from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer
 from ranks import CPU, on_ranks
 from stacks import GPT2, LLAMA
@@ -84,6 +88,13 @@ CASES = {
     "zero3": Case("gpt2", 2, (Zero(stage=3), *STREAMED)),
     "zero3-resident": Case("llama", 4, (Zero(stage=3), WeightStreaming(resident_layers=1), MixedPrecision())),
     "zero3-one-slot": Case("llama", 2, (Zero(stage=3), WeightStreaming(max_active_layers=1), Int8Optimizer())),
+    "zero3-ahead": Case("gpt2", 2, (Zero(stage=3, prefetch=1), *STREAMED)),
+    "zero3-ahead-of-many": Case(
+        "llama", 4, (Zero(stage=3, prefetch=2), WeightStreaming(max_active_layers=3, prefetch_distance=2))
+    ),
+    "zero3-ahead-fused": Case(
+        "llama", 2, (Zero(stage=3, prefetch=1), *STREAMED, VERTICAL, FusedUpdate(), Int8Weights(master="absent"))
+    ),
     "zero3-fused": Case(
         "gpt2", 2, (Zero(stage=3), *STREAMED, VERTICAL, FusedUpdate(), OptimizerOffload(offload_grads=False))
     ),
@@ -109,10 +120,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def new_trainer(case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None) -> Trainer:
+def new_trainer(
+    case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None,
+    source: WeightSource | None = None,
+) -> Trainer:  # fmt: skip
     config = TrainerConfig(optimizer=AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=case.clip))
     transfer = transfer or DirectTransfer(CPU, disk_folder=disk)
-    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group)
+    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group, source=source)
 
 
 def train(trainer: Trainer, steps: slice = slice(None)) -> list[tuple[float, float | None]]:
@@ -153,7 +167,9 @@ def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
         assert {key for key in values if values[key] != weights[key]} == set()
 
 
-@pytest.mark.parametrize("name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused"])
+@pytest.mark.parametrize(
+    "name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused", "zero3-ahead", "zero3-ahead-fused"]
+)
 def test_ranks_on_the_latest_copies_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
 
@@ -206,6 +222,32 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     assert go_on(DirectGroup(2)) == (told[3:], weights)
 
 
+@pytest.mark.parametrize("name", ["data-parallel", "zero1-split16-away", "zero2", "zero3", "zero3-int8-weights"])
+def test_ranks_begin_with_the_weights_of_a_folder(name: str, tmp_path: Path) -> None:
+    case, config = CASES[name], MODELS[CASES[name].model]
+    seeded = Trainer(config, compose([]), TrainerConfig(seed=7), DirectTransfer(CPU))
+    export_folder(seeded, tmp_path / "source", dtype=torch.float32)
+
+    def begin_and_train(group: Group) -> tuple[dict[str, str], list[tuple[float, float | None]]]:
+        trainer = new_trainer(case, group, source=open_folder(tmp_path / "source", config))
+        return weights_of(trainer), train(trainer, slice(2))
+
+    alone = begin_and_train(DirectGroup(case.world))
+    assert on_ranks(case.world, begin_and_train) == [alone] * case.world
+    assert alone[0] != weights_of(new_trainer(case, None))
+    if name in {"data-parallel", "zero2", "zero3"}:  # float32: what the folder has
+        assert alone[0] == weights_of(seeded)
+
+
+def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> None:
+    trainer = Trainer(
+        MODELS["llama"], compose(CASES["zero1"].plan), TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2)
+    )
+    with pytest.raises(ConfigError, match="each holds its range alone"):
+        export_folder(trainer, tmp_path / "out", dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -235,6 +277,8 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
         ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
         ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
+        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
+        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),
     ],
 )
 def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:
@@ -243,7 +287,16 @@ def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], r
 
 
 @pytest.mark.parametrize(
-    "name", ["data-parallel-4", "zero1-int8-weights", "zero2-int8-states", "zero3-all-away", "zero3-fused"]
+    "name",
+    [
+        "data-parallel-4",
+        "zero1-int8-weights",
+        "zero2-int8-states",
+        "zero3-all-away",
+        "zero3-fused",
+        "zero3-ahead",
+        "zero3-ahead-fused",
+    ],
 )
 def test_each_rank_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -266,6 +319,30 @@ def test_each_rank_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> No
         planned = record(VirtualGroup(rank, case.world), VirtualTransfer())
         for ours, theirs in zip(planned, found, strict=True):
             assert ours == theirs
+
+
+def test_what_is_gathered_ahead_passes_beside_compute() -> None:
+    def plan_with(prefetch: int) -> LedgerTrace:
+        stack = [Zero(stage=3, prefetch=prefetch), *STREAMED, GradAccumulation(grad_accum_steps=MICRO_BATCHES)]
+        config = replace(LLAMA, num_blocks=4)
+        batches = [step[:2] for step in random_steps(config, 2, MICRO_BATCHES)]
+        return record_steps(config, compose(stack), batches, VirtualTransfer(), group=VirtualGroup(0, 2))
+
+    def beside(trace: LedgerTrace) -> int:
+        """Return how many collectives have products of matrices between their begin and what waits for them."""
+        found = 0
+        for number, op in enumerate(trace.ops):
+            if op.lane is Lane.LINK:
+                rest = trace.ops[number + 1 :]
+                waiting = next((i for i, later in enumerate(rest) if number in later.waits), len(rest))
+                found += any(later.is_matmul for later in rest[:waiting])
+        return found
+
+    none, ahead = plan_with(0), plan_with(1)
+    on_link = [[op.bytes_moved for op in trace.ops if op.lane is Lane.LINK] for trace in (none, ahead)]
+    assert sorted(on_link[0]) == sorted(on_link[1])
+    assert beside(none) == 0
+    assert beside(ahead) > 2 * 3  # of each step's forward pass all blocks but the first, and of its backward pass more
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -9,7 +9,8 @@ a hazard, whatever the values happen to be. ``ComputeWatch`` shows it the memory
 import ctypes
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -268,6 +269,14 @@ class LazyTransfer(DirectTransfer):
         if isinstance(event, Clock):
             self._perform(event)
             self._know(event)
+
+    @contextmanager
+    def beside(self, after: Sequence[object]) -> Iterator[None]:
+        """Do the copies that the events stand for; compute has not waited for them."""
+        for event in after:
+            if isinstance(event, Clock):
+                self._perform(event)
+        yield
 
     def read(self, scalar: Tensor) -> float:
         """Return the value; the host then knows that compute has come this far."""

@@ -261,6 +261,7 @@ NEEDS: dict[str, dict[str, PlanValue]] = {
     "history_codec": {"history_tensors": 1},
     "adapter_rank": {"adapter_targets": "query"},
     "zero_stage": {"weight.placement": "host"},
+    "zero_prefetch": {"zero_stage": 3, "weight.placement": "host", "max_active_layers": 8, "prefetch_distance": 7},
 }
 """What a value needs beside it."""
 

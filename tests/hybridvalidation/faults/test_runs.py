@@ -9,7 +9,16 @@ import pytest
 from hybridtrain.train_state.generations import generations
 from hybridtrain.train_state.manifest import MANIFEST
 from hybridvalidation.faults.campaign import Order, campaigns
-from hybridvalidation.faults.campaigns import flips, full_disk, kills, memory_limits, power_cuts, signals, two_writers
+from hybridvalidation.faults.campaigns import (
+    flips,
+    full_disk,
+    kills,
+    memory_limits,
+    power_cuts,
+    rank_kills,
+    signals,
+    two_writers,
+)
 from hybridvalidation.faults.disk_log import Act, image_of
 from hybridvalidation.faults.runs import TOLD, Run, ended, fork, telling
 
@@ -18,6 +27,8 @@ from hybridvalidation.faults.runs import TOLD, Run, ended, fork, telling
 def _one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     for campaign in (flips, full_disk, kills, memory_limits, power_cuts, signals, two_writers):
         monkeypatch.setattr(campaign, "KINDS", ["plain"])
+    for name, value in {"KINDS": ["zero 2"], "_WORLDS": (2,), "_LAST_WORLDS": (1,), "_MOST_KILLS": 1}.items():
+        monkeypatch.setattr(rank_kills, name, value)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +39,7 @@ def _one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         ("full-disk", 2),
         ("memory-limits", 2),
         ("power-cuts", 3),
+        ("rank-kills", 1),
         ("signals", 2),
         ("two-writers", 2),
     ],
@@ -42,6 +54,13 @@ def test_a_state_that_is_accepted_though_damaged_is_seen(tmp_path: Path, monkeyp
     monkeypatch.setattr("hybridtrain.train_state.generations.verify", lambda _: None)
     tally = flips._flip(Order(seed=0, count=8, folder=tmp_path))
     assert tally.counts["plain"]["accepted"] == tally.num_faults > 0
+
+
+def test_a_rank_that_adds_otherwise_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_kills, "_LAST_WORLDS", (2,))
+    monkeypatch.setattr(rank_kills, "_with", lambda *_: ((0, 1),))
+    tally = rank_kills._break(Order(seed=0, count=1, folder=tmp_path))
+    assert tally.counts["zero 2"]["other values"] == tally.num_faults > 0
 
 
 def test_what_two_equal_runs_share_tells_others_apart(tmp_path: Path) -> None:

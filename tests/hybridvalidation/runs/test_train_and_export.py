@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_folders import save_model, transformers_model
+from hybridtrain.data.corpus import open_corpus
+from hybridtrain.memory.group import DirectGroup, Group
+from hybridtrain.training_file import load_config
 from hybridvalidation.cli.main import main
+from hybridvalidation.runs.train import train as train_model
+from ranks import on_ranks
 from tiny_models import FAMILIES, LLAMA_GROUPED
 
 SHAPE = replace(LLAMA_GROUPED, vocab_size=256, num_blocks=2)
@@ -82,9 +87,7 @@ def test_a_resumed_run_needs_the_folder_that_it_began_with(capsys: pytest.Captur
     assert train() == 0
     more = Path("train.toml").read_text().replace("num_steps = 3", "num_steps = 4")
     Path("train.toml").write_text(more)
-    tensors = {
-        name: values for path in Path("source").glob("*.safetensors") for name, values in load_file(path).items()
-    }
+    tensors = load_folder("source")
     for path in Path("source").glob("model*"):
         path.unlink()
     save_file(tensors, "source/model.safetensors")
@@ -128,6 +131,43 @@ def test_an_export_never_replaces_and_leaves_nothing_half_done(capsys: pytest.Ca
     assert main(["export", "run", "out"]) == 2
     assert not Path("out").exists()
     assert not list(Path().glob(".*partial"))
+
+
+ZERO = """
+[[optimizations]]
+kind = "grad_accumulation"
+grad_accum_steps = 2
+[[optimizations]]
+kind = "zero"
+stage = {stage}
+"""
+STREAMED = """
+[[optimizations]]
+kind = "weight_streaming"
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_train_the_folder_that_one_process_trains_and_exports(stage: int) -> None:
+    Path("train.toml").write_text(TRAIN.format(lr="1e-3") + ZERO.format(stage=stage) + (STREAMED if stage == 3 else ""))
+
+    def run(group: Group, out: str) -> None:
+        corpus = open_corpus(Path("text.txt"), vocab_size=SHAPE.vocab_size)
+        file = load_config(Path("train.toml"))
+        train_model(file, corpus, Path(out), resume=False, say=lambda _: None, progress=False, group=group)
+
+    on_ranks(2, lambda group: run(group, "ranks"))
+    run(DirectGroup(2), "alone")
+    for out in ("ranks", "alone"):
+        assert main(["export", out, f"{out}-exported"]) == 0
+    exported, alone, source = (load_folder(f) for f in ("ranks-exported", "alone-exported", "source"))
+    assert exported.keys() == alone.keys() == source.keys()
+    assert all(torch.equal(exported[name], values) for name, values in alone.items())
+    assert not all(torch.equal(exported[name], values) for name, values in source.items())
+
+
+def load_folder(folder: str) -> dict[str, torch.Tensor]:
+    return {name: values for path in Path(folder).glob("*.safetensors") for name, values in load_file(path).items()}
 
 
 LORA = """

@@ -296,7 +296,8 @@ def train(
     config: Path, /, *,
     data: Path | None = None, out: Path = Path("run"), resume: Flag = False, change: Names = (),
     allow_data_change: Flag = False, disk: Path | None = None,
-    host_limit_gib: Amount | None = None, watch: Watch = _WATCH, common: Common = COMMON,
+    host_limit_gib: Amount | None = None, rank_timeout_s: Amount = 600.0, watch: Watch = _WATCH,
+    common: Common = COMMON,
 ) -> Answer:  # fmt: skip
     """Train a model on your own text.
 
@@ -318,6 +319,7 @@ def train(
         allow_data_change: With --resume, go on with other data.
         disk: Folder where tensors placed on disk get their files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        rank_timeout_s: Of several ranks, how long one waits for another before it ends.
     """
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.errors import ConfigError
@@ -343,7 +345,7 @@ def train(
         file, corpus, out, resume=resume, say=said.append if common.json else common.say,
         progress=not common.json, monitoring=monitoring, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
-        allowed=(*change, *(["data"] if allow_data_change else [])),
+        allowed=(*change, *(["data"] if allow_data_change else [])), rank_timeout_s=rank_timeout_s,
     )  # fmt: skip
     content = result.as_mapping() | {"corpus": result.corpus, "said": said, "out": out.as_posix()}
     return Answer(text=result.as_text(out), content=content, code=result.exit_code)

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_toml
 from hybridtrain.data.corpus import Corpus, corpus_of_documents
 from hybridtrain.errors import HybridTrainError
+from hybridtrain.memory.group import DirectGroup
 from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.training_file import _UNIONS, TrainFile
 from hybridvalidation.cli.main import main
@@ -37,6 +38,23 @@ KINDS: Final[Mapping[str, Mapping[str, object]]] = {
     },
 }
 """What each kind adds to the training file."""
+NUM_MICRO_BATCHES: Final = 4
+_ACCUMULATED: Final = {"kind": "grad_accumulation", "grad_accum_steps": NUM_MICRO_BATCHES}
+_RANKS: Final = {"workload": {"batch_size": NUM_MICRO_BATCHES, "seq_len": 8}, "keep_last": NUM_STEPS // SAVE_EVERY}
+RANK_KINDS: Final[Mapping[str, Mapping[str, object]]] = {
+    "data parallel": {**_RANKS, "optimizations": [_ACCUMULATED]},
+    "zero 2": {**_RANKS, "optimizations": [_ACCUMULATED, {"kind": "mixed_precision"}, {"kind": "zero", "stage": 2}]},
+    "zero 3": {
+        **_RANKS,
+        "optimizations": [
+            _ACCUMULATED,
+            {"kind": "mixed_precision"},
+            *_STREAM,
+            {"kind": "zero", "stage": 3, "prefetch": 1},
+        ],
+    },
+}
+"""What runs on several ranks add to it; every state is kept."""
 _SHAPE: Final = {
     "family": "gpt2", "vocab_size": 256, "max_seq_len": 16, "num_blocks": 2, "num_heads": 2, "num_kv_heads": 2,
     "tied": True,
@@ -63,24 +81,30 @@ class Run:
         """Its saved states."""
         return self.folder / CHECKPOINTS
 
-    def go(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Train to the end, from the newest saved state if there is one."""
+    def go(self, say: Callable[[str], None] = lambda _: None, shares: int = 1) -> None:
+        """Train to the end, from the newest saved state if there is one; ``shares``: as so many ranks would."""
         train(
             training_file(self.kind, self.width), corpus(), self.folder, resume=bool(generations(self.states)),
-            say=say, progress=False, disk_folder=self.folder.with_name("disk"),
+            say=say, progress=False, disk_folder=self.folder.with_name("disk"), group=DirectGroup(shares),
         )  # fmt: skip
 
-    def command(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Do what ``go`` does by the user's command, whose exit code ends this process; ``begin`` runs just before."""
+    def asked(self) -> list[str]:
+        """Write what the command reads; return its arguments."""
         file, text = self.folder.with_name("training.toml"), self.folder.with_name("fox.txt")
         file.write_text(to_toml(training_file(self.kind, self.width)))
         text.write_bytes(_TEXT)
-        for number, path in ((1, Path(os.devnull)), (2, self.said)):
+        paths = {"--data": text, "--out": self.folder, "--disk": self.folder.with_name("disk")}
+        given = ["train", file, *(part for pair in paths.items() for part in pair)]
+        return [*map(str, given), *(["--resume"] if generations(self.states) else [])]
+
+    def command(
+        self, begin: Callable[[], None] = lambda: None, arguments: Sequence[str] | None = None, said: Path | None = None
+    ) -> None:
+        """Do what ``go`` does by the user's command, whose exit code ends this process; ``begin`` runs just before."""
+        arguments = [*self.asked(), "--json"] if arguments is None else arguments
+        for number, path in ((1, Path(os.devnull)), (2, said or self.said)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-        paths = {"--data": text, "--out": self.folder, "--disk": self.folder.with_name("disk")}
-        given = ["train", file, *(part for pair in paths.items() for part in pair), "--json"]
-        arguments = [*map(str, given), *(["--resume"] if generations(self.states) else [])]
         begin()
         try:
             code = main(arguments)
@@ -120,7 +144,9 @@ class Run:
 def training_file(kind: str, width: int) -> TrainFile:
     """Return what a kind trains."""
     shape = {**_SHAPE, "width": width, "ffn_width": 2 * width}
-    return decode(TrainFile, {**_PLAIN, **KINDS[kind], "model": {"shape": shape}}, source=kind, unions=_UNIONS)
+    return decode(
+        TrainFile, {**_PLAIN, **{**KINDS, **RANK_KINDS}[kind], "model": {"shape": shape}}, source=kind, unions=_UNIONS
+    )
 
 
 @cache

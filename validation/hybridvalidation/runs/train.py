@@ -21,7 +21,7 @@ from hybridtrain.data.corpus import Corpus
 from hybridtrain.errors import ConfigError, DivergenceError, RankError
 from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
-from hybridtrain.memory.group import DirectGroup, Group, TorchGroup
+from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
@@ -58,6 +58,8 @@ from hybridvalidation.runs.train_log import (
     trim_log,
 )  # fmt: skip
 
+_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables that torchrun, or whoever else starts ranks, gives each of them."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 
@@ -208,6 +210,8 @@ def train(
     disk_folder: Path | None = None,
     host_limit_bytes: int | None = None,
     allowed: Sequence[str] = (),
+    rank_timeout_s: float = TIMEOUT_S,
+    group: Group | None = None,
 ) -> TrainResult:
     """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``, where older states are kept too.
 
@@ -215,7 +219,8 @@ def train(
 
     SIGINT and SIGTERM end the run after the step at work, saved; a second one ends it at once.
 
-    Under torchrun every rank calls this with the same arguments: they train together, the first one writes.
+    Under torchrun, or with the environment that it makes, every rank calls this with the same arguments: they train
+    together, the first one writes.
 
     Args:
         file: What to train.
@@ -228,9 +233,12 @@ def train(
         disk_folder: Where a disk tier may make its files; they have no names, and go with the process.
         host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
         allowed: Settings that a resumed run may have otherwise, by name or what names begin with.
+        rank_timeout_s: How long a rank waits for another one before it ends.
+        group: The ranks, which stay open; None: those that the environment names.
 
     Raises:
         DivergenceError: the loss is no number any more; the last saved state stays.
+        RankError: another rank ended, did not come, or did not answer in time.
         ConfigError: ``out`` holds another run and ``resume`` was not asked for, or one is at work in it; or what is to
             be monitored cannot be.
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
@@ -240,7 +248,7 @@ def train(
         raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
     device = _device()
     with ExitStack() as held:
-        group = held.enter_context(closing(open_group(device)))
+        group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
@@ -372,9 +380,9 @@ def open_trainer(
     )
 
 
-def open_group(device: torch.device) -> Group:
-    """Return the ranks that torchrun started, this process among them; one process alone where there is no torchrun."""
-    return TorchGroup.open(device) if "TORCHELASTIC_RUN_ID" in os.environ else DirectGroup()
+def open_group(device: torch.device, timeout_s: float) -> Group:
+    """Return the ranks that the environment names, this process among them, or this process alone."""
+    return TorchGroup.open(device, timeout_s=timeout_s) if os.environ.keys() >= _LAUNCHED else DirectGroup()
 
 
 def _device() -> torch.device:
