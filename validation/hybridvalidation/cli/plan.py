@@ -40,6 +40,7 @@ def dry_run(
     suggest: Flag = False,
     savings: Flag = False,
     world: Count = 1,
+    link: str = "pcie",
     common: Common = COMMON,
 ) -> Answer:
     """Plan one model, stack and card without a GPU.
@@ -62,6 +63,7 @@ def dry_run(
         suggest: Where it does not fit, run all other stacks dry too.
         savings: Run it dry without each optimization too, and tell what each saves.
         world: Cards that train together, a rank each; the stack's zero says what is cut among them.
+        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
     """
     from hybridvalidation.recommend.command import parse_host
     from hybridvalidation.runs.dry_run_report import plan_run
@@ -71,7 +73,7 @@ def dry_run(
         scenario_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
         seq_len=seq, accum_steps=accum, host=parse_host(host_memory),
         expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest, savings=savings,
-        world=world, progress=not common.json,
+        world=world, link=link, progress=not common.json,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 

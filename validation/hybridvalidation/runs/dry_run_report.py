@@ -9,7 +9,6 @@ from tabulate import tabulate
 
 from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import asked_workload
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
@@ -19,6 +18,8 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -53,14 +54,13 @@ class DryRunReport:
     """By how much reserved bytes move when a run is not quite this one."""
     ranks: tuple[DryRun, DryRun] | None = None
     """The first of several ranks, which is ``run``, and the last one."""
-    world: int = 1
     savings: tuple[Saving, ...] | None = None
     """What each optimization saves; only where it was asked for."""
 
     @property
     def fits(self) -> bool:
-        """Whether it runs on the card."""
-        return self.run.fits
+        """Whether it runs on the card, or each of the ranks on its own."""
+        return all(run.fits for run in self.ranks or (self.run,))
 
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds."""
@@ -81,7 +81,7 @@ class DryRunReport:
             "fits_card": self.run.fits_card,
             "fits_host": figures.fits_host,
             "by_class": dict(figures.by_class),
-            "fits": figures.fits,
+            "fits": self.fits,
             "step_time_s": figures.step_time_s,
             "tokens_per_s": figures.tokens_per_s,
             "bound": figures.bound,
@@ -103,7 +103,8 @@ class DryRunReport:
             if figures.fits
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
             "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
-            "world": self.world,
+            "world": self.run.world.size,
+            "link": self.run.world.link if self.ranks else None,
             "ranks": None
             if self.ranks is None
             else {rank: _rank_mapping(run) for rank, run in zip(("first", "last"), self.ranks, strict=True)},
@@ -160,15 +161,19 @@ class DryRunReport:
             f"{format_bytes(run.host_peak_bytes)} of host memory"
             for name, run in zip(("first", "last"), self.ranks, strict=True)
         )
+        world = self.run.world
+        network = f", {world.network} between machines" if world.size > world.cards_per_machine else ""
+        machine = format_bytes(self.run.machine_host_bytes)
         yield (
-            f"{self.world} ranks, a card each, of which the above is the first: {told} (planned); what passes between "
-            "cards is taken to go over the bus (estimated)"
+            f"{world.size} ranks, a card each, of which the above is the first: {told}; {machine} of host memory for "
+            f"tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
+            f"{format_seconds(self.run.time.busy_seconds.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
         )
 
     @property
     def host_needed_bytes(self) -> int:
-        """Host memory of the whole machine: tensors, and what system and process take beside them."""
-        return self.figures.host_peak_bytes + round(self.run.host.reserved_gib * GIB)
+        """Host memory of the whole machine: tensors of all its ranks, and what system and process take beside them."""
+        return self.run.machine_host_bytes + round(self.run.host.reserved_gib * GIB)
 
     @property
     def _host_memory_bytes(self) -> int | None:
@@ -177,16 +182,16 @@ class DryRunReport:
         return None if memory is None else round(memory * GIB)
 
     def _host_line(self) -> str:
-        figures, host = self.figures, self.run.host
+        host = self.run.host
         there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
         return (
-            f"needs {format_bytes(self.host_needed_bytes)} of host memory ({format_bytes(figures.host_peak_bytes)} for "
-            f"tensors, {host.reserved_gib:g} GiB for system and process, assumed){there}, "
-            f"{format_bytes(figures.disk_peak_bytes)} of disk (planned)"
+            f"needs {format_bytes(self.host_needed_bytes)} of host memory "
+            f"({format_bytes(self.run.machine_host_bytes)} for tensors, {host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
         )
 
     def _answer(self) -> Iterator[str]:
-        if self.run.fits:
+        if self.fits:
             yield "fits"
             return
         if self.figures.oom is not None:
@@ -194,8 +199,8 @@ class DryRunReport:
         host = self.run.host
         if not self.run.fits_host:
             yield (
-                f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of "
-                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.figures.disk_peak_bytes)} of "
+                f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
+                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
                 f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
                 "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
             )
@@ -240,6 +245,7 @@ def plan_run(
     suggest: bool = False,
     savings: bool = False,
     world: int = 1,
+    link: str = "pcie",
     progress: bool = False,
 ) -> DryRunReport:
     """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
@@ -257,7 +263,7 @@ def plan_run(
     def run_rank(rank: int) -> DryRun:
         return dry_run(
             shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
-            record_history=snapshot is not None and not rank, group=None if world == 1 else VirtualGroup(rank, world),
+            record_history=snapshot is not None and not rank, world=World(size=world, rank=rank, link=link),
         )  # fmt: skip
 
     run = run_rank(0)
@@ -300,7 +306,6 @@ def plan_run(
         ),
         phases=phase_precision(plan),
         ranks=None if world == 1 else (run, run_rank(world - 1)),
-        world=world,
         savings=saved,
     )
 
