@@ -186,7 +186,8 @@ class DryRunReport:
         there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
         return (
             f"needs {format_bytes(self.host_needed_bytes)} of host memory "
-            f"({format_bytes(self.run.machine_host_bytes)} for tensors, {host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"({format_bytes(self.run.machine_host_bytes)} for tensors, "
+            f"{host.reserved_gib:g} GiB for system and process, assumed){there}, "
             f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
         )
 
