@@ -205,6 +205,8 @@ class DryRunReport:
                 f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
                 "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
             )
+        if self.ranks is not None:  # other stacks are tried on one card alone
+            return
         names = ", ".join(self.fitting_stacks)
         if self.are_run_dry:
             yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
@@ -278,7 +280,7 @@ def plan_run(
             with_accumulation(chosen.optimizations, accum_steps), run, model=shape, workload=workload,
             config=chosen.training(), allocator=allocator, progress=progress,
         )  # fmt: skip
-    others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
+    others = {} if run.fits or world > 1 else _other_plans(files, chosen.name, accum_steps)
 
     def fits(name: str) -> bool:
         other, config = others[name]
