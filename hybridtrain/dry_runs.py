@@ -1,14 +1,14 @@
 """A dry run: the real trainer, step after step, on a card that does not exist. Nothing is computed, all is counted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
-from hybridtrain.memory.group import Group
+from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
 from hybridtrain.phase import Phase
@@ -20,8 +20,9 @@ from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.links import Link, find_link
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger
+from hybridtrain.virtual_gpu.links import Collective, World
+from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.replay import replay_on_card
 from hybridtrain.virtual_gpu.roofline import estimate_step
@@ -41,6 +42,18 @@ class DryRun(CardRun):
     disk_peak_bytes: int
     phases: tuple[Phase, ...] = ()
     """Of the steps, where they are those of a cycle; empty: ordinary ones."""
+    world: World = field(default_factory=World)
+    """Which rank of how many this is; bytes are its own, tokens those of all."""
+
+    @property
+    def machine_host_bytes(self) -> int:
+        """Host memory of all ranks of a machine, each taken to hold as much as this one."""
+        return self.host_peak_bytes * self.world.local_size
+
+    @property
+    def machine_disk_bytes(self) -> int:
+        """Likewise of its disk."""
+        return self.disk_peak_bytes * self.world.local_size
 
     @property
     def fits(self) -> bool:
@@ -50,7 +63,7 @@ class DryRun(CardRun):
     @property
     def fits_host(self) -> bool:
         """Whether host memory and disk hold what is offloaded."""
-        return self.host_peak_bytes <= self.host.tensor_bytes and self.disk_peak_bytes <= self.host.disk_bytes
+        return self.machine_host_bytes <= self.host.tensor_bytes and self.machine_disk_bytes <= self.host.disk_bytes
 
     def phase_of(self, step: int) -> Phase:
         """Return the phase of a step, counted from 1."""
@@ -108,8 +121,7 @@ def dry_run(
     config: TrainerConfig | None = None,
     allocator: AllocatorConfig | None = None,
     record_history: bool = False,
-    group: Group | None = None,
-    link: Link | None = None,
+    world: World | None = None,
 ) -> DryRun:
     """Run optimizer steps of a model on the virtual card.
 
@@ -127,16 +139,17 @@ def dry_run(
         config: Optimizer and schedule; None: AdamW.
         allocator: Settings of the caching allocator.
         record_history: Keep what snapshots need.
-        group: A ``VirtualGroup``: what one rank of several does and holds; None: one card alone. The first rank holds
-            the most: a range that does not divide evenly is shorter on the last ones.
-        link: What joins the cards; None: each one's bus.
+        world: Which rank of how many cards is run, and what joins them; None: one card alone. The first rank holds the
+            most: a range that does not divide evenly is shorter on the last ones.
 
     Raises:
         ConfigError: the workload does not suit the model, or the plan the ranks.
     """
     check_workload(model, workload)
     all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    accum_steps = all_steps if group is None else max(all_steps // group.world, 1)
+    world = world or World()
+    group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
+    accum_steps = max(all_steps // world.size, 1)
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()
@@ -154,13 +167,11 @@ def dry_run(
         uncapped=uncapped,
         capped=capped,
         time=estimate_step(
-            trace.step_ops(num_steps - 1),
+            _on_links(trace.step_ops(num_steps - 1), card, world),
             card,
             upload_bytes=2 * accum_steps * empty.nbytes,
             first=trace.steps[-1].op,
-            host=host,
-            link=link or find_link("pcie"),
-            ranks=1 if group is None else group.world,
+            host=(host or Host()).shared(world.local_size),
         ),
         tokens_per_step=all_steps * empty.size,
         host=host or Host(),
@@ -168,4 +179,20 @@ def dry_run(
         host_by_class=transfer.tiers.by_class(Placement.HOST),
         disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK),
         phases=phases,
+        world=world,
     )
+
+
+def _on_links(ops: Sequence[OpRecord], card: Card, world: World) -> Sequence[OpRecord]:
+    """Return the ops of a step, its collectives with the time that they keep the link.
+
+    All-to-all and all-gather, the two that a ``Group`` has, send as much in as many steps.
+    """
+    if world.size == 1:
+        return ops
+    return [
+        replace(op, link_seconds=world.seconds(Collective.ALL_GATHER, op.bytes_moved, world.size, card))
+        if op.lane is Lane.LINK
+        else op
+        for op in ops
+    ]

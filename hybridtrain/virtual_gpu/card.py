@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -157,6 +157,14 @@ class Host:
             faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
         if faults:
             raise ValueError("\n".join(faults))
+
+    def shared(self, ranks: int) -> "Host":
+        """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
+        if ranks == 1:
+            return self
+        names = ("memory_gib", "reserved_gib", "memory_gbps", "disk_gib", "disk_gbps")
+        whole = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value / ranks for name, value in whole.items() if value is not None})
 
     @property
     def tensor_bytes(self) -> float:

@@ -107,3 +107,61 @@ def find_link(name: str) -> Link:
     if name not in link_catalogue():
         raise ConfigError("link", [f"{unknown_name('link', name, link_catalogue())} Your own: a .toml file."])
     return link_catalogue()[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Which of how many cards.
+
+    Raises:
+        ValueError: There is no such rank.
+    """
+
+    size: int = 1
+    rank: int = 0
+    cards_per_machine: int = 8
+    """Ranks on one machine, as torchrun's ``--nproc-per-node``."""
+    link: str = "pcie"
+    """Between cards of a machine: a name of links.toml, or a file of the same entries."""
+    network: str = "ethernet"
+    """Between machines."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}: {value} must be at least 1"
+            for name, value in (("world", self.size), ("cards_per_machine", self.cards_per_machine))
+            if value < 1
+        ]
+        if not faults and not 0 <= self.rank < self.size:
+            faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        find_link(self.link), find_link(self.network)  # a wrong name is told at once
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this rank's machine."""
+        return min(self.size, self.cards_per_machine)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine."""
+        return self.rank % self.cards_per_machine
+
+    def environment(self) -> dict[str, str]:
+        """Return what torchrun would set (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+        numbers = {
+            "RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.rank // self.cards_per_machine,
+            "GROUP_WORLD_SIZE": -(-self.size // self.cards_per_machine), "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": self.size, "MASTER_PORT": 29500,
+        }  # fmt: skip
+        return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+    def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
+        """Return how long a collective keeps the link of each of its ranks.
+
+        A group within a machine takes its link; one across machines is as fast as the slower, every card sending.
+        """
+        names = (self.link,) if ranks <= self.cards_per_machine else (self.link, self.network)
+        return max(find_link(name).seconds(kind, total_bytes, ranks, card) for name in names)

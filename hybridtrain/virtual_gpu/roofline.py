@@ -27,7 +27,6 @@ from hybridtrain.config.decode import decode
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.links import Collective, Link
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 
 
@@ -174,8 +173,6 @@ def estimate_step(
     first: int = 0,
     host: Host | None = None,
     efficiency: Efficiency | None = None,
-    link: Link | None = None,
-    ranks: int = 1,
 ) -> StepTime:
     """Return the time of a step.
 
@@ -194,10 +191,8 @@ def estimate_step(
         first: Number of the first op, by which ``waits`` count; what lies before it is done.
         host: The machine around the card.
         efficiency: Shares of the peak rates; None: those of the card's family.
-        link: What joins cards, for collectives whose seconds the ledger does not tell; None: they take none.
-        ranks: That exchange by it.
     """
-    rates = Rates(card, host or Host(), efficiency or efficiency_of(card), link, ranks)
+    rates = Rates(card, host or Host(), efficiency or efficiency_of(card))
     upload = upload_bytes / rates.bus
     issued = 0.0
     clocks = dict.fromkeys(Lane, upload)
@@ -254,15 +249,10 @@ class Rates:
         card: Its peak rates.
         host: The machine around it.
         efficiency: Shares of the peak rates.
-        link: What joins it to other cards.
-        ranks: All of them.
     """
 
-    def __init__(
-        self, card: Card, host: Host, efficiency: Efficiency, link: Link | None = None, ranks: int = 1
-    ) -> None:
+    def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
         self._card, self._efficiency = card, efficiency
-        self._link, self._ranks = link, ranks
         self._flops = card.flops_per_second
         self._bandwidth = card.memory_bytes_per_second * efficiency.memory
         self._cached_bytes = card.l2_mib * MIB // _CACHED_SHARE
@@ -282,7 +272,7 @@ class Rates:
         least = self._efficiency.kernel_seconds
         if op.lane is Lane.LINK:
             memory = op.bytes_moved / self._memory_rate(op.bytes_moved, beside)
-            return max(op.link_seconds or self._link_seconds(op), memory, least), Bound.LINK
+            return max(op.link_seconds, memory, least), Bound.LINK
         if op.lane is not Lane.COMPUTE:
             return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
         if not op.bytes_moved:
@@ -292,12 +282,6 @@ class Rates:
         if op.stage is Stage.UPDATE:
             return max(compute, memory), Bound.OPTIMIZER
         return max(compute, memory), Bound.COMPUTE if compute >= memory else Bound.MEMORY
-
-    def _link_seconds(self, op: OpRecord) -> float:
-        """Return the time of an all-gather or an all-to-all of so many bytes: rings send as much for either."""
-        if self._link is None:
-            return 0.0
-        return self._link.seconds(Collective.ALL_GATHER, op.bytes_moved, self._ranks, self._card)
 
     def _memory_rate(self, num_bytes: int, beside: Sequence[Lane]) -> float:
         if num_bytes <= self._cached_bytes:

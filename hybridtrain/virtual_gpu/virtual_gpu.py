@@ -20,12 +20,13 @@ from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.cuda_facade import facade
 from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
 from hybridtrain.virtual_gpu.ledger import StepMark
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
-from hybridtrain.virtual_gpu.virtual_world import World, virtual_world
+from hybridtrain.virtual_gpu.virtual_world import virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the

@@ -9,7 +9,6 @@ rank gave. DTensor, FSDP and DDP run as they are; what they count is this rank's
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.links import Collective, find_link
+from hybridtrain.virtual_gpu.links import Collective, World
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
 from hybridtrain.virtual_gpu.virtual_streams import VirtualStreams
 
@@ -44,56 +43,6 @@ _KINDS = {
 
 class TorchVersionError(HybridTrainError):
     """This torch has no name that the virtual world needs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Which of how many cards.
-
-    Raises:
-        ValueError: There is no such rank.
-    """
-
-    size: int = 1
-    rank: int = 0
-    cards_per_machine: int = 8
-    """Ranks on one machine, as torchrun's ``--nproc-per-node``."""
-    link: str = "pcie"
-    """Between cards of a machine: a name of links.toml, or a file of the same entries."""
-    network: str = "ethernet"
-    """Between machines."""
-
-    def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be at least 1"
-            for name, value in (("world", self.size), ("cards_per_machine", self.cards_per_machine))
-            if value < 1
-        ]
-        if not faults and not 0 <= self.rank < self.size:
-            faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
-        if faults:
-            raise ValueError("\n".join(faults))
-        find_link(self.link), find_link(self.network)  # a wrong name is told at once
-
-    @property
-    def local_size(self) -> int:
-        """Ranks on this rank's machine."""
-        return min(self.size, self.cards_per_machine)
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its machine."""
-        return self.rank % self.cards_per_machine
-
-    def environment(self) -> dict[str, str]:
-        """Return what torchrun would set (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-        numbers = {
-            "RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.rank // self.cards_per_machine,
-            "GROUP_WORLD_SIZE": -(-self.size // self.cards_per_machine), "ROLE_RANK": self.rank,
-            "ROLE_WORLD_SIZE": self.size, "MASTER_PORT": 29500,
-        }  # fmt: skip
-        return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
 @contextmanager
@@ -163,9 +112,7 @@ def _link_seconds(
         return None
     sizes = [sum(tensor.nbytes for tensor in _leaves(value)) for value in (*args, out)]
     ranks = next((group.size() for value in args if (group := _group(value)) is not None), world.size)
-    # A group within a machine takes its link; one across machines is as fast as the slower, every card sending.
-    links = [find_link(world.link)] + ([find_link(world.network)] if ranks > world.cards_per_machine else [])
-    return max(link.seconds(kind, max(sizes), ranks, card) for link in links)
+    return world.seconds(kind, max(sizes), ranks, card)
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from hybridtrain.config.rules import Most, above_most, below_least
-from hybridtrain.errors import PlanConflictError, unknown_name
+from hybridtrain.errors import ConfigError, PlanConflictError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
+from hybridtrain.virtual_gpu.links import World
 
 if TYPE_CHECKING:
     from hybridtrain.trainer_config import TrainerConfig
@@ -115,7 +116,11 @@ class Scenario:
     stacks: tuple[str, ...]
     """Names of stack files."""
     host: Host = field(default_factory=Host)
-    """The machine around the card."""
+    """The machine around the card, or around as many of them as it holds."""
+    world: int = 1
+    """Cards that train together, a rank each."""
+    link: str = "pcie"
+    """Between cards of a machine: a name of links.toml, or a .toml file of the same entries."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sequences per optimizer step of single stacks, where they are not the workload's."""
     rate_baselines: tuple[str, ...] = (RATE_BASELINE,)
@@ -154,9 +159,13 @@ class Scenario:
                 faults.append(f"batch_sizes: {unknown_name('stack', stack, self.stacks)}")
             if size < 1:
                 faults.append(f"batch_sizes.{stack}: {size} must be at least 1")
-        faults += self._target_faults()
+        faults += [*self._rank_faults(), *self._target_faults()]
         if faults:
             raise ValueError("\n".join(faults))
+
+    def ranks(self, rank: int = 0) -> World:
+        """Return one of the ranks and what joins them; the first holds the most."""
+        return World(size=self.world, rank=rank, link=self.link)
 
     def baseline_of(self, stack: str, baselines: Sequence[str]) -> str:
         """Return the first of some baselines with as many tokens a step as ``stack``, else the first."""
@@ -170,6 +179,13 @@ class Scenario:
     def trains(self, stack: str) -> bool:
         """Return whether a proxy is trained under ``stack``."""
         return self.accuracy is not None and stack in (self.accuracy_stacks or self.stacks)
+
+    def _rank_faults(self) -> list[str]:
+        try:
+            self.ranks()
+        except (ValueError, ConfigError) as error:
+            return [str(error)]
+        return []
 
     def _target_faults(self) -> list[str]:
         faults = []

@@ -9,7 +9,6 @@ import torch
 
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.links import Link
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import (
     DEFAULT_EFFICIENCY,
@@ -163,20 +162,6 @@ def test_copies_that_run_together_share_host_memory() -> None:
 def test_a_copy_takes_its_rate_from_the_cards_memory() -> None:
     time = estimate_step([*copies(Lane.COPY_IN), op(0, BYTES_PER_MS // 2)], CARD, upload_bytes=0)
     assert time.ops[1].duration_s == pytest.approx(0.5e-3 * 800 / 780, rel=ROUNDING)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_a_collective_takes_its_ring_beside_what_does_not_wait_for_it(ranks: int) -> None:
-    link, num_bytes = Link(gbps=10.0, hop_seconds=1e-6, share=0.5), 40_000_000
-    seconds = num_bytes * (ranks - 1) / ranks / 5e9 + (ranks - 1) * 1e-6
-    gather = replace(op(bytes_moved=num_bytes), lane=Lane.LINK)
-    ops = (gather, op(flops=BF16_FLOPS_PER_MS, bytes_moved=1))
-    alone = estimate_step(ops[:1], CARD, upload_bytes=0, link=link, ranks=ranks)
-    assert_one(alone, seconds, Bound.LINK)
-    beside = estimate_step(ops, CARD, upload_bytes=0, link=link, ranks=ranks)
-    assert beside.seconds == pytest.approx(max(seconds, 1e-3), rel=ROUNDING)
-    after = estimate_step((gather, replace(ops[1], waits=(0,))), CARD, upload_bytes=0, link=link, ranks=ranks)
-    assert after.seconds == pytest.approx(seconds + 1e-3, rel=ROUNDING)
 
 
 def test_an_op_without_traffic_takes_no_time() -> None:

@@ -63,7 +63,7 @@ def dry_run(
         suggest: Where it does not fit, run all other stacks dry too.
         savings: Run it dry without each optimization too, and tell what each saves.
         world: Cards that train together, a rank each; the stack's zero says what is cut among them.
-        link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
+        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
     """
     from hybridvalidation.recommend.command import parse_host
     from hybridvalidation.runs.dry_run_report import plan_run

@@ -134,8 +134,9 @@ def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     plan = stack.plan()
     workload = scenario.workload_of(stack.name).micro_batch(plan)
     run = dry_run(
-        scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host, config=stack.training()
-    )
+        scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host, config=stack.training(),
+        world=scenario.ranks(),
+    )  # fmt: skip
     return _baseline(memory_figures(run, with_timeline=False))
 
 

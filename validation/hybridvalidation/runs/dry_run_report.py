@@ -9,7 +9,6 @@ from tabulate import tabulate
 
 from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import asked_workload
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
@@ -19,7 +18,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.links import find_link
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
@@ -55,16 +54,13 @@ class DryRunReport:
     """By how much reserved bytes move when a run is not quite this one."""
     ranks: tuple[DryRun, DryRun] | None = None
     """The first of several ranks, which is ``run``, and the last one."""
-    world: int = 1
-    link: str = "pcie"
-    """Between the cards."""
     savings: tuple[Saving, ...] | None = None
     """What each optimization saves; only where it was asked for."""
 
     @property
     def fits(self) -> bool:
-        """Whether it runs on the card."""
-        return self.run.fits
+        """Whether it runs on the card, or each of the ranks on its own."""
+        return all(run.fits for run in self.ranks or (self.run,))
 
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds."""
@@ -85,7 +81,7 @@ class DryRunReport:
             "fits_card": self.run.fits_card,
             "fits_host": figures.fits_host,
             "by_class": dict(figures.by_class),
-            "fits": figures.fits,
+            "fits": self.fits,
             "step_time_s": figures.step_time_s,
             "tokens_per_s": figures.tokens_per_s,
             "bound": figures.bound,
@@ -107,8 +103,8 @@ class DryRunReport:
             if figures.fits
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
             "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
-            "world": self.world,
-            "link": None if self.ranks is None else self.link,
+            "world": self.run.world.size,
+            "link": self.run.world.link if self.ranks else None,
             "ranks": None
             if self.ranks is None
             else {rank: _rank_mapping(run) for rank, run in zip(("first", "last"), self.ranks, strict=True)},
@@ -165,18 +161,19 @@ class DryRunReport:
             f"{format_bytes(run.host_peak_bytes)} of host memory"
             for name, run in zip(("first", "last"), self.ranks, strict=True)
         )
-        machine = format_bytes(self.world * max(run.host_peak_bytes for run in self.ranks))
-        busy = format_seconds(self.run.time.busy_seconds.get(Lane.LINK, 0.0))
+        world = self.run.world
+        network = f", {world.network} between machines" if world.size > world.cards_per_machine else ""
+        machine = format_bytes(self.run.machine_host_bytes)
         yield (
-            f"{self.world} ranks, a card each, of which the above is the first: {told}; in one machine at most "
-            f"{machine} of host memory for tensors (planned); the link ({self.link}) is at work for {busy} of a step "
-            "(estimated)"
+            f"{world.size} ranks, a card each, of which the above is the first: {told}; {machine} of host memory for "
+            f"tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
+            f"{format_seconds(self.run.time.busy_seconds.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
         )
 
     @property
     def host_needed_bytes(self) -> int:
-        """Host memory of the whole machine: tensors, and what system and process take beside them."""
-        return self.figures.host_peak_bytes + round(self.run.host.reserved_gib * GIB)
+        """Host memory of the whole machine: tensors of all its ranks, and what system and process take beside them."""
+        return self.run.machine_host_bytes + round(self.run.host.reserved_gib * GIB)
 
     @property
     def _host_memory_bytes(self) -> int | None:
@@ -185,16 +182,17 @@ class DryRunReport:
         return None if memory is None else round(memory * GIB)
 
     def _host_line(self) -> str:
-        figures, host = self.figures, self.run.host
+        host = self.run.host
         there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
         return (
-            f"needs {format_bytes(self.host_needed_bytes)} of host memory ({format_bytes(figures.host_peak_bytes)} for "
-            f"tensors, {host.reserved_gib:g} GiB for system and process, assumed){there}, "
-            f"{format_bytes(figures.disk_peak_bytes)} of disk (planned)"
+            f"needs {format_bytes(self.host_needed_bytes)} of host memory "
+            f"({format_bytes(self.run.machine_host_bytes)} for tensors, "
+            f"{host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
         )
 
     def _answer(self) -> Iterator[str]:
-        if self.run.fits:
+        if self.fits:
             yield "fits"
             return
         if self.figures.oom is not None:
@@ -202,11 +200,13 @@ class DryRunReport:
         host = self.run.host
         if not self.run.fits_host:
             yield (
-                f"DOES NOT FIT: host {format_bytes(self.figures.host_peak_bytes)} of "
-                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.figures.disk_peak_bytes)} of "
+                f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
+                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
                 f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
                 "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
             )
+        if self.ranks is not None:  # other stacks are tried on one card alone
+            return
         names = ", ".join(self.fitting_stacks)
         if self.are_run_dry:
             yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
@@ -262,13 +262,11 @@ def plan_run(
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
-    joined = find_link(link)
 
     def run_rank(rank: int) -> DryRun:
         return dry_run(
             shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
-            record_history=snapshot is not None and not rank, group=None if world == 1 else VirtualGroup(rank, world),
-            link=joined,
+            record_history=snapshot is not None and not rank, world=World(size=world, rank=rank, link=link),
         )  # fmt: skip
 
     run = run_rank(0)
@@ -282,7 +280,7 @@ def plan_run(
             with_accumulation(chosen.optimizations, accum_steps), run, model=shape, workload=workload,
             config=chosen.training(), allocator=allocator, progress=progress,
         )  # fmt: skip
-    others = {} if run.fits else _other_plans(files, chosen.name, accum_steps)
+    others = {} if run.fits or world > 1 else _other_plans(files, chosen.name, accum_steps)
 
     def fits(name: str) -> bool:
         other, config = others[name]
@@ -311,8 +309,6 @@ def plan_run(
         ),
         phases=phase_precision(plan),
         ranks=None if world == 1 else (run, run_rank(world - 1)),
-        world=world,
-        link=link,
         savings=saved,
     )
 

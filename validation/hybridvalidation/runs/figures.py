@@ -19,7 +19,15 @@ def run_dry(job: Job) -> StackRun:
     return run_and_record(
         job,
         lambda: memory_figures(
-            dry_run(job.model.resolve(), plan, job.card.resolve(), workload, host=job.host, config=job.stack.training())
+            dry_run(
+                job.model.resolve(),
+                plan,
+                job.card.resolve(),
+                workload,
+                host=job.host,
+                config=job.stack.training(),
+                world=job.world,
+            )
         ),
     )
 

@@ -15,6 +15,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.links import World
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
@@ -37,6 +38,7 @@ class Job:
     card: CardSpec
     workload: BatchWorkload
     host: Host
+    world: World
     accuracy: AccuracySpec | None
     key: str
     """Digest of what is run, whoever runs it with whatever version."""
@@ -60,9 +62,11 @@ def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
     optimizer = stack.training().optimizer
     if optimizer != TrainerConfig().optimizer:  # which every stack had before there was a choice
         inputs += (optimizer,)
+    if scenario.world > 1:
+        inputs += (scenario.ranks(),)
     return Job(
         kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card, workload=workload,
-        host=scenario.host, accuracy=scenario.accuracy if kind == "accuracy" else None,
+        host=scenario.host, world=scenario.ranks(), accuracy=scenario.accuracy if kind == "accuracy" else None,
         key=digest(_Key(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan()))),
     )  # fmt: skip
 
@@ -79,7 +83,7 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
         outcome, message = Outcome.OUT_OF_MEMORY, str(error) or "the card refused a request and did not say which"
     memory = found if isinstance(found, MemoryFigures) else None
     if memory is not None and not memory.fits:
-        outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host)
+        outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host.shared(job.world.local_size))
     return StackRun(
         key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),

@@ -17,11 +17,11 @@ from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import by_module
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.virtual_world import World
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _MODULES_SHOWN = 8

@@ -1,0 +1,55 @@
+"""A dry run of one rank takes time on the link, and its share of the machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.models.model_config import Workload
+from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Zero
+from hybridtrain.plan.compose import compose
+from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import Collective, World
+from hybridtrain.virtual_gpu.observer import Lane
+from hybridtrain.virtual_gpu.roofline import Bound
+from stacks import LLAMA
+
+CARD = find_card("rtx-4090")
+PLAN = compose([Zero(stage=2), OptimizerOffload(), GradAccumulation(grad_accum_steps=4)])
+MODEL = replace(LLAMA, num_blocks=2)
+
+
+def run(world: World | None, host: Host | None = None) -> DryRun:
+    return dry_run(MODEL, PLAN, CARD, Workload(micro_batch_size=1, seq_len=8), host=host, world=world)
+
+
+def test_each_collective_keeps_the_link_as_long_as_its_bytes_and_steps_need() -> None:
+    world = World(size=4, link="ethernet")
+    timed = [op for op in run(world).time.ops if op.op.lane is Lane.LINK]
+    assert timed
+    for op in timed:
+        need = world.seconds(Collective.ALL_TO_ALL, op.op.bytes_moved, 4, CARD)
+        assert op.duration_s == pytest.approx(need)
+
+
+def test_a_slow_link_binds(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text("gbps = 0.001\nhop_seconds = 1e-3\n")
+    assert run(World(size=4)).bound is not Bound.LINK
+    assert run(World(size=4, link=str(slow))).bound is Bound.LINK
+
+
+def test_one_card_has_no_link() -> None:
+    alone = run(None)
+    assert run(World(size=1, link="ethernet")).time == alone.time
+    assert Lane.LINK not in alone.time.busy_seconds
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    first = run(World(size=2))
+    assert first.machine_host_bytes == 2 * first.host_peak_bytes
+    gib = 2**30
+    narrow = Host(memory_gib=1.5 * first.host_peak_bytes / gib, reserved_gib=0.0)
+    assert not run(World(size=2), narrow).fits
+    assert run(World(size=2, cards_per_machine=1), narrow).fits
