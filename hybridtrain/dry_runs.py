@@ -133,7 +133,8 @@ def dry_run(
     """
     check_workload(model, workload)
     all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    accum_steps = all_steps if group is None else max(all_steps // group.world, 1)
+    is_pipeline = plan.for_phase(Phase.FULL).pipeline_stages > 1
+    accum_steps = all_steps if group is None or is_pipeline else max(all_steps // group.world, 1)
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()

@@ -4,7 +4,8 @@ A group stands beside ``Transfer``: the one knows the way between the tiers of a
 cards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -39,6 +40,14 @@ class Group(Protocol):
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
         ...
 
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:
+        """Start giving a tensor to another rank; return what waits until it may change."""
+        ...
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Fill a tensor with what another rank gives; in the order in which that rank gives to this one."""
+        ...
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of all ranks, as many of each, in the order of ranks."""
         ...
@@ -69,6 +78,14 @@ class DirectGroup:
         """Copy."""
         target.view(-1).copy_(source)
 
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
+        """There is nobody to give to."""
+        raise AssertionError("one process is no stage of several")
+
+    def receive(self, target: Tensor, rank: int) -> None:  # noqa: ARG002
+        """There is nobody to get from."""
+        raise AssertionError("one process is no stage of several")
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return them."""
         return list(numbers)
@@ -88,6 +105,9 @@ class TorchGroup:
         self.rank = dist.get_rank()
         self.world = self.shares = dist.get_world_size()
         self._device = device
+        # What NCCL passes between two cards keeps its order in both directions together, and the order in which
+        # neighbours send and receive is not the same: each direction has a communicator of its own.
+        self._to_lower = dist.new_group() if device.type == "cuda" else None
 
     @classmethod
     def open(
@@ -126,6 +146,32 @@ class TorchGroup:
         """Gather rows."""
         self._call(_ALL_GATHER, target.view(-1), source.view(-1))
 
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:
+        """Start sending; the tensor is held until it is waited for."""
+        with self._told(), _disable_current_modes():
+            given = source.contiguous() if self._device.type == "cuda" else source.clone()
+            lane = self._to_lower if rank < self.rank else None
+            work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
+            del source
+
+        def wait() -> None:
+            nonlocal given
+            with self._told():
+                work.wait()
+            del given
+
+        return wait
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Receive."""
+        with self._told(), _disable_current_modes():
+            got = target if self._device.type == "cuda" else torch.empty_like(target)
+            lane = self._to_lower if rank > self.rank else None
+            work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
+            work.wait()
+            if got is not target:
+                target.copy_(got)
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Gather them as float64: exact for what a float32 held."""
         with _disable_current_modes():  # a few numbers: no ledger's
@@ -139,15 +185,20 @@ class TorchGroup:
         dist.destroy_process_group()
 
     def _call(self, collective: Callable[..., object], target: Tensor, source: Tensor) -> None:
+        with self._told(), _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
+            if self._device.type == "cuda":
+                collective(target, source)
+                return
+            # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
+            got = torch.empty_like(target)
+            collective(got, source.clone())
+            target.copy_(got)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say in words that another rank did not answer."""
         try:
-            with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
-                if self._device.type == "cuda":
-                    collective(target, source)
-                    return
-                # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
-                got = torch.empty_like(target)
-                collective(got, source.clone())
-                target.copy_(got)
+            yield
         except (dist.DistError, RuntimeError) as error:
             raise RankError(
                 f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
@@ -174,6 +225,13 @@ class VirtualGroup:
         """Do nothing."""
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
+        """Do nothing."""
+
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
+        """Do nothing."""
+        return lambda: None
+
+    def receive(self, target: Tensor, rank: int) -> None:
         """Do nothing."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:

@@ -185,6 +185,10 @@ class PhasePlan:
         "What is cut among ranks: 1 optimizer state and master, 2 gradients too, 3 streamed weights too; 0: nothing.",
         least=0, most=3, is_young=True,
     )  # fmt: skip
+    pipeline_stages: int = setting(
+        1, "Stages that the ranks are, each with its blocks of the model; 1: every rank has the whole model.",
+        least=1, most=2**16, is_young=True,
+    )  # fmt: skip
     history_codec: Codec = setting(
         Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
@@ -365,6 +369,16 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
         )
     if plan.zero_stage == 3 and plan.adapter_rank:
         yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
+    if plan.pipeline_stages > 1 and plan.zero_stage:
+        yield (
+            "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; every rank is a stage. "
+            "Drop zero, or pipeline."
+        )
+    if plan.pipeline_stages > 1 and plan.grad.placement is Placement.DROPPED:
+        yield (
+            "pipeline_stages: fused_update changes blocks of one stage before another stage has said whether its "
+            "gradients are numbers; drop fused_update, or pipeline."
+        )
 
 
 def _contradictions(plan: PhasePlan) -> Iterator[str]:
@@ -406,6 +420,7 @@ _SAME_EVERYWHERE = (
     "update_on",
     "linear",
     "zero_stage",
+    "pipeline_stages",
     "history_codec",
     "history_tensors",
     *_ADAPTER,

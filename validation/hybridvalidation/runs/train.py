@@ -564,7 +564,7 @@ def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBat
 def _advance(run: _Run) -> StepLog | HybridStepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
-    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.group)
+    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
     with run.counting:
         if phase is Phase.PREDICT:
             trainer.enter_phase(phase)
