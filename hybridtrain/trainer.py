@@ -184,8 +184,8 @@ class Trainer:
         """Run one optimizer step over the micro-batches of one batch.
 
         Args:
-            batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order; all
-                of them in a pipeline.
+            batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order; in
+                a pipeline all of them.
             hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
             limits: Loss and gradient norm beyond which the step is refused.
             lr_factor: Of the scheduled learning rate.

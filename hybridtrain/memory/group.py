@@ -152,6 +152,7 @@ class TorchGroup:
             given = source.contiguous() if self._device.type == "cuda" else source.clone()
             lane = self._to_lower if rank < self.rank else None
             work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
+            assert work is not None, "this process is of the group"
             del source
 
         def wait() -> None:
@@ -168,6 +169,7 @@ class TorchGroup:
             got = target if self._device.type == "cuda" else torch.empty_like(target)
             lane = self._to_lower if rank > self.rank else None
             work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
+            assert work is not None, "this process is of the group"
             work.wait()
             if got is not target:
                 target.copy_(got)

@@ -374,6 +374,11 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
             "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; every rank is a stage. "
             "Drop zero, or pipeline."
         )
+    if plan.pipeline_stages > 1 and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
+        yield (
+            f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit neighbours would wait for each other; set "
+            "grad_accumulation's visit_micro_batches to 0, or 1."
+        )
     if plan.pipeline_stages > 1 and plan.grad.placement is Placement.DROPPED:
         yield (
             "pipeline_stages: fused_update changes blocks of one stage before another stage has said whether its "

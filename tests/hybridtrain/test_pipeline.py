@@ -1,13 +1,20 @@
 """Stages of a pipeline equal one process with the same micro-batches, to the bit: losses, norms, weights."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridtrain.dry_runs import record_steps
+from hybridtrain.errors import ConfigError, PlanConflictError
+from hybridtrain.memory.group import Group, VirtualGroup
+from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
+    FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
     Int8Optimizer,
@@ -18,9 +25,17 @@ from hybridtrain.optimizations import (
     Pipeline,
     PredictorState,
     WeightStreaming,
+    Zero,
 )
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.placement import Placement
+from hybridtrain.train_state import StateSaver
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import Stage
 from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, run
-from ranks import on_ranks
+from ranks import CPU, on_ranks
+from tiny_models import random_steps
 
 MODELS |= {"gpt2-4": replace(MODELS["gpt2"], num_blocks=4), "llama-5": replace(MODELS["llama"], num_blocks=5)}
 CHECKPOINTED = GradientCheckpointing(recompute_every=2)
@@ -29,9 +44,6 @@ CASES = {
     "tied-4": Case("gpt2-4", 4, (VERTICAL, CHECKPOINTED)),
     "untied": Case("llama-5", 2, (MixedPrecision(master="absent"), Bf16Optimizer())),
     "unclipped-4": Case("llama-5", 4, (), clip=0.0),
-    "visits-of-two": Case(
-        "gpt2-4", 2, (GradAccumulation(grad_accum_steps=MICRO_BATCHES, schedule="vertical", visit_micro_batches=2),)
-    ),
     "streamed": Case("gpt2-4", 2, (WeightStreaming(), CHECKPOINTED, Int8Optimizer(), OptimizerOffload())),
     "streamed-kept": Case("llama-5", 2, (WeightStreaming(resident_layers=1), VERTICAL, MixedPrecision())),
     "int8-weights": Case("llama-5", 2, (Int8Weights(), MixedPrecision(), Int8Optimizer())),
@@ -106,8 +118,22 @@ def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization,
 
 @pytest.mark.parametrize(
     ("part", "reason"),
-    [(Zero(stage=1), "zero has nothing to cut"), (FusedUpdate(), "before another stage has said")],
+    [
+        (Zero(stage=1), "zero has nothing to cut"),
+        (FusedUpdate(), "before another stage has said"),
+        (
+            GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
+            "neighbours would wait for each other",
+        ),
+    ],
 )
 def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None:
     with pytest.raises(PlanConflictError, match=reason):
         compose([Pipeline(), part])
+
+
+def test_stages_refuse_to_save(tmp_path: Path) -> None:
+    plan = compose(staged(CASES["tied"]).plan)
+    trainer = Trainer(MODELS["gpt2"], plan, TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2))
+    with pytest.raises(ConfigError, match="stages of a pipeline do not save"):
+        StateSaver(tmp_path).save(trainer)
