@@ -376,8 +376,8 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
         )
     if plan.pipeline_stages > 1 and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
         yield (
-            f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit neighbours would wait for each other; set "
-            "grad_accumulation's visit_micro_batches to 0, or 1."
+            f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit, stages wait for each other; "
+            "set grad_accumulation's visit_micro_batches to 0, or 1."
         )
     if plan.pipeline_stages > 1 and plan.grad.placement is Placement.DROPPED:
         yield (

@@ -123,7 +123,7 @@ def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization,
         (FusedUpdate(), "before another stage has said"),
         (
             GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
-            "neighbours would wait for each other",
+            "stages wait for each other",
         ),
     ],
 )
