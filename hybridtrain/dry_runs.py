@@ -149,7 +149,8 @@ def dry_run(
     all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     world = world or World()
     group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
-    accum_steps = max(all_steps // world.size, 1)
+    is_pipeline = plan.for_phase(Phase.FULL).pipeline_stages > 1
+    accum_steps = all_steps if is_pipeline else max(all_steps // world.size, 1)
     empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
     batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
     transfer = VirtualTransfer()

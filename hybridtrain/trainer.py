@@ -20,14 +20,15 @@ from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepSh
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.group import Group
+from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
+from hybridtrain.memory.stages import Stages
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import block_number, packed_blocks, placeholder_scope
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.adapter import attach_adapters
-from hybridtrain.models.block_model import Unit
+from hybridtrain.models.block_model import Unit, model_parts
 from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.models.weight_source import WeightSource
@@ -89,20 +90,29 @@ class Trainer:
         """Factor of the loss, where gradients are float16 in some phase."""
         self.copies = CopyEngine(transfer, self._observer, group)
         self.group = self.copies.group
+        is_pipeline = self.group.world > 1 and self.plan.pipeline_stages > 1
+        self.data_group: Group = DirectGroup() if is_pipeline else self.group
+        """The ranks that have micro-batches of their own; stages of a pipeline have the same ones."""
         if self.group.shares > 1:
-            require_ranks(self.group, plan, config.optimizer)
-        packed = packed_blocks(self.plan, model_config.num_blocks)
+            require_ranks(self.group, plan, config.optimizer, model_config.num_blocks)
+        parts = model_parts(model_config.num_blocks, self.group.world if is_pipeline else 1)
+        part = parts[self.group.rank if is_pipeline else 0]
+        packed = packed_blocks(self.plan, part.blocks)
+
+        def held_scope(block: int) -> AbstractContextManager[None]:
+            return nullcontext() if part.holds(block) else placeholder_scope()
 
         def block_scope(block: int) -> AbstractContextManager[None]:
-            return placeholder_scope() if block in packed else nullcontext()
+            return placeholder_scope() if block in packed else held_scope(block)
 
         compute_dtype = to_torch_dtype(self.plan.compute_dtype)
         with self._observer.region(Stage.BUILD, ""):
-            self.model = build_model(model_config, compute_dtype, transfer.device, block_scope)
+            self.model = build_model(model_config, compute_dtype, transfer.device, block_scope, part)
             if self.plan.adapter_rank:
                 with torch.device(transfer.device):
-                    attach_adapters(self.model, self.plan, compute_dtype)
-        self.shards = Shards(self.copies, self.plan.zero_stage)
+                    attach_adapters(self.model, self.plan, compute_dtype, held_scope)
+        self.stages = Stages(self.copies, self.model) if is_pipeline else None
+        self.shards = self.stages or Shards(self.copies, self.plan.zero_stage)
         self._engine = PlanEngine(
             self.model, plan, config.optimizer, self.copies, self._observer, wants_norm=self._wants_norm,
             shards=self.shards,
@@ -111,6 +121,13 @@ class Trainer:
             self.model, self._engine.weights, self._engine.states, config.optimizer, self.copies, self._observer,
             seed=config.seed, source=source, codec=self.plan.weight.codec,
         ).write(self._engine.units)  # fmt: skip
+        self.pass_tied()
+
+    def pass_tied(self) -> None:
+        """Let the last stage of a pipeline have the tied matrix as the first one updated it."""
+        if self.stages is not None:
+            with self._observer.region(Stage.UPDATE, "head"):
+                self.stages.pass_tied()
 
     @property
     def weights(self) -> WeightStore:
@@ -167,7 +184,8 @@ class Trainer:
         """Run one optimizer step over the micro-batches of one batch.
 
         Args:
-            batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order.
+            batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order; in
+                a pipeline all of them.
             hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
             limits: Loss and gradient norm beyond which the step is refused.
             lr_factor: Of the scheduled learning rate.
@@ -177,13 +195,13 @@ class Trainer:
             DivergenceError: loss or gradient norm is not finite; weights and optimizer state are those before the step,
                 unless updates are fused into the backward pass and clipped by the previous norm.
         """
-        assert len(batches) * self.group.world == self.plan.grad_accum_steps, "one batch per accumulation step"
+        assert len(batches) * self.data_group.world == self.plan.grad_accum_steps, "one batch per accumulation step"
         assert self.phase is not Phase.PREDICT, "a predicted step needs no gradients; enter another phase first"
         number = self.steps_done + 1
         lr = self.lr_at(number) * lr_factor
         device_batches = self._upload(batches)
-        targets = self.group.gather_numbers([batch.num_targets for batch in device_batches])
-        self._share = StepShare(self.group.rank * len(batches), tuple(map(int, targets)))
+        targets = self.data_group.gather_numbers([batch.num_targets for batch in device_batches])
+        self._share = StepShare(self.data_group.rank * len(batches), tuple(map(int, targets)))
         self._limits = limits
         self._hook = self.config.optimizer.step_hook(number, self.config.schedule.total_steps) if hook is None else hook
         self.parameters.last = None  # what a border rounds from now on is not a visit's
@@ -192,7 +210,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.succeeded()
         self.steps_done = number
-        num_tokens = int(sum(self.group.gather_numbers([batch.token_ids_BT.size for batch in batches])))
+        num_tokens = int(sum(self.data_group.gather_numbers([batch.token_ids_BT.size for batch in batches])))
         return StepResult(number, loss, lr, grad_norm, num_tokens)
 
     def loss(self, batches: Sequence[TokenBatch]) -> float:
@@ -203,7 +221,14 @@ class Trainer:
             losses = [self.executor.loss(batch) for batch in uploaded]
         finally:
             self.model.train()
-        return mean_loss([self.transfer.read(loss) for loss in losses], [batch.num_targets for batch in uploaded])
+        return mean_loss(self._of_head(losses, len(uploaded)), [batch.num_targets for batch in uploaded])
+
+    def _of_head(self, losses: Sequence[Tensor], count: int) -> list[float]:
+        """Return losses as numbers: in a pipeline those of the stage that has the head."""
+        found = [self.transfer.read(value) for value in losses]
+        if self.stages is None:
+            return found
+        return self.group.gather_numbers(found or [math.nan] * count)[-count:]
 
     def _upload(self, batches: Sequence[TokenBatch]) -> list[DeviceBatch]:
         with self._observer.region(Stage.LOAD, ""):
@@ -224,6 +249,7 @@ class Trainer:
         factor = self._factor(norm)
         loss, grad_norm = self._checked(number, losses, norm)
         self.parameters.update(grads, self._settings(number, lr, factor))
+        self.pass_tied()
         return loss, grad_norm
 
     def _fused_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
@@ -331,7 +357,8 @@ class Trainer:
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
     ) -> tuple[float, float | None]:
         """Return loss and norm as numbers; raise when one of them is none."""
-        found = self.group.gather_numbers([self.transfer.read(value) for value in losses])
+        count = len(self._share.num_targets) // self.data_group.world
+        found = self.data_group.gather_numbers(self._of_head(losses, count))
         loss = mean_loss(found, self._share.num_targets)
         grad_norm = None if norm is None else self.transfer.read(norm)
         if grad_norm is not None and self.loss_scale is not None:

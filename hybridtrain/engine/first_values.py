@@ -70,8 +70,9 @@ class FirstValues:
 
     @torch.no_grad()
     def write(self, units: Sequence[Unit]) -> None:
-        """Write all units; adapters draw after all else, so that other values are those of a model without them."""
-        names = [name for unit in units for name, _ in (*unit.frozen, *unit.parameters)]
+        """Write the held units; adapters draw after all else, so that other values are those of a model without."""
+        everywhere = self._model.units(everywhere=True)
+        names = [name for unit in everywhere for name, _ in (*unit.frozen, *unit.parameters)]
         ordered = sorted(names, key=is_adapter)
         numbers = {name: number for number, name in enumerate(ordered)}
         for unit in units:

@@ -6,7 +6,7 @@ see in one piece. P elements of a flat slice.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,6 +107,7 @@ class ParameterPass:
         observer: Told what new tensors are for.
         on_host: Whether the processor does the work, on state and gradients in host memory.
         shards: Which range of each parameter this rank works on; None: all.
+        numbers: Of units in the whole model, by which random numbers are keyed; None: ``units`` are the whole model.
     """
 
     def __init__(
@@ -120,13 +121,14 @@ class ParameterPass:
         *,
         on_host: bool = False,
         shards: Shards | None = None,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         self._shards = shards or Shards(copies)
         self.units = tuple(units)
         self.optimizer = optimizer
         self.last: PassSettings | None = None
         """Of the last visit that changed weights."""
-        self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
+        self._numbers = numbers or {unit.name: number for number, unit in enumerate(self.units)}
         self._weights = weights
         self._states = states
         self._copies = copies
@@ -512,7 +514,8 @@ class ParameterPass:
     # ---- drivers
 
     def _plan_visits(self, *, reads: bool) -> None:
-        self._weights.plan_visits([Visit(block, reads) for block in range(len(self.units) - 2)])
+        numbers = (block_number(unit.name) for unit in self.units)
+        self._weights.plan_visits([Visit(block, reads) for block in numbers if block >= 0])
 
     def _run(
         self,

@@ -120,6 +120,7 @@ class PlanEngine:
         self.parameters = ParameterPass(
             units, self.weights, self.states, self._optimizer, self._copies, self._observer, on_host=on_host,
             shards=self._shards,
+            numbers={unit.name: number for number, unit in enumerate(self._model.units(everywhere=True))},
         )  # fmt: skip
 
 

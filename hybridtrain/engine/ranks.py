@@ -11,16 +11,27 @@ from hybridtrain.plan.memory_plan import MemoryPlan, weight_storage
 _ROLES = (Role((256, 256), in_block=True), Role((256, 256), in_block=False), Role((256,), in_block=True))
 
 
-def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer) -> None:
+def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_blocks: int) -> None:
     """Raise ``ConfigError`` unless a plan can run on the ranks of a group, each fault a sentence."""
-    faults = list(_faults(group.shares, plan, optimizer))
+    faults = list(_faults(group, plan, optimizer, num_blocks))
     if faults:
         raise ConfigError(f"{group.shares} ranks", faults)
 
 
-def _faults(shares: int, plan: MemoryPlan, optimizer: Optimizer) -> Iterator[str]:
-    full = plan.for_phase(Phase.FULL)
-    if full.grad_accum_steps % shares:
+def _faults(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_blocks: int) -> Iterator[str]:
+    full, shares = plan.for_phase(Phase.FULL), group.shares
+    is_pipeline = group.world > 1 and full.pipeline_stages > 1
+    if is_pipeline and full.pipeline_stages != group.world:
+        yield (
+            f"pipeline_stages: {full.pipeline_stages} stages are as many ranks, and no model beside another; set "
+            f"pipeline's stages to {group.world}, or start {full.pipeline_stages} ranks"
+        )
+    if is_pipeline and group.world > num_blocks:
+        yield (
+            f"pipeline_stages: {group.world} stages need a block each, the model has {num_blocks}; start at most "
+            f"{num_blocks} ranks, with as many stages"
+        )
+    if not is_pipeline and full.grad_accum_steps % shares:
         yield (
             f"grad_accum_steps: {full.grad_accum_steps} micro-batches of a step must be a multiple of the number of "
             f"ranks, so that all have as many; set grad_accumulation's grad_accum_steps to a multiple of {shares}, or "

@@ -13,10 +13,11 @@ from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step import StepShare
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
+from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models.block_model import Documents, Unit
+from hybridtrain.models.block_model import Documents, ModelPart, Unit
 from hybridtrain.models.layers import Head
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
@@ -149,9 +150,13 @@ class ModelRun(Protocol):
     transfer: Transfer
     observer: MemoryObserver
     units: tuple[Unit, ...]
-    num_blocks: int
-    num_recomputed: int
-    """Blocks before this number are recomputed, the others keep their graphs."""
+    part: ModelPart
+    """What of the model is held: all of it, or that of a stage."""
+    copies: CopyEngine
+    first_kept: int
+    """Held blocks before this number are recomputed, the others keep their graphs."""
+    width: int
+    """D."""
     trains_tied: bool
     """The head's weight is the token embedding, and trained."""
     balances: bool
@@ -166,6 +171,14 @@ class ModelRun(Protocol):
         """Say what the loss of the next micro-batch is multiplied with."""
         ...
 
+    def waves(self, group: range) -> list[range]:
+        """Return the micro-batches that pass block by block."""
+        ...
+
+    def receive(self, shape: Sequence[int], rank: int) -> Tensor:
+        """Return a tensor of the compute dtype that another stage gives."""
+        ...
+
 
 class StepVisit:
     """Takes micro-batches of one step through embedding, blocks and head, and back."""
@@ -174,7 +187,7 @@ class StepVisit:
         self,
         run: ModelRun,
         batches: Sequence[DeviceBatch],
-        group: Sequence[int],
+        group: range,
         seed: int,
         *,
         share: StepShare,
@@ -185,6 +198,7 @@ class StepVisit:
         self._run = run
         self._batches = batches
         self._group = group
+        self._waves = run.waves(group)
         self._seed = seed
         self._is_last = is_last
         self._on_block_done = on_block_done
@@ -199,27 +213,70 @@ class StepVisit:
         self._grad: dict[int, Tensor] = {}
         self._tied_grads: dict[int, Tensor] = {}
 
-    def run(self) -> list[Tensor]:
-        """Return the losses of the group, scalars float32 on the device."""
-        for micro_batch in self._group:
-            self._embed(micro_batch)
-        for segment in self._run.segments:
-            for block in segment:
-                for micro_batch in self._group:
-                    self._forward_block(micro_batch, block, is_boundary=block == segment.start)
-        losses = [self._head(micro_batch) for micro_batch in self._group]
-        self._finish("head")
-        for segment in reversed(self._run.segments):
-            for block in reversed(segment):
-                self._prefetch(f"block.{block}")
-            for micro_batch in self._group:
-                self._backward_segment(micro_batch, segment)
-            for block in reversed(segment):
-                self._finish_block(block)
-        for micro_batch in self._group:
-            self._embed_backward(micro_batch)
-        self._finish("embedding")
+    def forward(self) -> list[Tensor]:
+        """Return the losses of the group, scalars float32 on the device; none where another stage has the head."""
+        losses: list[Tensor] = []
+        for wave in self._waves:
+            for micro_batch in wave:
+                self._enter(micro_batch)
+            for segment in self._run.segments:
+                for block in segment:
+                    for micro_batch in wave:
+                        self._forward_block(micro_batch, block, is_boundary=block == segment.start)
+            for micro_batch in wave:
+                if self._run.part.has_head:
+                    losses.append(self._head(micro_batch))
+                else:
+                    self._send(self._hidden.pop(micro_batch), 1)
+        if self._run.part.has_head:
+            self._finish("head")
         return losses
+
+    def backward(self) -> None:
+        """Add the gradients of the group, after ``forward``."""
+        run = self._run
+        for wave in self._waves:
+            for micro_batch in () if run.part.has_head else wave:
+                with run.observer.region(Stage.BACKWARD, f"block.{run.part.blocks[-1]}"):
+                    self._grad[micro_batch] = self._receive(micro_batch, 1)
+            for segment in reversed(run.segments):
+                for block in reversed(segment):
+                    self._prefetch(f"block.{block}")
+                for micro_batch in wave:
+                    self._backward_segment(micro_batch, segment)
+                for block in reversed(segment) if wave is self._waves[-1] else ():
+                    self._finish_block(block)
+            for micro_batch in wave:
+                self._leave(micro_batch)
+        if run.part.has_embedding:
+            self._finish("embedding")
+
+    def _enter(self, micro_batch: int) -> None:
+        """Begin with the embedding, or with what the stage before gives."""
+        if self._run.part.has_embedding:
+            self._embed(micro_batch)
+            return
+        with self._run.observer.region(Stage.FORWARD, f"block.{self._run.part.blocks[0]}"):
+            self._hidden[micro_batch] = self._receive(micro_batch, -1)
+
+    def _leave(self, micro_batch: int) -> None:
+        """End with the embedding, or give gradients to the stage before, that of a tied matrix to the first one."""
+        run = self._run
+        if run.part.has_embedding:
+            self._embed_backward(micro_batch)
+            return
+        with run.observer.region(Stage.BACKWARD, f"block.{run.part.blocks[0]}"):
+            self._send(self._grad.pop(micro_batch), -1)
+        if run.trains_tied and run.part.has_head:
+            with run.observer.region(Stage.BACKWARD, "head"):
+                run.copies.send(self._own_tied_grad(micro_batch), 0)
+
+    def _send(self, tensor: Tensor, step: int) -> None:
+        self._run.copies.send(tensor.contiguous(), self._run.copies.group.rank + step)
+
+    def _receive(self, micro_batch: int, step: int) -> Tensor:
+        shape = (*self._batches[micro_batch].token_ids_BT.shape, self._run.width)
+        return self._run.receive(shape, self._run.copies.group.rank + step)
 
     def _seed_unit(self, micro_batch: int, unit: int) -> None:
         if self._run.draws:
@@ -241,7 +298,7 @@ class StepVisit:
         with run.observer.region(Stage.FORWARD, f"block.{block}"):
             module = run.weights.acquire(block)
             self._seed_unit(micro_batch, block + 1)
-            if block < run.num_recomputed:
+            if block < run.first_kept:
                 if is_boundary:
                     run.boundaries.store(micro_batch, block, hidden_BTD)
                 with torch.no_grad():
@@ -273,7 +330,7 @@ class StepVisit:
         run, documents = self._run, self._batches[micro_batch].documents
         if run.balances:
             run.scale_loss(self._scales[micro_batch])
-        if segment.start < run.num_recomputed:
+        if segment.start < run.first_kept:
             with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
                 hidden_BTD = run.boundaries.fetch(micro_batch, segment.start)
             for block in segment:
@@ -330,6 +387,12 @@ class StepVisit:
 
     def _tied_grad(self, micro_batch: int) -> Tensor:
         """Return the head's contribution to the token embedding's gradient, which is the unit's first parameter."""
+        if self._run.part.has_head:
+            return self._own_tied_grad(micro_batch)
+        last = self._run.copies.group.world - 1
+        return self._run.receive(self._run.units[0].tensors[0].shape, last)
+
+    def _own_tied_grad(self, micro_batch: int) -> Tensor:
         if not self._defers_tied:
             return self._tied_grads.pop(micro_batch)
         run = self._run

@@ -24,9 +24,13 @@ class BoundaryStore:
         placement: Where they wait.
         copies: The way there.
         observer: Told what they are for.
+        by_micro_batch: All of a micro-batch are taken before any of the next one.
     """
 
-    def __init__(self, placement: Placement, copies: CopyEngine, observer: MemoryObserver) -> None:
+    def __init__(
+        self, placement: Placement, copies: CopyEngine, observer: MemoryObserver, *, by_micro_batch: bool = False
+    ) -> None:
+        self._by_micro_batch = by_micro_batch
         self._placement = placement
         self._copies = copies
         self._observer = observer
@@ -68,7 +72,7 @@ class BoundaryStore:
             self._start_fetch(key)
         del self._away[key]
         ticket, hidden_BTD = self._arriving.pop(key)
-        following = min(self._away, key=lambda other: (-other[1], other[0]), default=None)
+        following = min(self._away, key=self._turn, default=None)
         if following is not None and following not in self._arriving:
             self._start_fetch(following)
         self._copies.wait(ticket)
@@ -88,6 +92,10 @@ class BoundaryStore:
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])
+
+    def _turn(self, key: _Key) -> tuple[int, int]:
+        micro_batch, block = key
+        return (micro_batch, -block) if self._by_micro_batch else (-block, micro_batch)
 
     def _start_fetch(self, key: _Key) -> None:
         shape, dtype = self._away[key]

@@ -39,6 +39,8 @@ class CopyEngine:
         self.transfer = transfer
         self.group: Group = group or DirectGroup()
         self._observer = observer
+        self._sent: dict[int, tuple[int, Callable[[], None], Tensor]] = {}
+        """What is on its way to other ranks."""
 
     def allocate(self, num_bytes: int, placement: Placement, tensor_class: TensorClass, name: str) -> TierBuffer:
         """Return a zeroed buffer of whole pages.
@@ -98,6 +100,30 @@ class CopyEngine:
         """Let what the compute queue is given next wait for a gather."""
         self._observer.join(gather.op)
         gather.end()
+
+    def send(self, source: Tensor, rank: int) -> None:
+        """Start giving a tensor to another rank, once the one before has arrived there; it is held until then."""
+        self.wait_sent(rank)
+        op = self._observer.work(Lane.LINK, source.nbytes, [self._observer.mark()])
+        self._sent[rank] = (op, self.group.send(source, rank), source)
+
+    def wait_sent(self, rank: int) -> None:
+        """Wait for what is on its way to a rank before its memory can be used again."""
+        if rank in self._sent:
+            op, wait, _ = self._sent.pop(rank)
+            self._observer.join(op)
+            wait()
+
+    def finish_sends(self) -> None:
+        """Wait for all that is on its way to other ranks."""
+        for rank in tuple(self._sent):
+            self.wait_sent(rank)
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Fill a tensor with what another rank gives; what the compute queue is given next waits for it."""
+        op = self._observer.work(Lane.LINK, target.nbytes, [self._observer.mark()])
+        self.group.receive(target, rank)
+        self._observer.join(op)
 
     def mark(self) -> Ticket:
         """Return a ticket for everything the compute queue was given so far."""

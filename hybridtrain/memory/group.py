@@ -44,6 +44,14 @@ class Group(Protocol):
         """Start ``all_gather``; return what lets the compute queue wait for its end, before which both are its own."""
         ...
 
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:
+        """Start giving a tensor to another rank; return what waits until it may change."""
+        ...
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Fill a tensor with what another rank gives; in the order in which that rank gives to this one."""
+        ...
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of all ranks, as many of each, in the order of ranks."""
         ...
@@ -79,6 +87,14 @@ class DirectGroup:
         self.all_gather(target, source)
         return _nothing
 
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
+        """There is nobody to give to."""
+        raise AssertionError("one process is no stage of several")
+
+    def receive(self, target: Tensor, rank: int) -> None:  # noqa: ARG002
+        """There is nobody to get from."""
+        raise AssertionError("one process is no stage of several")
+
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return them."""
         return list(numbers)
@@ -98,6 +114,9 @@ class TorchGroup:
         self.rank = dist.get_rank()
         self.world = self.shares = dist.get_world_size()
         self._device = device
+        # What NCCL passes between two cards keeps its order in both directions together, and the order in which
+        # neighbours send and receive is not the same: each direction has a communicator of its own.
+        self._to_lower = dist.new_group() if device.type == "cuda" else None
 
     @classmethod
     def open(
@@ -135,6 +154,34 @@ class TorchGroup:
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Gather rows."""
         self._call(_ALL_GATHER, target.view(-1), source.view(-1))
+
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:
+        """Start sending; the tensor is held until it is waited for."""
+        with self._told():
+            given = source.contiguous() if self._device.type == "cuda" else source.clone()
+            lane = self._to_lower if rank < self.rank else None
+            work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
+            assert work is not None, "this process is of the group"
+            del source
+
+        def wait() -> None:
+            nonlocal given
+            with self._told():
+                work.wait()
+            del given
+
+        return wait
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Receive."""
+        with self._told():
+            got = target if self._device.type == "cuda" else torch.empty_like(target)
+            lane = self._to_lower if rank > self.rank else None
+            work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
+            assert work is not None, "this process is of the group"
+            work.wait()
+            if got is not target:
+                target.copy_(got)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Gather them as float64: exact for what a float32 held."""
@@ -211,6 +258,13 @@ class VirtualGroup:
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:  # noqa: ARG002
         """Do nothing."""
         return _nothing
+
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
+        """Do nothing."""
+        return lambda: None
+
+    def receive(self, target: Tensor, rank: int) -> None:
+        """Do nothing."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return those of this rank for every one: whole numbers are alike in a plan, others are NaN."""

@@ -140,24 +140,23 @@ def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterabl
             parameter.data.copy_(parts[0])
 
 
-def streamed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
-    """Return the blocks whose weights wait below the device; the resident ones are spread evenly among them.
+def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
+    """Return those of the held blocks whose weights wait below the device; resident ones are spread evenly among them.
 
     Spread, they give the bus time to fetch the next streamed one; side by side they would leave it idle.
     """
     if plan.weight.placement is Placement.DEVICE:
         return ()
-    resident = min(plan.resident_layers, num_blocks)
-    return tuple(
-        block for block in range(num_blocks) if (block + 1) * resident // num_blocks == block * resident // num_blocks
-    )
+    count = len(blocks)
+    resident = min(plan.resident_layers, count)
+    return tuple(block for i, block in enumerate(blocks) if (i + 1) * resident // count == i * resident // count)
 
 
-def packed_blocks(plan: PhasePlan, num_blocks: int) -> tuple[int, ...]:
-    """Return the blocks whose parameters are bound to slots instead of having memory of their own."""
+def packed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
+    """Return those of the held blocks whose parameters are bound to slots instead of having memory of their own."""
     if plan.weight.codec in CODE_FORMATS:
-        return tuple(range(num_blocks))
-    return streamed_blocks(plan, num_blocks)
+        return tuple(blocks)
+    return streamed_blocks(plan, blocks)
 
 
 @contextmanager

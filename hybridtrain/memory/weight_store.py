@@ -140,8 +140,8 @@ class WeightStore:
         self._codes = CODE_FORMATS.get(plan.weight.codec)
         self._is_frozen = plan.adapter_rank > 0
         """What is packed is never updated; what is trained beside it has memory of its own."""
-        self._packed = frozenset(packed_blocks(plan, len(model.blocks)))
-        self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, len(model.blocks)))}
+        self._packed = frozenset(packed_blocks(plan, model.part.blocks))
+        self._ranks = {block: rank for rank, block in enumerate(streamed_blocks(plan, model.part.blocks))}
         """Number of each streamed block among the streamed ones, which decides its slot."""
         self._prefetch_distance = plan.prefetch_distance
         self._gathered_ahead = plan.zero_prefetch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.models.block_model import BlockModel
+from hybridtrain.models.block_model import BlockModel, BlockScope
 from hybridtrain.models.linear import Linear, dropout, outputless_linear
 from hybridtrain.models.widening import widened
 from hybridtrain.plan.memory_plan import PhasePlan
@@ -70,8 +70,10 @@ class Adapter(nn.Module):
         return share_F[:, None] * sum_FD
 
 
-def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype) -> None:
+def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype, block_scope: BlockScope) -> None:
     """Freeze a model and give the matrices that the plan names adapters, uninitialised, on the current default device.
+
+    Those of a block are made within ``block_scope``.
 
     Raises:
         ConfigError: a name is no matrix of the model's blocks.
@@ -80,14 +82,15 @@ def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype) -> N
     chosen = _chosen(plan.adapter_targets.split(","), list(matrices))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
         for name in chosen:
             linear = block.get_submodule(name)
             assert isinstance(linear, Linear), "the blocks of a model are alike"
-            linear.adapter = Adapter(
-                linear, rank=plan.adapter_rank, scale=plan.adapter_scale, probability=plan.adapter_dropout,
-                learns_magnitude=plan.adapter_magnitude, dtype=dtype,
-            )  # fmt: skip
+            with block_scope(number):
+                linear.adapter = Adapter(
+                    linear, rank=plan.adapter_rank, scale=plan.adapter_scale, probability=plan.adapter_dropout,
+                    learns_magnitude=plan.adapter_magnitude, dtype=dtype,
+                )  # fmt: skip
 
 
 def _chosen(targets: list[str], names: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -10,7 +11,44 @@ from hybridtrain.models.layers import AttentionFunction, Head
 from hybridtrain.models.model_config import ModelConfig
 
 BlockScope = Callable[[int], AbstractContextManager[None]]
-"""Around the construction of each block, by number: decides where its parameters get memory."""
+"""Around the construction of each block, by number: decides where its parameters get memory. -1 is the embedding, the
+number of blocks the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What of a model a process holds: neighbouring blocks, the embedding with the first, the head with the last."""
+
+    blocks: range
+    num_blocks: int
+    """Of the whole model."""
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the embedding is held."""
+        return self.blocks.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head is held."""
+        return self.blocks.stop == self.num_blocks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is held."""
+        return self.has_embedding and self.has_head
+
+    def holds(self, number: int) -> bool:
+        """Return whether a block is held, by number; -1 is the embedding, the number of blocks the head."""
+        if number == -1:
+            return self.has_embedding
+        return self.has_head if number == self.num_blocks else number in self.blocks
+
+
+def model_parts(num_blocks: int, stages: int) -> list[ModelPart]:
+    """Return what each of some stages holds: as many blocks, or one more in some, the first before others."""
+    starts = [-(-stage * num_blocks // stages) for stage in range(stages + 1)]
+    return [ModelPart(range(*ends), num_blocks) for ends in pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +79,22 @@ class Unit:
 
 
 class BlockModel(nn.Module):
-    """A decoder-only transformer as embedding -> blocks -> head."""
+    """A decoder-only transformer as embedding -> blocks -> head.
 
-    def __init__(self, config: ModelConfig, embedding: nn.Module, blocks: list[nn.Module], head: Head) -> None:
+    Args:
+        config: Its shape.
+        embedding: Its first unit.
+        blocks: All of them; those that are not held have no memory.
+        head: Its last unit.
+        part: What is held; None: everything.
+    """
+
+    def __init__(
+        self, config: ModelConfig, embedding: nn.Module, blocks: list[nn.Module], head: Head,
+        part: ModelPart | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.part = part or model_parts(len(blocks), 1)[0]
         self.config = config
         self.embedding = embedding
         self.blocks = nn.ModuleList(blocks)
@@ -67,21 +117,27 @@ class BlockModel(nn.Module):
             hidden_BTD = block(hidden_BTD, documents)
         return hidden_BTD  # type: ignore[no-any-return]
 
-    def units(self) -> tuple[Unit, ...]:
-        """Return embedding, blocks and head in forward order, every parameter in exactly one of them."""
+    def units(self, *, everywhere: bool = False) -> tuple[Unit, ...]:
+        """Return embedding, blocks and head in forward order, every parameter in exactly one of them.
+
+        Args:
+            everywhere: Of the whole model, also what is not held and has no memory.
+        """
         named = [
             ("embedding", self.embedding),
             *((f"block.{i}", block) for i, block in enumerate(self.blocks)),
         ]
         seen: set[int] = set()
         units = []
-        for name, module in [*named, ("head", self.head)]:
+        for number, (name, module) in enumerate([*named, ("head", self.head)], start=-1):
             parameters = [
                 (f"{name}.{parameter_name}", parameter)
                 for parameter_name, parameter in module.named_parameters()
                 if id(parameter) not in seen
             ]
             seen.update(id(parameter) for _, parameter in parameters)
+            if not (everywhere or self.part.holds(number)):
+                continue
             trained = tuple(item for item in parameters if item[1].requires_grad)
             units.append(Unit(name, trained, tuple(item for item in parameters if not item[1].requires_grad)))
         return tuple(units)

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from hybridtrain.models.block_model import BlockModel, BlockScope
+from hybridtrain.models.block_model import BlockModel, BlockScope, ModelPart
 from hybridtrain.models.decoder import Block, Embedding, norm_of
 from hybridtrain.models.layers import Head, RotaryTable
 from hybridtrain.models.model_config import ModelConfig
@@ -16,24 +16,31 @@ def _plain_scope(_block: int) -> AbstractContextManager[None]:
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, block_scope: BlockScope = _plain_scope
-) -> BlockModel:
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, block_scope: BlockScope = _plain_scope,
+    part: ModelPart | None = None,
+) -> BlockModel:  # fmt: skip
     """Return a model with uninitialised parameters of ``dtype`` on ``device`` (``meta`` allocates nothing).
 
-    Each block is made within ``block_scope``, which may give its parameters no memory at all.
+    Each unit is made within ``block_scope``, which may give its parameters no memory at all; ``part`` is what is held.
+    A head without the embedding holds a tied matrix once more.
     """
     with torch.device(device):
-        embedding = Embedding(config, dtype)
+        with block_scope(-1):
+            embedding = Embedding(config, dtype)
         table, local_table = _rotary_tables(config)
         blocks: list[nn.Module] = []
         for number in range(config.num_blocks):
             with block_scope(number):
                 blocks.append(Block(config, number, local_table if config.window_of(number) else table, dtype))
-        weight_VD = embedding.token
-        if not config.tied:
-            weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
-        head = Head(norm_of(config, config.width, dtype), weight_VD, config.logit_softcap)
-        return BlockModel(config, embedding, blocks, head)
+        with block_scope(config.num_blocks):
+            weight_VD = embedding.token
+            is_apart = part is not None and part.has_head and not part.has_embedding
+            if not config.tied or is_apart:
+                weight_VD = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
+            if config.tied:
+                embedding.token = weight_VD
+            head = Head(norm_of(config, config.width, dtype), weight_VD, config.logit_softcap)
+        return BlockModel(config, embedding, blocks, head, part)
 
 
 def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, RotaryTable | None]:

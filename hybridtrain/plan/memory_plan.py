@@ -189,6 +189,10 @@ class PhasePlan:
         0, "Blocks whose cut weights are gathered from the ranks ahead of the one at work, each beside its place.",
         least=0, is_young=True,
     )  # fmt: skip
+    pipeline_stages: int = setting(
+        1, "Stages that the ranks are, each with its blocks of the model; 1: every rank has the whole model.",
+        least=1, most=2**16, is_young=True,
+    )  # fmt: skip
     history_codec: Codec = setting(
         Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
@@ -376,6 +380,21 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
         yield "zero_prefetch: a file is awaited before it is gathered; set weight_streaming's tier = 'host', or 0."
     if plan.zero_stage == 3 and plan.adapter_rank:
         yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
+    if plan.pipeline_stages > 1 and plan.zero_stage:
+        yield (
+            "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; every rank is a stage. "
+            "Drop zero, or pipeline."
+        )
+    if plan.pipeline_stages > 1 and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
+        yield (
+            f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit, stages wait for each other; "
+            "set grad_accumulation's visit_micro_batches to 0, or 1."
+        )
+    if plan.pipeline_stages > 1 and plan.grad.placement is Placement.DROPPED:
+        yield (
+            "pipeline_stages: fused_update changes blocks of one stage before another stage has said whether its "
+            "gradients are numbers; drop fused_update, or pipeline."
+        )
 
 
 def _contradictions(plan: PhasePlan) -> Iterator[str]:
@@ -418,6 +437,7 @@ _SAME_EVERYWHERE = (
     "linear",
     "zero_stage",
     "zero_prefetch",
+    "pipeline_stages",
     "history_codec",
     "history_tensors",
     *_ADAPTER,

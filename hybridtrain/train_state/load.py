@@ -157,7 +157,7 @@ def _fill(trainer: Trainer, generation: Generation, files: Files, tell: Say) -> 
     trainer.transfer.finish()
     rounded = _Rounded()
     weights, states, units = trainer.weights, trainer.states, trainer.model.units()
-    weights.plan_visits([Visit(block, reads=False) for block in range(len(units) - 2)])
+    weights.plan_visits([Visit(block, reads=False) for block in trainer.model.part.blocks])
     for unit in units:
         stored = weights.acquire_stored(unit.name, unit.tensors, reads=False)
         held = states.settled(unit.name)
@@ -168,6 +168,7 @@ def _fill(trainer: Trainer, generation: Generation, files: Files, tell: Say) -> 
         _fill_states(trainer, unit, manifest.parameters, files, rounded)
     trainer.transfer.finish()
     weights.reload()
+    trainer.pass_tied()
     trainer.steps_done = manifest.steps_done
     states.born_after = manifest.born_after
     if trainer.loss_scale is not None and manifest.loss_scale is not None:

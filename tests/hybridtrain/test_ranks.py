@@ -1,20 +1,17 @@
 """Ranks that train one model together equal one process, to the bit: losses, norms, weights, optimizer state."""
 
-import hashlib
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
-from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.optim import Adafactor, AdamWConfig, Muon, Optimizer
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -42,32 +39,12 @@ from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer
+from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, contents, new_trainer, run, train, weights_of
 from ranks import CPU, on_ranks
-from stacks import GPT2, LLAMA
+from stacks import LLAMA
 from tiny_models import random_steps
 
-NUM_STEPS, MICRO_BATCHES = 5, 4
 STREAMED: list[Optimization] = [WeightStreaming(), GradientCheckpointing(recompute_every=2)]
-VERTICAL = GradAccumulation(grad_accum_steps=MICRO_BATCHES, schedule="vertical")
-MODELS = {"gpt2": replace(GPT2, num_blocks=2), "llama": replace(LLAMA, num_blocks=2)}
-"""GPT-2 with dropout and tied weights; matrices of both have 8-bit moments."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A stack on some ranks."""
-
-    model: str
-    world: int
-    stack: tuple[Optimization, ...]
-    clip: float = 0.25
-
-    @property
-    def plan(self) -> list[Optimization]:
-        """Micro-batches are taken one by one unless the stack says how."""
-        accumulates = any(isinstance(part, GradAccumulation) for part in self.stack)
-        return [*self.stack, *([] if accumulates else [GradAccumulation(grad_accum_steps=MICRO_BATCHES)])]
-
 
 CASES = {
     "data-parallel": Case("gpt2", 2, ()),
@@ -113,48 +90,6 @@ CASES = {
         ),
     ),
 }
-
-
-def digest(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
-def new_trainer(
-    case: Case, group: Group | None, disk: Path | None = None, transfer: Transfer | None = None,
-    source: WeightSource | None = None,
-) -> Trainer:  # fmt: skip
-    config = TrainerConfig(optimizer=AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=case.clip))
-    transfer = transfer or DirectTransfer(CPU, disk_folder=disk)
-    return Trainer(MODELS[case.model], compose(case.plan), config, transfer, group=group, source=source)
-
-
-def train(trainer: Trainer, steps: slice = slice(None)) -> list[tuple[float, float | None]]:
-    """Return loss and norm of each step."""
-    local = MICRO_BATCHES // trainer.group.world
-    first = trainer.group.rank * local
-    batches = random_steps(trainer.model.config, NUM_STEPS, MICRO_BATCHES)[steps]
-    told = [trainer.step(step[first : first + local]) for step in batches]
-    return [(step.loss, step.grad_norm) for step in told]
-
-
-def weights_of(trainer: Trainer) -> dict[str, str]:
-    """Return a digest of every parameter as the forward pass reads it."""
-    values: dict[str, str] = {}
-    trainer.weights.plan_visits([])
-    for unit in trainer.model.units():
-        if unit.name.startswith("block"):
-            trainer.weights.acquire(int(unit.name.partition(".")[2]))
-        values |= {name: digest(parameter) for name, parameter in unit.parameters}
-    return values
-
-
-def run(case: Case, group: Group | None, disk: Path) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
-    trainer = new_trainer(case, group, disk)
-    told = train(trainer)
-    found = weights_of(trainer)
-    trainer.transfer.close()
-    return told, found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -246,10 +181,6 @@ def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="each holds its range alone"):
         export_folder(trainer, tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 REFUSED: dict[str, tuple[int, tuple[Optimization, ...], Optimizer, str]] = {

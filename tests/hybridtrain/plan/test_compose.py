@@ -24,6 +24,7 @@ from hybridtrain.optimizations import (
     MixedPrecision,
     Nf4Weights,
     OptimizerOffload,
+    Pipeline,
     PredictMemory,
     PredictorState,
     WeightStreaming,
@@ -67,6 +68,8 @@ OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(),)
 """Each in place of the 8-bit optimizer."""
 OTHER_WEIGHTS: tuple[Optimization, ...] = (Lora(), Nf4Weights(), Bitnet())
 """In place of int8 weights."""
+OTHER_CUTS: tuple[Optimization, ...] = (Pipeline(),)
+"""In place of zero."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def on_device(codec: Codec) -> Cell:
 
 
 def test_the_stacks_of_this_file_hold_every_optimization() -> None:
-    assert {optimization.kind for optimization in STACK + OTHER_MOMENTS + OTHER_WEIGHTS} == set(OPTIMIZATIONS)
+    everything = STACK + OTHER_MOMENTS + OTHER_WEIGHTS + OTHER_CUTS
+    assert {optimization.kind for optimization in everything} == set(OPTIMIZATIONS)
 
 
 @pytest.mark.parametrize("size", [2, 5])

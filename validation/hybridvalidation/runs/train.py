@@ -363,6 +363,9 @@ def _require_ranks(file: TrainFile, group: Group) -> None:
     """Raise ``ConfigError`` for what several ranks do not do."""
     if group.world > 1 and file.hybrid is not None:
         raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
+    if group.world > 1 and any(part.kind == "pipeline" for part in file.optimizations):
+        faults = ["stages do not save what they train; drop pipeline and cut with zero, or start one rank"]
+        raise ConfigError("pipeline", faults)
     cuts = any(part.kind == "zero" for part in file.optimizations)
     if group.world > 1 and cuts and file.adapter_from is not None:
         faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]
@@ -572,7 +575,7 @@ def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBat
 def _advance(run: _Run) -> StepLog | HybridStepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
-    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.group)
+    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
     with run.counting:
         if phase is Phase.PREDICT:
             trainer.enter_phase(phase)

@@ -1,0 +1,57 @@
+"""What the stages of a pipeline tell each other beside the steps: each has its own part of one model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.shards import Shards
+from hybridtrain.models.block_model import BlockModel, model_parts
+
+
+class Stages(Shards):
+    """One rank of several that hold different blocks: nothing is cut, nothing summed.
+
+    Args:
+        copies: Has the group, and tells the ledger.
+        model: Its part is that of this rank.
+    """
+
+    def __init__(self, copies: CopyEngine, model: BlockModel) -> None:
+        super().__init__(copies)
+        self.shares, self.sums = 1, False
+        self._model = model
+        units = model.units(everywhere=True)
+        self._names = [name for unit in units for name, _ in unit.parameters]
+        self._counts = [
+            sum(len(unit.parameters) for number, unit in enumerate(units, start=-1) if part.holds(number))
+            for part in model_parts(len(model.blocks), copies.group.world)
+        ]
+        """Trained parameters of each stage."""
+
+    def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG002
+        """Return what any rank names of all parameters."""
+        named = self.group.gather_numbers([float(name in names) for name in self._names])
+        count = len(self._names)
+        return tuple(name for index, name in enumerate(self._names) if any(named[index::count]))
+
+    def gather_all(self, numbers: Tensor) -> Tensor:
+        """Return a number of each trained parameter of the model, in its order; each rank has those of its own."""
+        row = numbers.new_zeros(max(self._counts))
+        row[: numbers.numel()].copy_(numbers)
+        rows = row.new_empty((self.group.world, row.numel()))
+        self._copies.exchange(self.group.all_gather, rows, row)
+        return torch.cat([found[:count] for found, count in zip(rows, self._counts, strict=True)])
+
+    @torch.no_grad()
+    def pass_tied(self) -> None:
+        """Give a tied matrix, which the first stage updates, to the last one."""
+        part, last = self._model.part, self.group.world - 1
+        if not self._model.config.tied:
+            return
+        if part.has_embedding:
+            self._copies.send(self._model.head.weight.data, last)
+            self._copies.finish_sends()
+        elif part.has_head:
+            self._copies.receive(self._model.head.weight.data, 0)

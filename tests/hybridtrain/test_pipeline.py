@@ -1,0 +1,139 @@
+"""Stages of a pipeline equal one process with the same micro-batches, to the bit: losses, norms, weights."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.dry_runs import record_steps
+from hybridtrain.errors import ConfigError, PlanConflictError
+from hybridtrain.memory.group import Group, VirtualGroup
+from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.optim import AdamWConfig
+from hybridtrain.optimizations import (
+    ActivationOffload,
+    Bf16Optimizer,
+    FusedUpdate,
+    GradAccumulation,
+    GradientCheckpointing,
+    Int8Optimizer,
+    Int8Weights,
+    Lora,
+    MixedPrecision,
+    OptimizerOffload,
+    Pipeline,
+    PredictorState,
+    WeightStreaming,
+    Zero,
+)
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.placement import Placement
+from hybridtrain.train_state import StateSaver
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.observer import Stage
+from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, run
+from ranks import CPU, on_ranks
+from tiny_models import random_steps
+
+MODELS |= {"gpt2-4": replace(MODELS["gpt2"], num_blocks=4), "llama-5": replace(MODELS["llama"], num_blocks=5)}
+CHECKPOINTED = GradientCheckpointing(recompute_every=2)
+CASES = {
+    "tied": Case("gpt2", 2, ()),
+    "tied-4": Case("gpt2-4", 4, (VERTICAL, CHECKPOINTED)),
+    "untied": Case("llama-5", 2, (MixedPrecision(master="absent"), Bf16Optimizer())),
+    "unclipped-4": Case("llama-5", 4, (), clip=0.0),
+    "streamed": Case("gpt2-4", 2, (WeightStreaming(), CHECKPOINTED, Int8Optimizer(), OptimizerOffload())),
+    "streamed-kept": Case("llama-5", 2, (WeightStreaming(resident_layers=1), VERTICAL, MixedPrecision())),
+    "int8-weights": Case("llama-5", 2, (Int8Weights(), MixedPrecision(), Int8Optimizer())),
+    "all-away": Case(
+        "gpt2-4",
+        2,
+        (
+            WeightStreaming(tier="disk"),
+            GradientCheckpointing(recompute_every=1),
+            VERTICAL,
+            MixedPrecision(),
+            OptimizerOffload(tier="disk"),
+            ActivationOffload(),
+        ),
+    ),
+    "on-host": Case("llama-5", 4, (WeightStreaming(), OptimizerOffload(update_on="host"))),
+    "lora": Case("gpt2-4", 2, (Lora(), MixedPrecision())),
+}
+
+
+def staged(case: Case) -> Case:
+    return replace(case, stack=(*case.stack, Pipeline(stages=case.world)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_equal_one_process(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    told, values = run(case, None, tmp_path)
+    assert told[0][0] != told[-1][0]
+    parts = on_ranks(case.world, lambda group: run(staged(case), group, tmp_path))
+    assert [found for found, _ in parts] == [told] * case.world
+    assert sum(len(weights) for _, weights in parts) == len(values)
+    assert {key: weight for _, weights in parts for key, weight in weights.items()} == values
+
+
+@pytest.mark.parametrize("name", ["tied-4", "streamed", "all-away"])
+def test_each_stage_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> None:
+    case = staged(CASES[name])
+
+    def record(group: Group, transfer: Transfer) -> tuple[object, ...]:
+        batches = random_steps(MODELS[case.model], 2, MICRO_BATCHES)
+        config = TrainerConfig(optimizer=AdamWConfig(max_grad_norm=case.clip))
+        trace = record_steps(MODELS[case.model], compose(case.plan), batches, transfer, config, group=group)
+        lanes = [
+            (op.name, op.lane, op.stage, op.unit, op.event, op.bytes_moved)
+            for op in trace.ops
+            if op.stage is not Stage.LOAD and not op.name.startswith("aten._local_scalar_dense")
+        ]
+        facts = trace.events, trace.sizes, trace.classes, trace.units, [mark.event for mark in trace.steps]
+        return *facts, lanes, transfer.tiers.by_class(Placement.HOST), transfer.tiers.peak_bytes(Placement.HOST)
+
+    executed = on_ranks(case.world, lambda group: record(group, DirectTransfer(CPU, disk_folder=tmp_path)))
+    for rank, found in enumerate(executed):
+        planned = record(VirtualGroup(rank, case.world), VirtualTransfer())
+        for ours, theirs in zip(planned, found, strict=True):
+            assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("world", "stack", "reason"),
+    [
+        (4, (Pipeline(stages=2),), "2 stages are as many ranks"),
+        (3, (Pipeline(stages=3),), "3 stages need a block each, the model has 2"),
+        (2, (Pipeline(), PredictorState()), "what remembers the trajectory of weights works on one rank"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization, ...], reason: str) -> None:
+    plan = compose([*stack, GradAccumulation(grad_accum_steps=MICRO_BATCHES)])
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        Trainer(MODELS["gpt2"], plan, TrainerConfig(), VirtualTransfer(), group=VirtualGroup(0, world))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (Zero(stage=1), "zero has nothing to cut"),
+        (FusedUpdate(), "before another stage has said"),
+        (
+            GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
+            "stages wait for each other",
+        ),
+    ],
+)
+def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None:
+    with pytest.raises(PlanConflictError, match=reason):
+        compose([Pipeline(), part])
+
+
+def test_stages_refuse_to_save(tmp_path: Path) -> None:
+    plan = compose(staged(CASES["tied"]).plan)
+    trainer = Trainer(MODELS["gpt2"], plan, TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2))
+    with pytest.raises(ConfigError, match="stages of a pipeline do not save"):
+        StateSaver(tmp_path).save(trainer)
