@@ -25,7 +25,7 @@ from hybridtrain.virtual_gpu.links import Collective, World
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.replay import replay_on_card
-from hybridtrain.virtual_gpu.roofline import estimate_step
+from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -161,19 +161,20 @@ def dry_run(
     uncapped, capped = replay_on_card(
         trace, card, config=allocator, record_history=record_history, repeats=SETTLING_STEPS
     )
+    time = estimate_step(
+        _on_links(trace.step_ops(num_steps - 1), card, world, is_pipeline=is_pipeline),
+        card,
+        upload_bytes=2 * accum_steps * empty.nbytes,
+        first=trace.steps[-1].op,
+        host=(host or Host()).shared(world.local_size),
+    )
     return DryRun(
         num_params=model.num_params,
         card=card,
         trace=trace,
         uncapped=uncapped,
         capped=capped,
-        time=estimate_step(
-            _on_links(trace.step_ops(num_steps - 1), card, world),
-            card,
-            upload_bytes=2 * accum_steps * empty.nbytes,
-            first=trace.steps[-1].op,
-            host=(host or Host()).shared(world.local_size),
-        ),
+        time=_with_idle_stages(time, world.size, accum_steps) if is_pipeline else time,
         tokens_per_step=all_steps * empty.size,
         host=host or Host(),
         host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
@@ -184,16 +185,28 @@ def dry_run(
     )
 
 
-def _on_links(ops: Sequence[OpRecord], card: Card, world: World) -> Sequence[OpRecord]:
-    """Return the ops of a step, its collectives with the time that they keep the link.
+def _on_links(ops: Sequence[OpRecord], card: Card, world: World, *, is_pipeline: bool) -> Sequence[OpRecord]:
+    """Return the ops of a step, what passes between cards with the time that it keeps the link.
 
-    All-to-all and all-gather, the two that a ``Group`` has, send as much in as many steps.
+    All-to-all and all-gather, the two collectives that a ``Group`` has, send as much in as many steps; a stage gives a
+    tensor to one other.
     """
     if world.size == 1:
         return ops
+    kind, ranks = (Collective.BROADCAST, 2) if is_pipeline else (Collective.ALL_GATHER, world.size)
     return [
-        replace(op, link_seconds=world.seconds(Collective.ALL_GATHER, op.bytes_moved, world.size, card))
-        if op.lane is Lane.LINK
-        else op
+        replace(op, link_seconds=world.seconds(kind, op.bytes_moved, ranks, card)) if op.lane is Lane.LINK else op
         for op in ops
     ]
+
+
+def _with_idle_stages(time: StepTime, stages: int, micro_batches: int) -> StepTime:
+    """Return a step in which a stage waits while the first micro-batches come and the last ones go.
+
+    (S - 1) / M of its passes, for GPipe (Huang et al., 1811.06965) and 1F1B (Narayanan et al., 2104.04473) alike, where
+    all stages take as long; the update waits for nobody.
+    """
+    passes = time.seconds - time.seconds_by_bound.get(Bound.OPTIMIZER, 0.0)
+    idle = passes * (stages - 1) / micro_batches
+    by_bound = time.seconds_by_bound | {Bound.LINK: time.seconds_by_bound.get(Bound.LINK, 0.0) + idle}
+    return replace(time, seconds=time.seconds + idle, seconds_by_bound=by_bound)

@@ -7,7 +7,7 @@ import pytest
 
 from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.models.model_config import Workload
-from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Zero
+from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Pipeline, Zero
 from hybridtrain.plan.compose import compose
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.links import Collective, World
@@ -53,3 +53,12 @@ def test_ranks_of_a_machine_share_its_memory() -> None:
     narrow = Host(memory_gib=1.5 * first.host_peak_bytes / gib, reserved_gib=0.0)
     assert not run(World(size=2), narrow).fits
     assert run(World(size=2, cards_per_machine=1), narrow).fits
+
+
+def test_a_stage_waits_for_the_first_micro_batches_and_the_last_ones() -> None:
+    plan = compose([Pipeline(stages=2), GradAccumulation(grad_accum_steps=4)])
+    workload = Workload(micro_batch_size=1, seq_len=8)
+    first = dry_run(MODEL, plan, CARD, workload, world=World(size=2)).time
+    update = first.seconds_by_bound[Bound.OPTIMIZER]
+    assert first.seconds == pytest.approx(sum(first.seconds_by_bound.values()))
+    assert first.seconds_by_bound[Bound.LINK] >= (first.seconds - update) * (1 / 4) / (1 + 1 / 4) > 0

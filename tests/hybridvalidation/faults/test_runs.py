@@ -13,6 +13,7 @@ from hybridvalidation.faults.campaigns import (
     flips,
     full_disk,
     kills,
+    long_runs,
     memory_limits,
     power_cuts,
     rank_kills,
@@ -20,7 +21,7 @@ from hybridvalidation.faults.campaigns import (
     two_writers,
 )
 from hybridvalidation.faults.disk_log import Act, image_of
-from hybridvalidation.faults.runs import TOLD, Run, ended, fork, telling
+from hybridvalidation.faults.runs import TOLD, Run, ended, fork, number_of, telling
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +107,18 @@ def test_a_child_tells_how_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
     assert ended(fork(telling(_raise(OSError(5, "Input/output error"))))) == TOLD
     assert ended(fork(telling(_raise(KeyError("x"))))) == 1
     assert "KeyError" in capfd.readouterr().err
+
+
+def test_memory_that_grows_by_the_step_is_seen() -> None:
+    flat, growing = (long_runs.Looks(warm_up=10, window=20) for _ in range(2))
+    for step in range(100):
+        spike = 10**9 if step < 10 else step % 20  # what comes and goes, and what comes before
+        flat.add(step, 1000 + spike)
+        growing.add(step, 1000 + spike + 7 * step)
+    assert flat.growth == 0
+    assert growing.growth == 7 * 70 + 10  # from step 29 to step 99
+
+
+def test_a_run_tells_what_it_grew_by(tmp_path: Path) -> None:
+    run = Run("plain", tmp_path / "run")
+    assert 0 <= number_of(run, long_runs._watched(run, steps=60, warm_up=10, save_every=10)) < 64 * 1024
