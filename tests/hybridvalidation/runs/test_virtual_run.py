@@ -110,7 +110,12 @@ def test_json_is_one_object_with_the_keys_of_a_dry_run(
     size = ["--micro-batch", "1", "--seq", "8"]
     assert main(["dry-run", "--model", "gpt2-small", "--stack", "tight", "--card", "rtx-3090", *size, "--json"]) == 0
     of_a_dry_run = json.loads(capsys.readouterr().out).keys()
-    assert of_a_dry_run - answer.keys() == {"phases", "ranks", "savings"}  # of a declared stack: a script has none
+    assert of_a_dry_run - answer.keys() == {
+        "link",
+        "phases",
+        "ranks",
+        "savings",
+    }  # of a declared stack: a script has none
 
 
 def test_a_full_card_ends_the_script_and_says_where(

@@ -78,7 +78,7 @@ def run() -> ScenarioRun:
         ("dry_run", name): run_dry(
             Job(
                 key="k", kind="dry_run", scenario="tiny", stack=stack, model=scenario.model, card=card,
-                workload=workload, host=scenario.host, accuracy=None,
+                workload=workload, host=scenario.host, world=scenario.ranks(), accuracy=None,
             )
         )
         for name, stack in stacks.items()
