@@ -155,6 +155,19 @@ def corpus() -> Corpus:
     return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
 
 
+_IN_FILES: Final = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+    "os.scandir",
+)
+"""Audit events of saving, loading and clearing up."""
+
+
 TOLD: Final = 3
 """Exit code of a child that ended with a sentence for its user."""
 
@@ -218,6 +231,34 @@ def number_of(run: Run, work: Callable[[], int]) -> int:
     if code or not told:
         raise AssertionError(f"the unbroken run '{run.kind}' failed")
     return int(told)
+
+
+def on_touch(states: Path, note: Callable[[], object]) -> None:
+    """Let ``note`` know, for as long as this process lives, whenever it is about to touch saved states."""
+    place = str(states)
+
+    def heard(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _IN_FILES and arguments and place in str(arguments[0]):
+            note()
+
+    sys.addaudithook(heard)
+
+
+def touches(run: Run) -> int:
+    """Let a new run go to its end in a child; return how often it touches its saved states."""
+
+    def counted() -> int:
+        count = 0
+
+        def note() -> None:
+            nonlocal count
+            count += 1
+
+        on_touch(run.states, note)
+        run.go()
+        return count
+
+    return number_of(run, counted)
 
 
 def _write(target: int, number: int) -> None:

@@ -10,7 +10,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
-from hybridvalidation.study.ladder.protocol import Arm, LadderFile, Made, ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.protocol import LadderFile, Made, ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
 
 
@@ -28,8 +28,12 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     numbers = {arm: _numbers(arm.plan()) for arm, _, _ in weighed}
     notes = {}
     for candidate in candidates:
-        wanted = compose(candidate.optimizations())
-        found = [(weight, note) for arm, weight, note in weighed if _is_of(arm, numbers[arm], candidate, wanted)]
+        wanted = _numbers(compose(candidate.optimizations()))
+        found = [
+            (weight, note)
+            for arm, weight, note in weighed
+            if arm.optimizer == candidate.level.optimizer and _are_alike(numbers[arm], wanted, arm.num_micro_batches)
+        ]
         if found:
             notes[candidate.level.name] = max(found, key=lambda note: note[0])[1]
     return notes
@@ -70,15 +74,11 @@ def _said(ladder: LadderFile, judged: Judged) -> str:
     return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {len(comparison.pairs)} seeds{diverged})"
 
 
-def _is_of(arm: Arm, numbers: "_Numbers", candidate: Candidate, wanted: MemoryPlan) -> bool:
-    return (
-        arm.optimizer == candidate.level.optimizer
-        and numbers[1:] == _numbers(wanted)[1:]
-        and (arm.num_micro_batches == 1 or numbers[0] is _numbers(wanted)[0])
-    )
-
-
 _Numbers = tuple[object, ...]
+
+
+def _are_alike(own: _Numbers, wanted: _Numbers, num_micro_batches: int) -> bool:
+    return own[1:] == wanted[1:] and (num_micro_batches == 1 or own[0] is wanted[0])
 
 
 def _numbers(plan: MemoryPlan) -> _Numbers:

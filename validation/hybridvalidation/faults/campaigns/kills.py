@@ -4,64 +4,35 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
-from hybridvalidation.faults.runs import KINDS, SAVE_EVERY, Run, ended, fork, number_of
+from hybridvalidation.faults.runs import KINDS, SAVE_EVERY, Run, ended, fork, on_touch, touches
 
 _MOST_KILLS: Final = 8
 """Of one run; then it is let go to its end."""
 _LATE: Final = "done before"
-_IN_FILES: Final = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.mkdir",
-    "os.rmdir",
-    "os.truncate",
-    "shutil.rmtree",
-    "os.scandir",
-)
-"""Audit events of saving, loading and clearing up."""
 
 
-def _killing_at(place: str, number: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work that kills its own process at its ``number``-th touch of a path that holds ``place``."""
+def _killing_at(states: Path, number: int, work: Callable[[], None]) -> Callable[[], None]:
+    """Return work that kills its own process at its ``number``-th touch of saved states."""
 
     def killed() -> None:
         left = number
 
-        def note(event: str, arguments: tuple[object, ...]) -> None:
+        def note() -> None:
             nonlocal left
-            if event in _IN_FILES and arguments and place in str(arguments[0]):
-                left -= 1
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.addaudithook(note)
+        on_touch(states, note)
         work()
 
     return killed
-
-
-def _touches(run: Run) -> int:
-    """Return how often a run touches its saved states, its kills aside."""
-
-    def counted() -> int:
-        count = 0
-
-        def note(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal count
-            count += event in _IN_FILES and bool(arguments) and str(run.states) in str(arguments[0])
-
-        sys.addaudithook(note)
-        run.go()
-        return count
-
-    return number_of(run, counted)
 
 
 def _kill(order: Order) -> Tally:
@@ -70,7 +41,7 @@ def _kill(order: Order) -> Tally:
         whole = Run(kind, order.folder / kind / "whole")
         whole.folder.parent.mkdir(parents=True)
         begin = time.monotonic()
-        num_touches = _touches(whole)
+        num_touches = touches(whole)
         seconds, wanted = time.monotonic() - begin, whole.outcome()
         end = order.count * (number + 1) // len(KINDS)
         while tally.num_attempts - _num_late(tally) < end:
@@ -101,7 +72,7 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
     in_files = draw.random() < 0.5
     at = draw.randint(1, num_touches) if in_files else draw.uniform(0, 1.2 * seconds)
     if in_files:
-        process = fork(_killing_at(str(run.states), int(at), run.go))
+        process = fork(_killing_at(run.states, int(at), run.go))
     else:
         process = fork(run.go)
         time.sleep(at)

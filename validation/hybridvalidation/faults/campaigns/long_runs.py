@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
+from hybridtrain.profiler.memory_reader import read_process_memory
 from hybridtrain.units import MIB
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.runs import KINDS, Run, corpus, number_of, training_file
@@ -17,11 +17,6 @@ _WARM_UP: Final = 500
 _SAVE_EVERY: Final = 100
 _MOST_GROWTH_BYTES: Final = MIB
 _LOOK_EVERY_S: Final = 0.01
-
-
-def _resident_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 class Looks:
@@ -66,7 +61,9 @@ def _watched(run: Run, steps: int, warm_up: int, save_every: int) -> Callable[[]
                         file.seek(position)
                         new = file.read()
                     done, position = done + new.count(b"\n"), position + len(new)
-                looks.add(done, _resident_bytes())
+                memory = read_process_memory()
+                assert memory is not None, "this system tells"
+                looks.add(done, memory.rss_bytes)
 
         planned = training_file(run.kind, run.width)
         schedule = replace(planned.schedule, total_steps=steps)

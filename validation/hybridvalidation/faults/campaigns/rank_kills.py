@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,7 @@ from torch import Tensor
 from hybridtrain.memory.group import TorchGroup
 from hybridtrain.train_state.generations import generations, remove_generation
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
-from hybridvalidation.faults.campaigns.kills import _IN_FILES
-from hybridvalidation.faults.runs import NUM_STEPS, RANK_KINDS, SAVE_EVERY, Run, ended, fork
+from hybridvalidation.faults.runs import NUM_STEPS, RANK_KINDS, SAVE_EVERY, Run, ended, fork, on_touch
 
 KINDS: Sequence[str] = tuple(RANK_KINDS)
 RANK_TIMEOUT_S = 15.0
@@ -78,12 +76,7 @@ class _Known:
 def _watch(place: str, states: Path, note: Callable[[], object]) -> None:
     """Let ``note`` know whenever this process touches saved states, or begins a collective."""
     if place == "a file":
-
-        def heard(event: str, arguments: tuple[object, ...]) -> None:
-            if event in _IN_FILES and arguments and str(states) in str(arguments[0]):
-                note()
-
-        sys.addaudithook(heard)
+        on_touch(states, note)
     if place == "a collective":
         call = TorchGroup._call
 

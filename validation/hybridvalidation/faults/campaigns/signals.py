@@ -4,14 +4,12 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from typing import Final
 
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
-from hybridvalidation.faults.campaigns.kills import _IN_FILES, _touches
-from hybridvalidation.faults.runs import KINDS, NUM_STEPS, Run, ended, fork, go_unbroken
+from hybridvalidation.faults.runs import KINDS, NUM_STEPS, Run, ended, fork, go_unbroken, on_touch, touches
 
 _MOST_STOPS: Final = 4
 """Of one run; then it is let go to its end."""
@@ -35,17 +33,16 @@ def _signalled(run: Run, number: signal.Signals, touch: int, after_s: float, aga
         timer.daemon = True
         timer.start()
 
-    def note(event: str, arguments: tuple[object, ...]) -> None:
+    def note() -> None:
         nonlocal left
-        if left and event in _IN_FILES and arguments and str(run.states) in str(arguments[0]):
-            left -= 1
-            if not left:
-                if again_s is not None:
-                    later(again_s)
-                os.kill(os.getpid(), number)
+        left -= 1
+        if not left:
+            if again_s is not None:
+                later(again_s)
+            os.kill(os.getpid(), number)
 
     def begin() -> None:  # whatever comes before is none of the command's
-        sys.addaudithook(note)
+        on_touch(run.states, note)
         if not touch:
             later(after_s)
         if not touch and again_s is not None:
@@ -57,7 +54,7 @@ def _signalled(run: Run, number: signal.Signals, touch: int, after_s: float, aga
 def _stop(order: Order) -> Tally:
     tally, draw = Tally(), random.Random(order.seed)  # noqa: S311  not a secret
     for number, kind in enumerate(KINDS):
-        num_touches = _touches(Run(kind, order.folder / kind / "counted" / "run"))
+        num_touches = touches(Run(kind, order.folder / kind / "counted" / "run"))
         whole = Run(kind, order.folder / kind / "by-command" / "whole")
         begin = time.monotonic()
         go_unbroken(whole, whole.command)
