@@ -4,6 +4,7 @@ The rules are fixed in peer_runs.toml beside this file. D width, F feed-forward,
 """
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.dry_runs import record_steps
+from hybridtrain.dry_runs import on_links, record_steps
 from hybridtrain.memory import formats
+from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.state_store import StateSlot, StateStore
 from hybridtrain.memory.transfer import VirtualTransfer
-from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.models.model_config import ModelConfig, block_params
 from hybridtrain.optimizations import (
     ActivationOffload,
     Bf16Optimizer,
@@ -28,11 +30,13 @@ from hybridtrain.optimizations import (
     MixedPrecision,
     OptimizerOffload,
     WeightStreaming,
+    Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.ledger import OpRecord
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.roofline import Efficiency, StepTime, estimate_step
 
@@ -76,6 +80,11 @@ class PeerRun:
         return self.card.family
 
     @property
+    def world(self) -> World:
+        """The cards, of which the first is timed."""
+        return World(size=self.facts.get("world", 1), link="pcie")
+
+    @property
     def kept_blocks(self) -> int:
         """Blocks that are not recomputed, so that the recompute share comes closest to the recorded one."""
         shares = [recompute_share(self.model, kept) for kept in range(self.model.num_blocks + 1)]
@@ -117,11 +126,18 @@ class PeerRun:
         blocks = model.num_blocks - facts["resident_layers"]
         return int(max(total, 0) * facts["micro_batch_size"] * facts["seq_len"] / max(blocks, 1))
 
+    @property
+    def summed_bytes(self) -> dict[str, int]:
+        """Bytes that a unit's gradients take in bfloat16; embedding and head are gathered anew as well."""
+        model = self.model
+        blocks = {f"block.{number}": 2 * block_params(model) for number in range(model.num_blocks)}
+        return blocks | dict.fromkeys(("embedding", "head"), 4 * model.vocab_size * model.width)
+
     def stack(self, micro_batches: int) -> list[Optimization]:
-        """Return the recipe in our terms."""
+        """Return the recipe in our terms, with so many micro-batches on each card."""
         facts = self.facts
         stack: list[Optimization] = [
-            GradAccumulation(grad_accum_steps=micro_batches, accumulator="bfloat16"),
+            GradAccumulation(grad_accum_steps=micro_batches * self.world.size, accumulator="bfloat16"),
             MixedPrecision(master="absent"),
             Bf16Optimizer(),
             ChunkedLoss(loss_chunk_tokens=facts["head_chunk_tokens"]),
@@ -132,6 +148,8 @@ class PeerRun:
                 stack.append(ActivationOffload())
         if self.is_streamed:
             stack.append(WeightStreaming())
+        if self.world.size > 1:
+            stack.append(Zero(stage=3, prefetch=1) if self.is_streamed else Zero(stage=1))
         if facts["optimizer_home"] == "host":
             stack.append(OptimizerOffload(offload_grads=facts["grads_home"] == "host" and self.is_streamed))
         return stack
@@ -149,7 +167,8 @@ class PeerRun:
         ):
             for count in counts:
                 plan = compose(self.stack(count))
-                trace = record_steps(self.model, plan, [[batch] * count], VirtualTransfer())
+                group = VirtualGroup(0, self.world.size) if self.world.size > 1 else None
+                trace = record_steps(self.model, plan, [[batch] * count], VirtualTransfer(), group=group)
                 steps.ops[count], steps.first[count] = trace.step_ops(0), trace.steps[0].op
         return steps
 
@@ -163,9 +182,9 @@ class PeerRun:
         """Return the estimate for a recorded step of so many micro-batches."""
         tokens = count * self.facts["micro_batch_size"] * self.facts["seq_len"]
         first = steps.first[count]
-        return estimate_step(
-            steps.ops[count], self.card, upload_bytes=16 * tokens, first=first, host=self.host, efficiency=efficiency
-        )
+        ops = on_links(steps.ops[count], self.card, self.world, is_pipeline=False)
+        host = self.host.shared(self.world.size)
+        return estimate_step(ops, self.card, upload_bytes=16 * tokens, first=first, host=host, efficiency=efficiency)
 
 
 _ALLOCATE = StateStore._allocate
@@ -265,6 +284,47 @@ def send_activations(ops: Sequence[OpRecord], first: int, *, blocks: int, slots:
     return changed
 
 
+def sum_each_micro_batch(
+    ops: Sequence[OpRecord], first: int, *, num_bytes: Mapping[str, int], ranks: int
+) -> list[OpRecord]:
+    """Cut gradients among the ranks after every backward visit but the last one of a unit, which is recorded so.
+
+    Args:
+        ops: Of one step.
+        first: Number of the first one.
+        num_bytes: Passed between ranks at the end of a unit's visit, by unit; the card computes meanwhile.
+        ranks: Each has its part of the gradients that travel to and from the host.
+    """
+    ends, visit = dict[int, str](), -1
+    for index, op in enumerate(ops):
+        if op.lane is Lane.COMPUTE:
+            last = ops[visit]
+            if visit >= 0 and last.stage is Stage.BACKWARD and (op.stage, op.unit) != (last.stage, last.unit):
+                ends[visit] = last.unit
+            visit = index
+    ends = {index: unit for index, unit in ends.items() if unit in num_bytes}
+    left = Counter(ends.values())
+    changed: list[OpRecord] = []
+    numbers: list[int] = []
+    for index, op in enumerate(ops):
+        waits = tuple(wait if wait < first else numbers[wait - first] for wait in op.waits)
+        is_gradient = (op.lane is Lane.COPY_OUT and op.stage is Stage.BACKWARD) or (
+            op.lane is Lane.COPY_IN and any(_is_stored_gradient(ops, wait - first) for wait in op.waits)
+        )
+        numbers.append(first + len(changed))
+        changed.append(replace(op, waits=waits, bytes_moved=op.bytes_moved // (ranks if is_gradient else 1)))
+        if index in ends:
+            left[ends[index]] -= 1
+            if left[ends[index]]:
+                changed.append(
+                    OpRecord(
+                        name=Lane.LINK.value, event=0, stage=Stage.BACKWARD, unit=op.unit, is_matmul=False, flops=0,
+                        bytes_moved=num_bytes[op.unit], dtype="", lane=Lane.LINK, waits=(numbers[-1],),
+                    )
+                )  # fmt: skip
+    return changed
+
+
 def _block(unit: str) -> int:
     return int(unit[6:]) if unit.startswith("block.") else -1
 
@@ -295,13 +355,15 @@ def rules_of(run: PeerRun, protocol: Tables) -> Rules:
     share = run.embed_head_share if run.facts["embed_head_home"] == "card" else 0.0
     if run.facts["optimizer_home"] == "card":
         share = 0.0  # nothing is streamed, nothing is left out
-    update = protocol["update_bytes"] * run.model.num_params
+    update = protocol["update_bytes"] * run.model.num_params / run.world.size
     slots = run.facts.get("resident_layers", run.model.num_blocks)
     streams = _WHOLE_UPDATE if run.facts["system"] == "ml_dataflow" and not run.is_streamed else _AS_RECORDED
 
     def peers(ops: Sequence[OpRecord], first: int) -> list[OpRecord]:
         scheduled = peers_schedule(ops, first, embed_head_share=share, update_streams=streams)
         changed = fuse(scheduled, protocol["fused_share"], update)
+        if "--shard-gradients" in run.facts.get("flags", "") and run.world.size > 1:
+            changed = sum_each_micro_batch(changed, first, num_bytes=run.summed_bytes, ranks=run.world.size)
         if slots == run.model.num_blocks:
             return changed
         blocks = run.model.num_blocks - slots
@@ -312,7 +374,8 @@ def rules_of(run: PeerRun, protocol: Tables) -> Rules:
 
 def machine_of(facts: Tables) -> str:
     """Return the name of the machine that a run was made on."""
-    return f"{'mdf' if facts['system'] == 'ml_dataflow' else facts['system']}-{facts['card']}"
+    cards = f"{facts['world']}x-" if "world" in facts else ""
+    return f"{'mdf' if facts['system'] == 'ml_dataflow' else facts['system']}-{cards}{facts['card']}"
 
 
 def load_runs(path: Path) -> tuple[Tables, list[PeerRun]]:

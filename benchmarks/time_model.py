@@ -187,6 +187,7 @@ _SUMMARY = [
 def report(
     cross: Sequence[Timed],
     others: Sequence[Timed],
+    world: Sequence[Timed],
     shipped: Mapping[str, Shares],
     errors: Mapping[str, Mapping[str, float]],
     null: Mapping[str, Mapping[str, float]],
@@ -209,6 +210,12 @@ def report(
         "|---|---|--:|--:|--:|--:|---|",
         *(transfer_row(timed, shipped["cards"][card_of(timed)]) for timed in others),
         f"\n{_TRANSFER}",
+        "## Several cards\n",
+        _WORLD,
+        "| run | cards | recorded tok/s | predicted | error | waits | |",
+        "|---|---|--:|--:|--:|--:|---|",
+        *(transfer_row(timed, shipped["cards"][card_of(timed)]) for timed in world),
+        "",
         "## Fitted shares\n",
         "Of the datasheet's rate, by large matrices: of a family without runs of the card itself, and of each card.\n",
         "| family or card | matmul | inner_half | waves_half |",
@@ -231,8 +238,9 @@ def transfer_row(timed: Timed, efficiency: Efficiency) -> str:
     longer, short = (timed.run.step_time(timed.steps, count, efficiency) for count in (SHORT + 1, SHORT))
     waits = longer.seconds_by_bound.get(Bound.TRANSFER, 0.0) - short.seconds_by_bound.get(Bound.TRANSFER, 0.0)
     note = "" if facts["confidence"] == "high" else f"{facts['confidence']} confidence"
+    cards = f"{facts['world']}x " if "world" in facts else ""
     return (
-        f"| {facts['id']} | {facts['card']} | {facts['recorded_tokens_per_s']:,.0f} "
+        f"| {facts['id']} | {cards}{facts['card']} | {facts['recorded_tokens_per_s']:,.0f} "
         f"| {facts['recorded_tokens_per_s'] * (1 + error):,.0f} | {error:+.1%} "
         f"| {waits / (longer.seconds - short.seconds):.0%} | {note} |"
     )
@@ -302,6 +310,10 @@ The llmq run contradicts itself (peer_runs.toml). mdf-8b-5090-18g-host80-s8192 i
 recorded, and the model does not have it. Predicted first, with weights streamed in all runs, the two H100 runs were met
 at -20 % and the 5090 runs at +2 % and +46 %; then the rule on ``weights`` was added.
 """
+_WORLD = """\
+Predicted at the shares that the card's runs on its own gave, never fitted; the rules were written down, with what is
+assumed of the machine, before any of them was predicted. *Waits* as above.
+"""
 _EFFICIENCY = """\
 # Written by benchmarks/time_model.py, fitted on recorded training runs of others (benchmarks/peer_runs.toml); nothing
 # was measured by this project. Shares of the datasheet rates of hardware.toml that a card reaches: its own table, else
@@ -322,7 +334,8 @@ def main() -> None:
         every.append(record(run, protocol, keep))
         print(f"{run.facts['id']:34} {time.perf_counter() - begin:.0f} s", flush=True)
     cross = [timed for timed in every if timed.run.facts["role"] == "cross" and timed.run.facts["confidence"] != "low"]
-    others = [timed for timed in every if timed not in cross]
+    world = [timed for timed in every if timed.run.facts["role"] == "world"]
+    others = [timed for timed in every if timed not in cross and timed not in world]
 
     shipped = {"families": fit([t for t in cross if family_of(t) != "other"], family_of), "cards": fit(cross, card_of)}
     card_out = left_out(
@@ -337,7 +350,7 @@ def main() -> None:
         "leave_one_card_out": constant_errors(cross, card_of, family_of),
         "leave_one_size_out": constant_errors(cross, lambda timed: timed.size, card_of),
     }
-    text = report(cross, others, shipped, errors, null, protocol)
+    text = report(cross, others, world, shipped, errors, null, protocol)
     (HERE.parent / "results" / "time-model.md").write_text(text, encoding="utf-8")
     write_program_data(shipped, errors)
     print(text[text.index("## Left out") :])

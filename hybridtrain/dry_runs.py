@@ -162,7 +162,7 @@ def dry_run(
         trace, card, config=allocator, record_history=record_history, repeats=SETTLING_STEPS
     )
     time = estimate_step(
-        _on_links(trace.step_ops(num_steps - 1), card, world, is_pipeline=is_pipeline),
+        on_links(trace.step_ops(num_steps - 1), card, world, is_pipeline=is_pipeline),
         card,
         upload_bytes=2 * accum_steps * empty.nbytes,
         first=trace.steps[-1].op,
@@ -185,8 +185,37 @@ def dry_run(
     )
 
 
-def _on_links(ops: Sequence[OpRecord], card: Card, world: World, *, is_pipeline: bool) -> Sequence[OpRecord]:
-    """Return the ops of a step, what passes between cards with the time that it keeps the link.
+def dry_run_ranks(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    card: Card,
+    workload: Workload,
+    *,
+    world: World,
+    host: Host | None = None,
+    config: TrainerConfig | None = None,
+    allocator: AllocatorConfig | None = None,
+    record_history: bool = False,
+) -> tuple[DryRun, ...]:
+    """Run the ranks that differ, the one that holds most of its card first; arguments and errors of ``dry_run``.
+
+    Ranges and data differ by what does not divide evenly: the first rank and the last are run. Of a pipeline the second
+    stage is too, which has neither embedding nor head and keeps more in flight than those after it.
+    """
+    is_pipeline = plan.for_phase(Phase.FULL).pipeline_stages > 1
+    ranks = {0, min(1, world.size - 1) if is_pipeline else 0, world.size - 1}
+    runs = [
+        dry_run(
+            model, plan, card, workload, host=host, config=config, allocator=allocator, record_history=record_history,
+            world=replace(world, rank=rank),
+        )
+        for rank in sorted(ranks)
+    ]  # fmt: skip
+    return tuple(sorted(runs, key=lambda run: -run.device_used_bytes))
+
+
+def on_links(ops: Sequence[OpRecord], card: Card, world: World, *, is_pipeline: bool) -> Sequence[OpRecord]:
+    """Return the ops of a step of one rank, what passes between cards with the time that it keeps the link.
 
     All-to-all and all-gather, the two collectives that a ``Group`` has, send as much in as many steps; a stage gives a
     tensor to one other.

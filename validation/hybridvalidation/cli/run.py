@@ -103,6 +103,7 @@ def execute(
     cycle: Flag = False,
     disk: Path | None = None,
     host_limit_gib: Amount | None = None,
+    world: Count = 1,
     common: Recorded = RECORDED,
 ) -> Answer:
     """Train a few steps on the CPU, count what a card would hold, and compare with the dry run of the same steps.
@@ -122,6 +123,7 @@ def execute(
         cycle: Run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step.
         disk: Folder where a stack with disk tiers may make files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
@@ -139,11 +141,11 @@ def execute(
     chosen = scenario_folder(common.scenarios).stack(stack)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
-        shape=shape, stack=chosen.name, plan=chosen.plan(accum),
+        shape=shape, stack=chosen, grad_accum_steps=accum,
         workload=asked_workload(micro_batch, seq), num_steps=steps,
-        lr=lr, optimizer=chosen.optimizer, disk_folder=disk,
+        lr=lr, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
-        runs_cycle=cycle,
+        runs_cycle=cycle, world=world,
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
     run = run_steps(spec, open_corpus(None, vocab_size=shape.vocab_size), common.say)
@@ -319,6 +321,7 @@ def train(
         allow_data_change: With --resume, go on with other data.
         disk: Folder where tensors placed on disk get their files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
         rank_timeout_s: Of several ranks, how long one waits for another before it ends.
     """
     from hybridtrain.data.corpus import open_corpus
@@ -367,6 +370,7 @@ def export(
         merge: Add adapters to the weights beside them, and write the whole model.
         disk: Folder where tensors placed on disk get their files.
         host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
     """
     from hybridtrain.units import GIB, format_bytes
     from hybridvalidation.runs.export import export_run

@@ -45,20 +45,6 @@ def sum_of_parts_gb(case: Case) -> Metric:
     return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark, decider=decider)
 
 
-def heavier_card_gb(case: Case) -> Metric:
-    """Return the larger share of a stated total when the blocks are dealt out to two cards."""
-    parts, model = _parts(case), case.model
-    num_blocks = -(-model.num_blocks // 2)
-    num_params = num_blocks * block_params(model) + model.vocab_size * model.width
-    weights = parts.weight * num_params / GB
-    value = parts.bytes_per_param * num_params / GB + parts.activation_gb / 2
-    remark = (
-        f"{num_blocks} blocks and an embedding are {num_params / 1e9:.2f}B parameters: {weights:.2f} GB of weights, "
-        f"and the gradients of all of them before an update that is not fused"
-    )
-    return Metric(value, Evidence.ARITHMETIC, "GB", remark=remark)
-
-
 def bytes_per_layer_mb(case: Case) -> Metric:
     """Return MB of one block's weights, gradients and optimizer state."""
     parts, num_params = _parts(case), block_params(case.model)

@@ -148,6 +148,6 @@ METRICS: dict[str, Callable[[Case], Metric | None]] = {
     "predict_phase_vram_reduction_pct": planned.predict_reduction,
     "predict_phase_model_vram_gib": planned.predict_gib,
     "delta_bytes_reduction_pct": planned.delta_reduction,
-    "peak_vram_gb_per_gpu": arithmetic.heavier_card_gb,
+    "peak_vram_gb_per_gpu": _peak(GB, "GB"),
 }
 """By the name in ``targets.toml``."""

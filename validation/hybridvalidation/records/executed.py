@@ -64,6 +64,20 @@ class TierPeaks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedRank:
+    """What one process did; fields are those of the run."""
+
+    rank: int
+    build_s: float
+    steps: tuple[ExecutedStep, ...]
+    executed: TierPeaks
+    planned: TierPeaks
+    process_peak_bytes: int
+    num_events: int
+    difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedRun(Record):
     """One run on the CPU, and the dry run of the same steps."""
 
@@ -93,6 +107,8 @@ class ExecutedRun(Record):
     """Allocations and releases of the execution."""
     difference: str
     """First place in which the dry run differs from the execution; empty: nowhere."""
+    ranks: tuple[ExecutedRank, ...] = ()
+    """Of several ranks each; peaks and steps above are then of the one that held the most, events of all."""
 
     def faults(self) -> list[str]:
         """Return what cannot be."""

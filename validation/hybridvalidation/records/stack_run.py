@@ -92,6 +92,9 @@ class MemoryFigures:
     """Seconds of work of each lane, hidden or not."""
     flops: int = 0
     """Of one step: matmuls and attention, recomputation included."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that each rank of several takes of its card, of those that were run; the other figures are of the one that
+    holds the most, times of the slowest."""
 
     def shortage(self, host: Host) -> str:
         """Return what does not hold the run, and by how much; empty where all do."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run, dry_run_ranks
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import asked_workload
@@ -25,7 +25,7 @@ from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
-from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.runs.figures import figures_of_ranks
 from hybridvalidation.runs.phase_table import phase_precision, phase_table
 from hybridvalidation.runs.savings import Saving, planned_savings, savings_table
 from hybridvalidation.runs.savings import as_mapping as savings_mapping
@@ -52,15 +52,15 @@ class DryRunReport:
     """How exact numbers are in each phase, where phases differ."""
     reserved: ReservedRange
     """By how much reserved bytes move when a run is not quite this one."""
-    ranks: tuple[DryRun, DryRun] | None = None
-    """The first of several ranks, which is ``run``, and the last one."""
+    ranks: tuple[DryRun, ...] = ()
+    """Of several cards those that differ, by number; ``run`` is the one that holds the most."""
     savings: tuple[Saving, ...] | None = None
     """What each optimization saves; only where it was asked for."""
 
     @property
     def fits(self) -> bool:
         """Whether it runs on the card, or each of the ranks on its own."""
-        return all(run.fits for run in self.ranks or (self.run,))
+        return self.figures.fits
 
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds."""
@@ -105,9 +105,7 @@ class DryRunReport:
             "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
             "world": self.run.world.size,
             "link": self.run.world.link if self.ranks else None,
-            "ranks": None
-            if self.ranks is None
-            else {rank: _rank_mapping(run) for rank, run in zip(("first", "last"), self.ranks, strict=True)},
+            "ranks": [_rank_mapping(run) for run in self.ranks],
             "savings": None if self.savings is None else savings_mapping(self.savings),
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
@@ -154,20 +152,20 @@ class DryRunReport:
         )
 
     def _rank_lines(self) -> Iterator[str]:
-        if self.ranks is None:
+        if not self.ranks:
             return
         told = "; ".join(
-            f"{name} rank {to_gib(run.peak.allocated_bytes):.3f} GiB allocated, "
+            f"rank {run.world.rank} {to_gib(run.device_used_bytes):.2f} GiB of its card, "
             f"{format_bytes(run.host_peak_bytes)} of host memory"
-            for name, run in zip(("first", "last"), self.ranks, strict=True)
+            for run in self.ranks
         )
         world = self.run.world
         network = f", {world.network} between machines" if world.size > world.cards_per_machine else ""
         machine = format_bytes(self.run.machine_host_bytes)
         yield (
-            f"{world.size} ranks, a card each, of which the above is the first: {told}; {machine} of host memory for "
-            f"tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
-            f"{format_seconds(self.run.time.busy_seconds.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
+            f"{world.size} ranks, a card each; rank {world.rank} is the above, it holds the most: {told}; {machine} of "
+            f"host memory for tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
+            f"{format_seconds(self.figures.busy_s.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
         )
 
     @property
@@ -198,14 +196,14 @@ class DryRunReport:
         if self.figures.oom is not None:
             yield self._oom_text()
         host = self.run.host
-        if not self.run.fits_host:
+        if not self.figures.fits_host:
             yield (
                 f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
                 f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
                 f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
                 "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
             )
-        if self.ranks is not None:  # other stacks are tried on one card alone
+        if self.ranks:  # other stacks are tried on one card alone
             return
         names = ", ".join(self.fitting_stacks)
         if self.are_run_dry:
@@ -263,13 +261,11 @@ def plan_run(
     found_card = find_card(card)
     plan = chosen.plan(accum_steps)
 
-    def run_rank(rank: int) -> DryRun:
-        return dry_run(
-            shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
-            record_history=snapshot is not None and not rank, world=World(size=world, rank=rank, link=link),
-        )  # fmt: skip
-
-    run = run_rank(0)
+    runs = dry_run_ranks(
+        shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
+        record_history=snapshot is not None, world=World(size=world, link=link),
+    )  # fmt: skip
+    run = runs[0]
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
@@ -292,7 +288,7 @@ def plan_run(
     fitting = [name for name in tried if fits(name)]
     return DryRunReport(
         run=run,
-        figures=memory_figures(run, with_timeline=False),
+        figures=figures_of_ranks(runs, with_timeline=False),
         stack=chosen.name,
         model=model,
         fitting_stacks=tuple(fitting),
@@ -308,13 +304,14 @@ def plan_run(
             ),
         ),
         phases=phase_precision(plan),
-        ranks=None if world == 1 else (run, run_rank(world - 1)),
+        ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
         savings=saved,
     )
 
 
 def _rank_mapping(run: DryRun) -> dict[str, object]:
     return {
+        "rank": run.world.rank, "device_used_bytes": run.device_used_bytes,
         "peak_allocated_bytes": run.peak.allocated_bytes, "peak_reserved_bytes": run.peak_reserved_bytes,
         "host_peak_bytes": run.host_peak_bytes, "disk_peak_bytes": run.disk_peak_bytes,
     }  # fmt: skip

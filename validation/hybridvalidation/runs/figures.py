@@ -1,8 +1,9 @@
 """A dry run as the plain figures of a record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run_ranks
 from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline
@@ -18,8 +19,8 @@ def run_dry(job: Job) -> StackRun:
     workload = job.workload.micro_batch(plan)
     return run_and_record(
         job,
-        lambda: memory_figures(
-            dry_run(
+        lambda: figures_of_ranks(
+            dry_run_ranks(
                 job.model.resolve(),
                 plan,
                 job.card.resolve(),
@@ -29,6 +30,28 @@ def run_dry(job: Job) -> StackRun:
                 world=job.world,
             )
         ),
+    )
+
+
+def figures_of_ranks(runs: Sequence[DryRun], *, with_timeline: bool = True) -> MemoryFigures:
+    """Return the bytes of the first run, which holds the most, and the time of the one that takes longest."""
+    figures = memory_figures(runs[0], with_timeline=with_timeline)
+    if len(runs) == 1:
+        return figures
+    slowest = memory_figures(max(runs, key=lambda run: run.time.seconds), with_timeline=False)
+    return replace(
+        figures,
+        fits=all(run.fits for run in runs),
+        fits_host=all(run.fits_host for run in runs),
+        host_peak_bytes=max(run.host_peak_bytes for run in runs),
+        disk_peak_bytes=max(run.disk_peak_bytes for run in runs),
+        step_time_s=slowest.step_time_s,
+        busy_s=slowest.busy_s,
+        flops=slowest.flops,
+        time_by_bound=slowest.time_by_bound,
+        tokens_per_s=slowest.tokens_per_s,
+        bound=slowest.bound,
+        ranks={str(run.world.rank): run.device_used_bytes for run in sorted(runs, key=lambda run: run.world.rank)},
     )
 
 

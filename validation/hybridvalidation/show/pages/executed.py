@@ -19,7 +19,8 @@ _HOW = (
     "Executed: the real model, trained with real arithmetic on the CPU. Device: most bytes at once that a card would "
     "have held, counted by the ledger as requested, the building of the model included; process: largest resident set, "
     "device and host bytes included. Step: median. The dry run of the same steps is compared event by event: every "
-    "allocation and release with its bytes, class, unit and step, and the peaks of host and disk."
+    "allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of several ranks, "
+    "each a process, the figures are those of the one that held the most, and each is compared with its own dry run."
 )
 
 
@@ -56,14 +57,30 @@ def write_executed(runs: Sequence[ExecutedRun], results: Path) -> list[Path]:
     newest = list({run.key: run for run in runs}.values())
     parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
     for run in newest:
-        parts += [f"## {_title(run)}", step_table(run, MARKDOWN), *_remarks(run)]
+        parts += [f"## {_title(run)}", *([rank_table(run, MARKDOWN)] if run.ranks else [])]
+        parts += [step_table(run, MARKDOWN), *_remarks(run)]
     parts.append(made_by(("", run) for run in newest))
     return [write_page(results, "executed", "\n\n".join(parts))]
 
 
+def rank_table(run: ExecutedRun, style: str) -> str:
+    """Return one row per rank of a run on several."""
+    rows = [
+        [
+            str(rank.rank), f"{rank.executed.device_bytes:,}", f"{rank.planned.device_bytes:,}",
+            f"{rank.executed.host_bytes:,}", f"{rank.planned.host_bytes:,}", str(rank.num_events),
+            rank.difference or "none",
+        ]
+        for rank in run.ranks
+    ]  # fmt: skip
+    headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
+    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
 def _row(run: ExecutedRun) -> list[str]:
+    ranks = f" on {len(run.ranks)} ranks" if run.ranks else ""
     return [
-        f"{run.model} ({format_count(run.num_params)})", run.stack,
+        f"{run.model} ({format_count(run.num_params)})", f"{run.stack}{ranks}",
         f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", str(len(run.steps)),
         _span(run), f"{to_gib(run.executed.device_bytes):.2f}",
         f"{to_gib(run.executed.host_bytes):.2f}", f"{to_gib(run.executed.disk_bytes):.2f}",
@@ -82,7 +99,8 @@ def _loss(step: ExecutedStep) -> str:
 
 
 def _title(run: ExecutedRun) -> str:
-    return f"{run.model} under {run.stack}, lr {run.lr:g}"
+    ranks = f" on {len(run.ranks)} ranks" if run.ranks else ""
+    return f"{run.model} under {run.stack}{ranks}, lr {run.lr:g}"
 
 
 def _remarks(run: ExecutedRun) -> list[str]:
