@@ -8,10 +8,11 @@ from typing import Final
 
 Measure = Callable[[str], Mapping[str, str] | None]
 
-_NUMBER = r"(nan|[-+]?inf(?:inity)?|[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?)"
+_NUMBER = r"(nan|[-+]?inf(?:inity)?|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
+"""Possessive: of thousands of digits none is tried twice."""
 _LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _SPEED: Final = re.compile(
-    rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|{_NUMBER}\s*(?:tok(?:ens)?|it)/s""", re.IGNORECASE
+    rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""", re.IGNORECASE
 )
 _ASKED: Final = re.compile(
     r"Tried to allocate (?P<asked>[\d.]+ .?i?B).*?(?P<unused>[\d.]+ .?i?B) (?:is )?reserved by PyTorch but unallocated"
