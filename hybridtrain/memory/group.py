@@ -261,7 +261,7 @@ class VirtualGroup:
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
         """Do nothing."""
-        return lambda: None
+        return _nothing
 
     def receive(self, target: Tensor, rank: int) -> None:
         """Do nothing."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run, dry_run_ranks
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Pipeline, Zero
 from hybridtrain.plan.compose import compose
@@ -62,3 +62,25 @@ def test_a_stage_waits_for_the_first_micro_batches_and_the_last_ones() -> None:
     update = first.seconds_by_bound[Bound.OPTIMIZER]
     assert first.seconds == pytest.approx(sum(first.seconds_by_bound.values()))
     assert first.seconds_by_bound[Bound.LINK] >= (first.seconds - update) * (1 / 4) / (1 + 1 / 4) > 0
+
+
+def test_the_stages_that_differ_are_run_and_the_fullest_comes_first() -> None:
+    plan = compose([Pipeline(stages=4), GradAccumulation(grad_accum_steps=4)])
+    model = replace(LLAMA, num_blocks=5, vocab_size=8)
+    workload = Workload(micro_batch_size=1, seq_len=8)
+    runs = dry_run_ranks(model, plan, CARD, workload, world=World(size=4))
+    assert sorted(run.world.rank for run in runs) == [0, 1, 3]
+    assert runs[0].world.rank == 0  # two of the five blocks, and most in flight
+    sizes = [run.device_used_bytes for run in runs]
+    assert sizes == sorted(sizes, reverse=True)
+    for run in runs:
+        assert run.steps == dry_run(model, plan, CARD, workload, world=run.world).steps
+    model = replace(model, vocab_size=2**16, num_blocks=4, tied=False)
+    stages = dry_run_ranks(model, plan, CARD, workload, world=World(size=4))
+    assert stages[0].world.rank == 3  # logits
+
+
+def test_of_ranks_that_share_all_work_two_are_run() -> None:
+    workload = Workload(micro_batch_size=1, seq_len=8)
+    assert [run.world.rank for run in dry_run_ranks(MODEL, PLAN, CARD, workload, world=World(size=4))] == [0, 3]
+    assert [run.world.rank for run in dry_run_ranks(MODEL, PLAN, CARD, workload, world=World())] == [0]

@@ -110,14 +110,15 @@ def test_a_shipped_scenario_is_sound(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED.scenario_names())
 def test_every_target_of_a_shipped_scenario_can_be_judged(name: str) -> None:
     scenario, targets = SHIPPED.scenario(name), SHIPPED.targets()
-    assert scenario.targets
+    assert scenario.targets or scenario.world > 1, "nobody stated a figure of most of these"
     for item in scenario.targets:
         assert targets[item.id].metric in metrics.METRICS, item.id
         assert set(item.stacks) <= {*scenario.stacks}
         baselines = [item.baseline or "vanilla"]
         if targets[item.id].metric in RATE_METRICS and item.baseline is None:
             baselines = list(scenario.rate_baselines)
-        assert set(baselines) <= {*scenario.stacks}
+        if not targets[item.id].metric.startswith("peak_vram_g"):  # which compares with nothing
+            assert set(baselines) <= {*scenario.stacks}
         if targets[item.id].metric.startswith("accuracy_"):
             assert item.id in OF_LADDERS, "nobody would ever know"
 

@@ -131,6 +131,46 @@ def test_a_dry_run_equals_the_execution(command: Command, model: str, stack: str
     assert list(Path("disk").glob("*")) == [] if Path("disk").exists() else stack != DISK_STACK
 
 
+PARTS = """
+[[optimizations]]
+kind = "grad_accumulation"
+grad_accum_steps = 4
+[[optimizations]]
+kind = "optimizer_offload"
+[[optimizations]]
+kind = "{kind}"
+{setting}
+"""
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("pipeline", "stages = 2"), ("zero", "stage = 2")])
+def test_each_rank_equals_its_own_dry_run(command: Command, folder: Path, kind: str, setting: str) -> None:
+    text = f'name = "parts"\nsays = "cut in two"\n{PARTS.format(kind=kind, setting=setting)}'
+    (folder / "scenarios/stacks/parts.toml").write_text(text)
+    alone = command.json(*arguments("llama.toml", "parts", 8, 2))
+    found = command.json(*arguments("llama.toml", "parts", 8, 2, "--world", "2"))
+    assert found["is_equal"] is True
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert found["num_events"] == sum(rank["num_events"] for rank in found["ranks"])
+    for rank in found["ranks"]:
+        assert rank["executed"] == rank["planned"]
+        assert 0 < rank["executed"]["device_bytes"] < alone["executed"]["device_bytes"]
+        assert 0 < rank["executed"]["host_bytes"] < alone["executed"]["host_bytes"]
+    both = found["ranks"]
+    assert [step["loss"] for step in both[0]["steps"]] == [step["loss"] for step in both[1]["steps"]]
+    if kind == "pipeline":  # no sum is made in another order
+        assert [step["loss"] for step in found["steps"]] == [step["loss"] for step in alone["steps"]]
+    assert alone["key"] != found["key"]
+    assert "parts on 2 ranks" in Path("results/tables/executed.md").read_text()
+
+
+def test_ranks_that_cannot_be_are_refused_before_they_start(command: Command, folder: Path) -> None:
+    text = f'name = "parts"\nsays = "three"\n{PARTS.format(kind="pipeline", setting="stages = 3")}'
+    (folder / "scenarios/stacks/parts.toml").write_text(text)
+    assert command(*arguments("llama.toml", "parts", 8, 2, "--world", "2")) == 2
+    assert "3 stages are as many ranks" in command.err
+
+
 @pytest.mark.parametrize("stack", [HOST_STACK, DISK_STACK])
 def test_a_streamed_run_learns(command: Command, stack: str) -> None:
     found = command.json(*arguments("llama.toml", stack, 16, 12, "--disk", "disk"))

@@ -3,13 +3,14 @@ from functools import cache
 
 import pytest
 
-from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run, dry_run_ranks
 from hybridtrain.models.model_config import Workload
-from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision
+from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision, Pipeline
 from hybridtrain.plan.compose import compose
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.runs.figures import memory_figures, unit_names
+from hybridvalidation.runs.figures import figures_of_ranks, memory_figures, unit_names
 from hybridvalidation.runs.job import plan_figures
 from tiny_models import GPT2_UNTIED
 
@@ -134,3 +135,21 @@ def test_the_timeline_is_short_and_goes_forward() -> None:
     assert timeline.times_s[0] < found.time.seconds / MOST_POINTS  # within the first slice
     assert timeline.times_s[-1] <= found.time.seconds
     assert all(len(sizes) == len(timeline.times_s) for sizes in timeline.by_class.values())
+
+
+def test_of_ranks_bytes_are_of_the_fullest_and_time_of_the_slowest() -> None:
+    plan = compose([Pipeline(stages=3), GradAccumulation(grad_accum_steps=3)])
+    config = replace(GPT2_UNTIED, num_blocks=4, vocab_size=500)
+    workload = Workload(micro_batch_size=2, seq_len=16)
+    runs = dry_run_ranks(config, plan, CARD, workload, world=World(size=3))
+    found = figures_of_ranks(runs, with_timeline=False)
+    assert found.ranks == {str(run.world.rank): run.device_used_bytes for run in runs}
+    assert list(found.ranks) == ["0", "1", "2"]
+    assert found.device_used_bytes == max(found.ranks.values())
+    assert found.step_time_s == max(run.time.seconds for run in runs)
+    assert found.tokens_per_s == min(run.tokens_per_s for run in runs)
+    assert found.fits
+    poor = Host(memory_gib=2.5 * min(run.host_peak_bytes for run in runs) / 2**30, reserved_gib=0.0)
+    runs = dry_run_ranks(config, plan, CARD, workload, world=World(size=3), host=poor)
+    assert not figures_of_ranks(runs).fits_host
+    assert figures_of_ranks(runs[:1], with_timeline=False) == memory_figures(runs[0], with_timeline=False)

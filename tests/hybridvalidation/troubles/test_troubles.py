@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,14 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
     assert main(["doctor", "--from", str(tmp_path / "none")]) == 2
     with pytest.raises(ConfigError, match="is no file"):
         read_log(tmp_path / "none")
+
+
+def test_a_number_of_many_digits_is_read_once() -> None:
+    def seconds(count: int) -> float:
+        log, begin = f'{{"step": 1, "loss": {count * "9"}, "x": 1}}', time.process_time()
+        for _ in range(20):
+            diagnose(log)
+        return time.process_time() - begin
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (250, 2000))
+    assert many < 64 * few  # 8 times the digits; trying each from each on takes 512 times as long

@@ -12,6 +12,7 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import asked_workload
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
+from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan_bytes import bytes_of
 from hybridtrain.trainer_config import TrainerConfig
@@ -324,11 +325,13 @@ def _phase(step: StepPeaks, run: DryRun) -> str:
 def _other_plans(
     files: ScenarioFiles, refused: str, accum_steps: int | None
 ) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
-    """Return plan and optimizer of all other stacks; a faulty file among them is not what was asked about."""
+    """Return plan and optimizer of all other stacks of one card; a faulty file is not what was asked about."""
     plans = {}
     for name in files.stack_names():
         if name != refused:
             with suppress(HybridTrainError):
                 stack = files.stack(name)
-                plans[name] = stack.plan(accum_steps), stack.training()
+                full = stack.plan().for_phase(Phase.FULL)
+                if not full.zero_stage and full.pipeline_stages == 1:
+                    plans[name] = stack.plan(accum_steps), stack.training()
     return plans

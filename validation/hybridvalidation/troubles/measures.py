@@ -12,7 +12,8 @@ _NUMBER = r"(nan|[-+]?inf(?:inity)?|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
 """Possessive: of thousands of digits none is tried twice."""
 _LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _SPEED: Final = re.compile(
-    rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""", re.IGNORECASE
+    rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""",
+    re.IGNORECASE,
 )
 _ASKED: Final = re.compile(
     r"Tried to allocate (?P<asked>[\d.]+ .?i?B).*?(?P<unused>[\d.]+ .?i?B) (?:is )?reserved by PyTorch but unallocated"

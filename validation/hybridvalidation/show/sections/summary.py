@@ -80,7 +80,10 @@ def _host_limit(run: ScenarioRun) -> str:
     host = run.scenario.host
     if host.memory_gib is None:
         return ""
-    return f", of {to_gib(int(host.tensor_bytes)):.1f} GiB that the host has for them"
+    shared = run.scenario.ranks().local_size
+    each = " of one rank" if shared > 1 else ""
+    there = to_gib(int(host.shared(shared).tensor_bytes))
+    return f"{each}, of {there:.1f} GiB that the host has for them"
 
 
 SECTION = Section(order=10, parts=lambda view: [summary_table(view.run, view.style), _how(view.run)])
