@@ -1,8 +1,11 @@
 """What of a trainer is saved: every trained parameter under its name in the widest form held, state by its format.
 
 Neither says where anything lives, nor which weights are rounded from a master: another stack reads the same files.
+Ranks of which each holds a range, or a stage with some of the parameters, are saved as one process would be: the first
+one reads what the others give.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.int8_quantize import GROUP_SIZE
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import to_json
 from hybridtrain.memory.formats import Split16Master, WeightFormat
+from hybridtrain.memory.group import Group
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored
@@ -58,7 +64,41 @@ class RankTensor:
         return values_P
 
 
-Readable = Stored | RankTensor
+@dataclass(frozen=True, slots=True)
+class StageTensor:
+    """A tensor that one rank holds whole; that rank and the first one read it together, in the same order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """Rank that holds it."""
+    own: Callable[[slice], Tensor] | None
+    """Reads it, on that rank."""
+    group: Group
+    device: torch.device
+    """On which ranks exchange."""
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+    def read(self, part: slice) -> Tensor:
+        """Return a flat range of its elements on the CPU; nothing on ranks that neither hold nor want it."""
+        values_P = torch.empty(0, dtype=self.dtype)
+        with _disable_current_modes():  # as above
+            if self.own is not None:
+                values_P = self.own(part)
+                if self.group.rank:
+                    self.group.send(values_P.to(self.device), 0)()
+            elif not self.group.rank:
+                target_P = torch.empty(part.stop - part.start, dtype=self.dtype, device=self.device)
+                self.group.receive(target_P, self.owner)
+                values_P = target_P.cpu()
+        return values_P
+
+
+_SHARED = (RankTensor, StageTensor)
+Readable = Stored | RankTensor | StageTensor
 Keep = Callable[[str, Readable], Readable]
 """Returns what is to be read later, under a name: the tensor itself, or a copy of it in host memory."""
 
@@ -80,8 +120,69 @@ class SavedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    must_be_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What a stage tells the others of its parameters."""
+
+    tensors: tuple[_Head, ...]
+    parameters: dict[str, ParameterEntry]
+
+
 def saved_parameters(trainer: Trainer, keep: Keep) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
     """Return all tensors of parameters and their state, and what they mean; nothing may be on its way."""
+    return _held_parameters(trainer, keep) if trainer.stages is None else _parameters_of_stages(trainer, keep)
+
+
+def _parameters_of_stages(trainer: Trainer, keep: Keep) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
+    """Return those of all stages in the order of the model, on every rank; the first one and the holder read them."""
+    own, parameters = _held_parameters(trainer, as_it_is)
+    heads = (
+        _Head(name=t.name, shape=t.shape, dtype=str(t.dtype).removeprefix("torch."), must_be_finite=t.must_be_finite)
+        for t in own
+    )
+    told = to_json(_Held(tensors=tuple(heads), parameters=parameters))
+    readers = {tensor.name: tensor.read for tensor in own}
+    group, device = trainer.group, trainer.transfer.device
+    tensors: list[SavedTensor] = []
+    entries: dict[str, ParameterEntry] = {}
+    for owner, text in enumerate(_texts_of_all(group, device, told)):
+        held = decode(_Held, json.loads(text), source=f"rank {owner}")
+        entries |= held.parameters
+        for head in held.tensors:
+            dtype = getattr(torch, head.dtype)
+            read = readers[head.name] if owner == group.rank else None
+            found = keep(head.name, StageTensor(head.shape, dtype, owner, read, group, device))
+            tensors.append(
+                SavedTensor(
+                    name=head.name, shape=head.shape, dtype=dtype, read=_reader(found),
+                    must_be_finite=head.must_be_finite,
+                )
+            )  # fmt: skip
+    return tensors, entries
+
+
+def _texts_of_all(group: Group, device: torch.device, text: str) -> list[str]:
+    """Return the texts of all ranks, in their order."""
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    counts = [int(count) for count in group.gather_numbers([content.numel()])]
+    with _disable_current_modes():  # as above
+        row = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+        row[: content.numel()].copy_(content)
+        rows = row.new_empty((group.world, row.numel()))
+        group.all_gather(rows, row)
+        return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
+
+
+def _held_parameters(trainer: Trainer, keep: Keep) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
+    """Return those that this rank holds, or of which it holds a range."""
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
     for unit in trainer.model.units():
@@ -106,7 +207,7 @@ def saved_parameters(trainer: Trainer, keep: Keep) -> tuple[list[SavedTensor], d
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Return the bytes of a saved state by arithmetic, also before there is any optimizer state."""
+    """Return the bytes of a saved state by arithmetic, also before there is any optimizer state; all ranks ask."""
     total = 0
     for unit in trainer.model.units():
         weights = trainer.weights.stored_tensors(unit.name, unit.tensors)
@@ -118,7 +219,7 @@ def state_bytes(trainer: Trainer) -> int:
                 spec for slot in slots for spec in (slot.storage.specs(shape) if slot.is_elementwise else slot.specs)
             )
             total += sum(prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-    return total
+    return total if trainer.stages is None else int(sum(trainer.group.gather_numbers([total])))
 
 
 def _weight_bytes(storage: WeightFormat, state: ParameterState) -> int:
@@ -182,7 +283,7 @@ def _plain(name: str, stored: Readable, keep: Keep) -> SavedTensor:
 
 def _reader(stored: Readable) -> Callable[[slice], Tensor]:
     """Return what reads a flat range of a tensor where it lives: what is on disk is never in memory whole."""
-    if isinstance(stored, RankTensor):
+    if isinstance(stored, _SHARED):
         return stored.read
     if isinstance(stored, Tensor):
         flat = stored.detach().view(-1)
@@ -216,7 +317,7 @@ class HostCopies:
             held = self._copies.get(name)
             if held is None or held.dtype != stored.dtype or held.numel() != stored.numel():
                 held = self._copies[name] = torch.empty(tuple(stored.shape), dtype=stored.dtype, device="cpu")
-            if isinstance(stored, RankTensor):
+            if isinstance(stored, _SHARED):
                 for part in parts_of(stored.numel()):
                     held.view(-1)[part].copy_(stored.read(part))
             elif isinstance(stored, Tensor):
@@ -233,8 +334,8 @@ def as_it_is(_name: str, stored: Readable) -> Readable:
 
 
 def read_for_others(_name: str, stored: Readable) -> Readable:
-    """Give the range of this rank to the one that keeps a copy."""
-    if isinstance(stored, RankTensor):
+    """Give what this rank holds to the one that keeps a copy."""
+    if isinstance(stored, _SHARED):
         for part in parts_of(stored.numel()):
             stored.read(part)
     return stored

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridtrain.atomic_write import new_folder
 from hybridtrain.config.encode import JsonMapping, JsonValue
-from hybridtrain.errors import ConfigError, DiskSpaceError, DivergenceError, StateError
+from hybridtrain.errors import DiskSpaceError, DivergenceError, StateError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.tier import available_host_bytes, has_room_for_threads
 from hybridtrain.phase import Phase
@@ -110,6 +110,8 @@ class StateSaver:
     def require_room(self, trainer: Trainer, num_there: int) -> None:
         """Find out before the first step whether there is room for all states that are kept, and the next one.
 
+        All ranks ask, the first one looks.
+
         Args:
             trainer: What will be saved.
             num_there: Generations that the folder has already.
@@ -117,10 +119,13 @@ class StateSaver:
         Raises:
             DiskSpaceError: there is not.
         """
+        num_bytes = state_bytes(trainer)
+        if trainer.group.rank:
+            return
         count = max(self._keep_last + 1 - num_there, 1)
         what = f"{count} saved states ({self._keep_last} are kept while the next is written)"
         require_room(
-            self.folder, count * state_bytes(trainer), what,
+            self.folder, count * num_bytes, what,
             "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last.",
         )  # fmt: skip
 
@@ -133,7 +138,6 @@ class StateSaver:
     ) -> None:
         """Save what the trainer is now; waits for the save before. The arguments are those of ``save_train_state``."""
         self.finish()
-        _require_whole(trainer)
         trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
         trainer.transfer.finish()
         on_host = self._fits_host(trainer) if self._copies_to_host is None else self._copies_to_host
@@ -248,13 +252,6 @@ class StateSaver:
         if account.host_limit_bytes is not None:
             free.append(account.host_limit_bytes - sum(account.by_class(Placement.HOST).values()))
         return self._copies.num_bytes >= needed or needed <= min(free) // 2
-
-
-def _require_whole(trainer: Trainer) -> None:
-    if trainer.stages is not None:
-        raise ConfigError(
-            "pipeline", ["stages of a pipeline do not save what they train; drop pipeline, or cut with zero instead"]
-        )
 
 
 def _give(trainer: Trainer, *, on_host: bool) -> None:

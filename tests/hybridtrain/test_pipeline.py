@@ -29,11 +29,11 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
-from hybridtrain.train_state import StateSaver
+from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import Stage
-from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, run
+from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, contents, new_trainer, run, train, weights_of
 from ranks import CPU, on_ranks
 from tiny_models import random_steps
 
@@ -132,8 +132,35 @@ def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None
         compose([Pipeline(), part])
 
 
-def test_stages_refuse_to_save(tmp_path: Path) -> None:
-    plan = compose(staged(CASES["tied"]).plan)
-    trainer = Trainer(MODELS["gpt2"], plan, TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2))
-    with pytest.raises(ConfigError, match="stages of a pipeline do not save"):
-        StateSaver(tmp_path).save(trainer)
+@pytest.mark.parametrize(
+    ("name", "copies_to_host"), [("tied-4", False), ("streamed", True), ("all-away", False), ("int8-weights", True)]
+)
+def test_stages_save_what_one_process_saves_and_others_go_on(name: str, copies_to_host: bool, tmp_path: Path) -> None:
+    case = CASES[name]
+
+    def save(group: Group | None, folder: Path) -> None:
+        trainer = new_trainer(staged(case), group, tmp_path)
+        train(trainer, slice(3))
+        saver = StateSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
+        saver.require_room(trainer, 0)
+        saver.save(trainer)
+        saver.finish()
+        trainer.transfer.close()
+
+    def go_on(case: Case, group: Group | None) -> tuple[object, dict[str, str]]:
+        trainer = new_trainer(case, group, tmp_path)
+        load_train_state(trainer, tmp_path / "stages")
+        found = train(trainer, slice(3, None)), weights_of(trainer)
+        trainer.transfer.close()
+        return found
+
+    on_ranks(case.world, lambda group: save(group, tmp_path / "stages"))
+    save(None, tmp_path / "alone")
+    assert contents(tmp_path / "stages") == contents(tmp_path / "alone")
+    told, values = run(case, None, tmp_path)
+    assert go_on(case, None) == (told[3:], values)
+    for world in {2, min(4, MODELS[case.model].num_blocks)}:
+        other = staged(replace(case, world=world))
+        parts = on_ranks(world, lambda group, other=other: go_on(other, group))  # type: ignore[misc]
+        assert [found for found, _ in parts] == [told[3:]] * world
+        assert {key: weight for _, weights in parts for key, weight in weights.items()} == values

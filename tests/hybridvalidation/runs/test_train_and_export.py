@@ -133,23 +133,22 @@ def test_an_export_never_replaces_and_leaves_nothing_half_done(capsys: pytest.Ca
     assert not list(Path().glob(".*partial"))
 
 
-ZERO = """
+ACCUMULATED = """
 [[optimizations]]
 kind = "grad_accumulation"
 grad_accum_steps = 2
-[[optimizations]]
-kind = "zero"
-stage = {stage}
 """
-STREAMED = """
-[[optimizations]]
-kind = "weight_streaming"
-"""
+RANKS = {
+    "zero 1": '[[optimizations]]\nkind = "zero"\nstage = 1\n',
+    "zero 2": '[[optimizations]]\nkind = "zero"\nstage = 2\n',
+    "zero 3": '[[optimizations]]\nkind = "zero"\nstage = 3\n[[optimizations]]\nkind = "weight_streaming"\n',
+    "stages": '[[optimizations]]\nkind = "pipeline"\nstages = 2\n',
+}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_train_the_folder_that_one_process_trains_and_exports(stage: int) -> None:
-    Path("train.toml").write_text(TRAIN.format(lr="1e-3") + ZERO.format(stage=stage) + (STREAMED if stage == 3 else ""))
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_train_the_folder_that_one_process_trains_and_exports(name: str) -> None:
+    Path("train.toml").write_text(TRAIN.format(lr="1e-3") + ACCUMULATED + RANKS[name])
 
     def run(group: Group, out: str) -> None:
         corpus = open_corpus(Path("text.txt"), vocab_size=SHAPE.vocab_size)
@@ -157,7 +156,7 @@ def test_ranks_train_the_folder_that_one_process_trains_and_exports(stage: int) 
         train_model(file, corpus, Path(out), resume=False, say=lambda _: None, progress=False, group=group)
 
     on_ranks(2, lambda group: run(group, "ranks"))
-    run(DirectGroup(2), "alone")
+    run(DirectGroup(1 if name == "stages" else 2), "alone")
     for out in ("ranks", "alone"):
         assert main(["export", out, f"{out}-exported"]) == 0
     exported, alone, source = (load_folder(f) for f in ("ranks-exported", "alone-exported", "source"))

@@ -310,8 +310,7 @@ def _open_run(
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
-    if not group.rank:
-        saver.require_room(trainer, len(generations(states)))
+    saver.require_room(trainer, len(generations(states)))
     for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
@@ -363,9 +362,6 @@ def _require_ranks(file: TrainFile, group: Group) -> None:
     """Raise ``ConfigError`` for what several ranks do not do."""
     if group.world > 1 and file.hybrid is not None:
         raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
-    if group.world > 1 and any(part.kind == "pipeline" for part in file.optimizations):
-        faults = ["stages do not save what they train; drop pipeline and cut with zero, or start one rank"]
-        raise ConfigError("pipeline", faults)
     cuts = any(part.kind == "zero" for part in file.optimizations)
     if group.world > 1 and cuts and file.adapter_from is not None:
         faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]
