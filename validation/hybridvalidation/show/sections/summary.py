@@ -62,11 +62,12 @@ def _interval(interval: Interval | None) -> str:
 def _how(run: ScenarioRun) -> str:
     """Return how each kind of figure was got."""
     efficiency = efficiency_of(run.scenario.card.resolve())
+    each = " of one rank" if run.scenario.world > 1 else ""
     told = (
-        "Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors, without the "
-        f"process itself{_host_limit(run)}. Speed: estimated, by a roofline at {100 * efficiency.matmul:.0f} % of the "
-        f"card's matmul rate for large products, less for small ones, and {100 * efficiency.memory:.0f} % of its "
-        "bandwidths."
+        f"Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors{each}, "
+        f"without the process itself{_host_limit(run)}. Speed: estimated, by a roofline at "
+        f"{100 * efficiency.matmul:.0f} % of the card's matmul rate for large products, less for small ones, and "
+        f"{100 * efficiency.memory:.0f} % of its bandwidths."
     )
     if not _is_trained(run):
         return told
@@ -80,10 +81,8 @@ def _host_limit(run: ScenarioRun) -> str:
     host = run.scenario.host
     if host.memory_gib is None:
         return ""
-    shared = run.scenario.ranks().local_size
-    each = " of one rank" if shared > 1 else ""
-    there = to_gib(int(host.shared(shared).tensor_bytes))
-    return f"{each}, of {there:.1f} GiB that the host has for them"
+    there = to_gib(int(host.shared(run.scenario.ranks().local_size).tensor_bytes))
+    return f", of {there:.1f} GiB that the host has for them"
 
 
 SECTION = Section(order=10, parts=lambda view: [summary_table(view.run, view.style), _how(view.run)])

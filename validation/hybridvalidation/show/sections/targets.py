@@ -11,6 +11,8 @@ _TOGETHER = (
 
 
 def _parts(view: View) -> list[str]:
+    if not view.run.scenario.targets:
+        return []
     joint = judge_jointly(view.run, view.targets, view.elsewhere)
     together = [] if joint is None else [joint.sentence, joint_table(joint, view.style), _TOGETHER]
     verdicts = judge_all(view.run, view.targets, view.elsewhere)
