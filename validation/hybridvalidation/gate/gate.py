@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hybridtrain.dry_runs import dry_run, phases_of_cycle
+from hybridtrain.dry_runs import dry_run_ranks, phases_of_cycle
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.units import format_bytes
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.records.stack_run import MemoryFigures
-from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.runs.figures import figures_of_ranks
 from hybridvalidation.scenario import Scenario, Stack
 from hybridvalidation.scenario_files import ScenarioFiles
 
@@ -133,11 +133,11 @@ def measure_stack(scenario: Scenario, stack: Stack) -> StackBaseline:
     """Return today's figures of a stack."""
     plan = stack.plan()
     workload = scenario.workload_of(stack.name).micro_batch(plan)
-    run = dry_run(
+    runs = dry_run_ranks(
         scenario.model.resolve(), plan, scenario.card.resolve(), workload, host=scenario.host, config=stack.training(),
         world=scenario.ranks(),
     )  # fmt: skip
-    return _baseline(memory_figures(run, with_timeline=False))
+    return _baseline(figures_of_ranks(runs, with_timeline=False))
 
 
 def compare(scenario: str, stack: str, old: StackBaseline, new: StackBaseline) -> list[Finding]:
