@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 
 from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
@@ -44,6 +45,11 @@ class ScenarioRun:
         """Return the figures of a stack's dry run, if it has some."""
         record = self.get("dry_run", stack)
         return None if record is None else record.memory
+
+    @property
+    def rank_host(self) -> Host:
+        """The machine as one rank finds it, for figures are those of a rank."""
+        return self.scenario.host.shared(self.scenario.ranks().local_size)
 
     @property
     def num_made(self) -> int:

@@ -25,13 +25,14 @@ def _draw_card(run: ScenarioRun) -> list[Drawing]:
 
 
 def _draw_host(run: ScenarioRun) -> list[Drawing]:
-    stacks, host = _stacks(run), run.scenario.host
+    stacks, host = _stacks(run), run.rank_host
     if not has_host(stacks):
         return []
     limit = None if host.memory_gib is None else host.tensor_bytes
     name = "" if limit is None else f"host memory for tensors: {to_gib(limit):.1f} GiB"
     parts = [on_host(memory) for _, memory in stacks]
-    return _bars("host", "In host memory at its peak, by tensor class", stacks, parts, limit, name)
+    each = "of a rank, " if run.scenario.world > 1 else ""
+    return _bars("host", f"In host memory at its peak, {each}by tensor class", stacks, parts, limit, name)
 
 
 def _draw_blocks(run: ScenarioRun) -> list[Drawing]:

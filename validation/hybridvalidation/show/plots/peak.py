@@ -34,12 +34,13 @@ def plot_peak(run: ScenarioRun, figure: Figure) -> None:
     title = f"{run.scenario.says}: where the memory goes at the peak (planned)"
     device.set_title(title_lines(title, figure), fontsize=11)
     if shows_host:
-        host, limit = figure.add_subplot(2, 1, 2), run.scenario.host
+        host, limit = figure.add_subplot(2, 1, 2), run.rank_host
         is_limited = limit.memory_gib is not None
         _draw(host, stacks, [on_host(memory) for _, memory in stacks], limit.tensor_bytes if is_limited else None)
         if is_limited:
             card_line(host, to_gib(int(limit.tensor_bytes)), "host memory for tensors")
-        host.set_ylabel(f"GiB on the host{host.get_ylabel()}")
+        each = ", of a rank" if run.scenario.world > 1 else ""
+        host.set_ylabel(f"GiB on the host{each}{host.get_ylabel()}")
     if stacks:
         labels = {
             label: handle

@@ -78,11 +78,10 @@ def _how(run: ScenarioRun) -> str:
 
 
 def _host_limit(run: ScenarioRun) -> str:
-    host = run.scenario.host
+    host = run.rank_host
     if host.memory_gib is None:
         return ""
-    there = to_gib(int(host.shared(run.scenario.ranks().local_size).tensor_bytes))
-    return f", of {there:.1f} GiB that the host has for them"
+    return f", of {to_gib(int(host.tensor_bytes)):.1f} GiB that the host has for them"
 
 
 SECTION = Section(order=10, parts=lambda view: [summary_table(view.run, view.style), _how(view.run)])
