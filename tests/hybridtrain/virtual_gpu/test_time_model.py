@@ -144,6 +144,47 @@ def test_activations_go_to_the_host_and_come_back(peers: ModuleType) -> None:
     assert changed[6].waits == (104, 7, 105)
 
 
+def test_gradients_are_cut_after_every_micro_batch_beside_compute(peers: ModuleType) -> None:
+    first = 100
+    ops = [
+        op("mm", "block.1"),  # 100
+        op("mm", "block.1", waits=(100,)),
+        op("copy out", "block.1", lane=Lane.COPY_OUT, waits=(101,)),
+        op("mm", "block.0"),  # 103, the end of block 1's first visit
+        op("mm", "embedding"),
+        op("mm", "block.1", Stage.FORWARD, waits=(104,)),
+        op("mm", "block.1"),
+        op("copy in", "block.1", lane=Lane.COPY_IN, waits=(106, 102)),  # the gradient
+        op("mm", "block.1", waits=(107,)),
+        op("all-to-all", "block.1", lane=Lane.LINK, waits=(108,)),  # the last sum, as it is recorded
+        op("mm", "block.0"),
+        op("mm", "", Stage.UPDATE),
+    ]
+    changed = peers.sum_each_micro_batch(ops, first, num_bytes={"block.1": 77, "block.0": 55}, ranks=4)
+    links = [
+        (i + first, new.unit, new.bytes_moved, new.waits) for i, new in enumerate(changed) if new.lane is Lane.LINK
+    ]
+    assert links == [(102, "block.1", 77, (101,)), (105, "block.0", 55, (104,)), (111, "block.1", 900, (110,))]
+    copies = [new for new in changed if new.lane in {Lane.COPY_IN, Lane.COPY_OUT}]
+    assert [(new.bytes_moved, new.waits) for new in copies] == [(225, (101,)), (225, (108, 103))]
+    assert [new.bytes_moved for new in changed if new.lane is Lane.COMPUTE] == [900] * 9
+
+
+def test_a_run_on_several_cards_takes_its_cards_part(peers: ModuleType) -> None:
+    alone = facts_of(recompute_share=peers.recompute_share(SMALL, 1))
+    one, four = made(peers, alone), made(peers, alone | {"world": 4})
+    efficiency = efficiency_of(find_card("rtx-4090"))
+    steps = {run.world.size: run.record(2) for run in (one, four)}
+    assert not any(op.lane is Lane.LINK for op in steps[1].ops[2])
+    on_link = four.step_time(steps[4], 2, efficiency).busy_seconds[Lane.LINK]
+    assert on_link > 0
+    state = {
+        world: sum(op.bytes_moved for op in found.ops[2] if op.stage is Stage.UPDATE and op.lane is Lane.COMPUTE)
+        for world, found in steps.items()
+    }
+    assert state[4] < state[1] / 2  # a quarter of the update, and what is gathered
+
+
 def test_what_a_block_keeps_is_what_the_recorded_host_memory_says(peers: ModuleType) -> None:
     _, runs = peers.load_runs(ROOT / "benchmarks" / "peer_runs.toml")
     run = next(run for run in runs if run.facts["id"] == "mdf-1b-h100-24g-s1024")
