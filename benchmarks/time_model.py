@@ -314,10 +314,10 @@ _WORLD = """\
 Predicted at the shares that the card's runs on its own gave, never fitted; the rules were written down, with what is
 assumed of the machine, before any of them was predicted. *Waits* as above.
 
-All bound by compute. Bound by transfer is one of LLMQ's README, in two digits and not in the table: Qwen2.5-14B on four
-RTX 5090, four sequences a micro-batch, 3.9k tokens/s, where the same rules predict 6.8k (+74 %; its 7B in micro-batches of
-eight: 13.9k, +2 %). What passes between cards and what goes to the host share a bus and the machine's memory there, and the
-model gives each all of it: of several cards that move much for each token, plans are too fast.
+All bound by compute. Bound by transfer is one of LLMQ's README, in two digits and not in the table: Qwen2.5-14B on
+four RTX 5090, four sequences a micro-batch, 3.9k tokens/s, where the same rules predict 6.8k (+74 %; its 7B in
+micro-batches of eight: 13.9k, +2 %). What passes between cards and what goes to the host share a bus and the machine's
+memory there, and the model gives each all of it: of several cards that move much for each token, plans are too fast.
 """
 _EFFICIENCY = """\
 # Written by benchmarks/time_model.py, fitted on recorded training runs of others (benchmarks/peer_runs.toml); nothing
