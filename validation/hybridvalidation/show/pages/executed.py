@@ -78,9 +78,8 @@ def rank_table(run: ExecutedRun, style: str) -> str:
 
 
 def _row(run: ExecutedRun) -> list[str]:
-    ranks = f" on {len(run.ranks)} ranks" if run.ranks else ""
     return [
-        f"{run.model} ({format_count(run.num_params)})", f"{run.stack}{ranks}",
+        f"{run.model} ({format_count(run.num_params)})", _stack(run),
         f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", str(len(run.steps)),
         _span(run), f"{to_gib(run.executed.device_bytes):.2f}",
         f"{to_gib(run.executed.host_bytes):.2f}", f"{to_gib(run.executed.disk_bytes):.2f}",
@@ -99,8 +98,11 @@ def _loss(step: ExecutedStep) -> str:
 
 
 def _title(run: ExecutedRun) -> str:
-    ranks = f" on {len(run.ranks)} ranks" if run.ranks else ""
-    return f"{run.model} under {run.stack}{ranks}, lr {run.lr:g}"
+    return f"{run.model} under {_stack(run)}, lr {run.lr:g}"
+
+
+def _stack(run: ExecutedRun) -> str:
+    return f"{run.stack} on {len(run.ranks)} ranks" if run.ranks else run.stack
 
 
 def _remarks(run: ExecutedRun) -> list[str]:
