@@ -342,10 +342,14 @@ def test_the_folder_says_where_and_by_what_it_was_made() -> None:
 def test_a_second_signal_ends_the_run_at_once() -> None:
     wait = """
 import time
+from pathlib import Path
 from hybridvalidation.runs import train
-advance, steps = train._advance, iter(range(1, 100))
+advance, steps, saved = train._advance, iter(range(1, 100)), Path("run/checkpoints/step-00000002")
 def slow(run):
     if next(steps) == 4:
+        given_up = time.monotonic() + 120
+        while not saved.exists() and time.monotonic() < given_up:  # a state is written beside the steps after it
+            time.sleep(0.01)
         print("waiting", flush=True)
         time.sleep(600)
     return advance(run)
