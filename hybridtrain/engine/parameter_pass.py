@@ -29,6 +29,7 @@ from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.repeated_work import Work
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
@@ -259,17 +260,15 @@ class ParameterPass:
         tensors: Sequence[Tensor],
     ) -> None:
         stored = weight_part(weights[entry.index], part)
-        work = partial(self._compute_slice, entry, part, settings, stored, tensors)
-        if settings.hook is not None:  # which may do as it likes
-            work()
-            return
+        compute = partial(self._compute_slice, entry, part, settings, stored, tensors)
         key = entry.step, part.stop - part.start, entry.state.companion is None
         operands = [*stored, *tensors, *([] if settings.factor is None else [settings.factor])]
-        self._observer.repeat(key, operands, work)
+        has_hook = settings.hook is not None  # which may do as it likes
+        self._observer.repeat(Work(compute, operands, lambda: None if has_hook else key))
 
     def _compute_slice(
         self, entry: _Entry, part: slice, settings: StepSettings, stored: StoredWeight, tensors: Sequence[Tensor]
-    ) -> None:
+    ) -> tuple[Tensor, ...]:
         grad_P, *rest = tensors
         companion_P = rest.pop() if entry.state.companion is not None else None
         grad_P = _scaled(grad_P, settings.factor)
@@ -277,6 +276,7 @@ class ParameterPass:
         state = _take_slices(entry.state.slots, rest, count)
         extra = _take_slices(entry.state.extra if settings.hook else (), rest, count)
         self._apply(self._slice(stored, companion_P), grad_P, state, extra, part, entry.step, settings)
+        return ()
 
     def _apply(
         self,
@@ -330,9 +330,18 @@ class ParameterPass:
             slot.slice_of([tensor.view(-1) for tensor in tensors], tensors[0].numel())
             for slot, tensors in zip(state.slots, brought, strict=True)
         ]
-        weight = self._slice(weights[entry.index], companion, tuple(state.parameter.shape))
-        self.optimizer.update(weight, grad, slices, step)
-        weight.write()
+        shape = tuple(state.parameter.shape)
+        weight = self._slice(weights[entry.index], companion, shape)
+
+        def compute() -> tuple[Tensor, ...]:
+            self.optimizer.update(weight, grad, slices, step)
+            weight.write()
+            return ()
+
+        key = None if settings.hook is not None else (step, shape)
+        operands = [grad, *weights[entry.index], *(tensor for tensors in brought for tensor in tensors)]
+        self._observer.repeat(Work(compute, [*operands, *([] if companion is None else [companion])], lambda: key))
+        del operands
         if settings.hook is not None:
             parts = list(_parts(state.parameter.numel()))
             pieces = [[piece for slot in state.extra for piece in slot.pieces(part)] for part in parts]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
+from hybridtrain.engine.block_work import block_work
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step import StepShare
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
@@ -21,6 +21,7 @@ from hybridtrain.models.block_model import Documents, ModelPart, Unit
 from hybridtrain.models.layers import Head
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.repeated_work import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,39 @@ class BlockGraph:
     """A block's forward pass that can be differentiated once."""
 
     hidden_in_BTD: Tensor
-    output: GradientEdge
-    """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing."""
+    output: GradientEdge | None
+    """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing.
+    None: the pass was written down only."""
+    held: Held | None
 
 
-def run_block(block: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> tuple[BlockGraph, Tensor]:
+def run_block(
+    block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, observer: MemoryObserver,
+    *, computes_output: bool = True,
+) -> tuple[BlockGraph, Tensor]:  # fmt: skip
     """Run ``block`` on a detached input; return its graph and its detached hidden_BTD."""
     hidden_in_BTD = hidden_BTD.detach().requires_grad_()
-    with torch.enable_grad():
-        hidden_out_BTD = block(hidden_in_BTD)
-    return BlockGraph(hidden_in_BTD, get_gradient_edge(hidden_out_BTD)), hidden_out_BTD.detach()
+
+    def run() -> tuple[Tensor]:
+        with torch.enable_grad():
+            return (block(hidden_in_BTD, documents, computes_output=computes_output),)
+
+    (hidden_out_BTD,), held = observer.repeat_forward(block_work(block, run, hidden_in_BTD, documents, computes_output))
+    output = get_gradient_edge(hidden_out_BTD) if hidden_out_BTD.requires_grad else None
+    return BlockGraph(hidden_in_BTD, output, held), hidden_out_BTD.detach()
 
 
 def differentiate_block(
-    graph: BlockGraph, parameters: tuple[nn.Parameter, ...], grad_BTD: Tensor
+    graph: BlockGraph, parameters: tuple[nn.Parameter, ...], grad_BTD: Tensor, observer: MemoryObserver
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the gradient by the block's input and those by its parameters; the graph is used up."""
-    grad_in_BTD, *grads = torch.autograd.grad(graph.output, (graph.hidden_in_BTD, *parameters), grad_BTD)
+
+    def differentiate(again: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        output = get_gradient_edge(again[0]) if again else graph.output
+        assert output is not None, "what was written down only is run again first"
+        return torch.autograd.grad(output, (graph.hidden_in_BTD, *parameters), grad_BTD)
+
+    grad_in_BTD, *grads = observer.repeat_backward(graph.held, (grad_BTD,), differentiate)
     return grad_in_BTD, tuple(grads)
 
 
@@ -301,12 +318,21 @@ class StepVisit:
             if block < run.first_kept:
                 if is_boundary:
                     run.boundaries.store(micro_batch, block, hidden_BTD)
-                with torch.no_grad():
-                    self._hidden[micro_batch] = module(hidden_BTD, documents)
+                self._hidden[micro_batch] = self._output(module, hidden_BTD, documents)
             else:
                 run.boundaries.note(block, hidden_BTD)
-                found = run_block(partial(module, documents=documents), hidden_BTD)
+                found = run_block(module, hidden_BTD, documents, run.observer)
                 self._graphs[micro_batch, block], self._hidden[micro_batch] = found
+
+    def _output(self, block: nn.Module, hidden_BTD: Tensor, documents: Documents | None) -> Tensor:
+        """Return a block's hidden_BTD; nothing is kept for a backward pass."""
+
+        def run() -> tuple[Tensor]:
+            with torch.no_grad():
+                return (block(hidden_BTD, documents),)
+
+        (hidden_out_BTD,) = self._run.observer.repeat(block_work(block, run, hidden_BTD, documents))
+        return hidden_out_BTD
 
     def _head(self, micro_batch: int) -> Tensor:
         run = self._run
@@ -338,8 +364,9 @@ class StepVisit:
                     module = run.weights.acquire(block)
                     self._seed_unit(micro_batch, block + 1)
                     # The last output is of no use: nothing in the backward pass reads it.
-                    again = partial(module, documents=documents, computes_output=block != segment[-1])
-                    graph, hidden_BTD = run_block(again, hidden_BTD)
+                    graph, hidden_BTD = run_block(
+                        module, hidden_BTD, documents, run.observer, computes_output=block != segment[-1]
+                    )
                 self._graphs[micro_batch, block] = graph
                 del graph
             del hidden_BTD
@@ -348,7 +375,7 @@ class StepVisit:
             with run.observer.region(Stage.BACKWARD, unit.name):
                 run.weights.acquire(block)
                 self._grad[micro_batch], grads = differentiate_block(
-                    self._graphs.pop((micro_batch, block)), unit.tensors, self._grad.pop(micro_batch)
+                    self._graphs.pop((micro_batch, block)), unit.tensors, self._grad.pop(micro_batch), run.observer
                 )
                 run.grads.accumulate(unit.name, grads)
                 del grads  # or they would live through the next block's backward pass

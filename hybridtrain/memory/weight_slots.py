@@ -1,6 +1,6 @@
 """Device memory that blocks share, and the small rules of which block is where."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -107,27 +107,50 @@ class MatrixSlot:
     """
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
-        self._codes = codes
+        self.codes = codes
         self._flat = flat
-        self._holder: Widen | None = None
+        self.holder: Widen | None = None
+        """Of the matrix whose values are there."""
 
     def forget(self) -> None:
         """Say that codes have changed."""
-        self._holder = None
+        self.holder = None
 
     def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
         """Return the place of a matrix' values, and what brings them there; vectors are where they are stored."""
         if len(stored) == 1:
             return stored[0], None
         view = self._flat[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        return view, _MatrixWidening(self, stored, view)
 
-        @torch.no_grad()
-        def widen() -> None:
-            if self._holder is not widen:
-                self._holder = widen
-                self._codes.widen(stored, view.view(-1))
 
-        return view, widen
+class _MatrixWidening:
+    """Brings the values of one coded matrix to the place that all share."""
+
+    def __init__(self, slot: MatrixSlot, stored: StoredWeight, view: Tensor) -> None:
+        self._slot = slot
+        self._stored = stored
+        self._view = view
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if not self.is_done:
+            self._slot.holder = self
+            self._slot.codes.widen(self._stored, self._view.view(-1))
+
+    @property
+    def is_done(self) -> bool:
+        return self._slot.holder is self
+
+    @property
+    def layout(self) -> Hashable:
+        return type(self._slot.codes), tuple((part.shape, part.stride(), part.dtype) for part in self._stored)
+
+    def pretend(self, *, is_done: bool) -> None:
+        if is_done:
+            self._slot.holder = self
+        elif self.is_done:
+            self._slot.holder = None
 
 
 @torch.no_grad()

@@ -4,20 +4,47 @@ The parameter is bound to memory that others share. What autograd would keep of 
 widened once more in the backward pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-Widen = Callable[[], None]
-"""Writes a matrix' values into the memory that its parameter is bound to."""
+
+class Widen(Protocol):
+    """Writes a matrix' values into the memory that its parameter is bound to."""
+
+    def __call__(self) -> None:
+        """Write them, unless they are there."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether they are there."""
+        ...
+
+    @property
+    def layout(self) -> Hashable:
+        """What decides all it does but values."""
+        ...
+
+    def pretend(self, *, is_done: bool) -> None:
+        """Say that they are there, or not, whatever is: in a dry run."""
+        ...
+
+
 _NAME = "widen"
 
 
 def set_widening(parameter: nn.Parameter, widen: Widen | None) -> None:
     """Say how a parameter gets its values; None: it always has them."""
     setattr(parameter, _NAME, widen)
+
+
+def widening_of(tensor: Tensor) -> Widen | None:
+    """Return how a tensor gets its values; None: it always has them."""
+    return getattr(tensor, _NAME, None)
 
 
 @contextmanager
@@ -28,7 +55,7 @@ def widened(weight: Tensor, *, is_read: bool = True) -> Iterator[Tensor]:
         weight: A parameter, or any tensor without a rule, which passes as it is.
         is_read: False: only the backward pass looks at the values.
     """
-    widen: Widen | None = getattr(weight, _NAME, None)
+    widen = widening_of(weight)
     if widen is None:
         yield weight
         return

@@ -8,12 +8,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import (
@@ -26,6 +27,7 @@ from hybridtrain.virtual_gpu.op_rules import (
     scratch_bytes,
     tensors_in,
 )
+from hybridtrain.virtual_gpu.repeated_work import GraphPieces, Held, OpFacts, Piece, Result, Work
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -161,15 +163,11 @@ _META_CACHES: defaultdict[torch.dtype, MetaCache] = defaultdict(MetaCache)
 small models dry."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Work that left nothing behind, counted from its beginning."""
-
-    sizes: tuple[int, ...]
-    events: tuple[int, ...]
-    ops: tuple[OpRecord, ...]
-    most_bytes: int
-    """Live at once, of its own."""
+_TAPE = (
+    "live_bytes", "peak_bytes", "_next_index", "_sizes", "_classes", "_units", "_events", "_ops", "_last_compute",
+    "_joined",
+)  # fmt: skip
+"""What a ledger has written down."""
 
 
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -196,8 +194,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._facts: dict[OpKey, tuple[bool, int, int, str, tuple[int, int, int] | None, str]] = {}
         self._meta_cache = _META_CACHES[torch.get_default_dtype()]
-        self._pieces: dict[Hashable, _Piece | None] = {}
+        self._pieces: dict[Hashable, Piece | None] = {}
         """None: work that must be done each time."""
+        self._graphs: dict[Hashable, GraphPieces | None] = {}
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
         self._sizes: list[int] = []
@@ -261,61 +260,184 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._classes[found[0]] = tensor_class
             self._units[found[0]] = unit
 
-    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:
-        """Do work, or write down what it did before where no operand has values; it only changes values of operands."""
-        if not self._record or not all(tensor.is_meta for tensor in operands):
-            work()
-            return
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in operands)
-        known = self._pieces.get((key, self._stage, shapes))
-        if known is not None:
-            self._write_down(known)
-            return
-        begin = len(self._sizes), len(self._events), len(self._ops)
-        joined = tuple(self._joined)
-        work()
-        if (key, self._stage, shapes) not in self._pieces:
-            self._pieces[key, self._stage, shapes] = self._piece(*begin, joined)
+    def repeat(self, work: Work) -> tuple[Tensor, ...]:
+        """Do work, or write down what it did before where no operand has values; return its results.
 
-    def _piece(self, storage: int, event: int, op: int, joined: tuple[int, ...]) -> _Piece | None:
-        """Return what was done since; None if it let go or kept anything, or used another lane."""
-        sizes, events, ops = self._sizes[storage:], self._events[event:], self._ops[op:]
-        made, gone = ({entry for entry in events if entry >= 0}, {~entry for entry in events if entry < 0})
-        waits = [record.waits for record in ops]
+        Of tensors that it makes only its results may outlive it.
+        """
+        key = work.full_key(self._stage) if self._record else None
+        if key is None:
+            return work.do()
+        known = self._pieces.get(key)
+        if known is not None:
+            return self._write_down(known, work)[0]
+        results, piece, _ = self._learn(work)
+        self._pieces.setdefault(key, None if piece is None or piece.kept else piece)
+        return results
+
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+        """Do work that keeps tensors for ``repeat_backward``, or write down what it did before.
+
+        It is written down only where a backward pass of it is known; its results then have no graph.
+        """
+        key = work.full_key(self._stage) if self._record else None
+        if key is None:
+            return work.do(), None
+        known = self._graphs.get(key)
+        if known is not None and known.backward:
+            results, kept = self._write_down(known.forward, work)
+            return results, Held(key, work, known, kept, is_written=True)
+        results, piece, kept = self._learn(work)
+        if key not in self._graphs and piece is not None:
+            known = self._graphs[key] = GraphPieces(piece)
+        if known is None or known.forward != piece:  # something decides that is not in the key
+            self._graphs[key] = None
+            return results, None
+        return results, Held(key, work, known, kept, is_written=False)
+
+    def repeat_backward(
+        self,
+        held: Held | None,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Let go of what ``repeat_forward`` kept, or write that down; return the results.
+
+        Args:
+            held: What ``repeat_forward`` returned.
+            operands: On which it depends beside what was kept.
+            differentiate: Gets the results of a forward pass that had to be done once more, else nothing.
+        """
+        if held is None:
+            return differentiate(())
+        work = Work(partial(differentiate, ()), operands, lambda: True, held.work.memory)
+        key = work.full_key(self._stage)
+        known = held.pieces.backward.get(key)
+        if held.is_written:
+            if known is None:
+                known = held.pieces.backward[key] = self._learn_apart(held, operands, differentiate)
+            return self._write_down(known, work, held.kept)[0]
+        results, piece, kept = self._learn(work, held.kept)
+        if piece is None or kept or not piece.lets_go or known not in {None, piece}:
+            self._graphs[held.key] = None
+        else:
+            held.pieces.backward[key] = piece
+        return results
+
+    def _learn(
+        self, work: Work, inherited: tuple[int, ...] = ()
+    ) -> tuple[tuple[Tensor, ...], Piece | None, tuple[int, ...]]:
+        """Do work; return its results, what it did if that can be written down, and storages that it keeps."""
+        storage, event, op = len(self._sizes), len(self._events), len(self._ops)
+        joined = tuple(self._joined)
+        results = work.do()
+        events, ops = self._events[event:], self._ops[op:]
+        alive = {entry for entry in events if entry >= 0} - {~entry for entry in events if entry < 0}
+        held = [self._alive.get(tensor.untyped_storage()._cdata) for tensor in results]
+        kept = tuple(sorted(alive - {found[0] for found in held if found is not None}))
         if (
-            made != gone
-            or any(unit != self._unit for unit in self._units[storage:])
-            or any(kind is not _DEFAULT_CLASS[self._stage] for kind in self._classes[storage:])
-            or any(record.lane is not Lane.COMPUTE for record in ops)
-            or waits != [joined, *[()] * (len(ops) - 1)]
+            any(unit != self._unit for unit in self._units[storage:])
+            or any(found is None or found[0] < storage for found in held)
+            or any(
+                record.lane is not Lane.COMPUTE or record.stage is not self._stage or record.unit != self._unit
+                for record in ops
+            )
+            or [record.waits for record in ops] != [joined, *[()] * (len(ops) - 1)]
         ):
-            return None
+            return results, None, kept
+        places = {index: place for place, index in enumerate([*inherited, *range(storage, len(self._sizes))])}
+        if any((entry if entry >= 0 else ~entry) not in places for entry in events):
+            return results, None, kept
         live = most = 0
         for entry in events:
             live += self._sizes[entry] if entry >= 0 else -self._sizes[~entry]
             most = max(most, live)
-        shifted = tuple(entry - storage if entry >= 0 else ~(~entry - storage) for entry in events)
-        records = tuple(replace(record, event=record.event - event, waits=()) for record in ops)
-        return _Piece(tuple(sizes), shifted, records, most)
+        piece = Piece(
+            inherited=len(inherited),
+            sizes=tuple(self._sizes[storage:]),
+            classes=tuple(self._classes[storage:]),
+            events=tuple(places[entry] if entry >= 0 else ~places[~entry] for entry in events),
+            ops=tuple(
+                OpFacts(
+                    done.event - event, done.name, done.is_matmul, done.flops, done.bytes_moved, done.dtype, done.shape
+                )
+                for done in ops
+            ),
+            results=tuple(
+                Result(places[found[0]], tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+                for tensor, found in zip(results, held, strict=True)
+                if found is not None
+            ),
+            kept=tuple(places[index] for index in kept),
+            most_bytes=most,
+            net_bytes=live,
+            mark=work.mark(),
+        )
+        return results, piece, kept
 
-    def _write_down(self, piece: _Piece) -> None:
-        storage, event, unit = self._next_index, len(self._events), self._unit
-        self._next_index += len(piece.sizes)
+    def _learn_apart(
+        self,
+        held: Held,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> Piece:
+        """Do both passes where nobody counts; return what the backward pass did."""
+        mark = held.work.mark()
+        outside = {name: getattr(self, name) for name in _TAPE}
+        number = len(self._alive)
+        vars(self).update({name: [] if isinstance(value, list) else 0 for name, value in outside.items()})
+        try:
+            outputs, _, kept = self._learn(held.work)
+            held.work.restore(mark)
+            work = Work(partial(differentiate, outputs), operands, lambda: True, held.work.memory)
+            piece = self._learn(work, kept)[1]
+            del outputs, work
+        finally:
+            vars(self).update(outside)
+        assert piece is not None, "a backward pass that was written down before can be written down again"
+        assert len(self._alive) == number, "what nobody counted is gone"
+        return piece
+
+    def _write_down(
+        self, piece: Piece, work: Work, inherited: tuple[int, ...] = ()
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Enter what work would have done; return its results, and the storages that it keeps."""
+        first, event, stage, unit = self._next_index, len(self._events), self._stage, self._unit
+        count = len(piece.sizes)
+        places = [*inherited, *range(first, first + count)]
+        self._next_index += count
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + piece.most_bytes)
+        self.live_bytes += piece.net_bytes
         self._sizes += piece.sizes
-        self._classes += [_DEFAULT_CLASS[self._stage]] * len(piece.sizes)
-        self._units += [unit] * len(piece.sizes)
-        self._events += [entry + storage if entry >= 0 else ~(~entry + storage) for entry in piece.events]
+        self._classes += piece.classes
+        self._units += [unit] * count
+        self._events += [places[entry] if entry >= 0 else ~places[~entry] for entry in piece.events]
         waits, self._joined = tuple(self._joined), []
         for done in piece.ops:
             self._ops.append(
                 OpRecord(
-                    done.name, event + done.event, done.stage, unit, done.is_matmul, done.flops, done.bytes_moved,
+                    done.name, event + done.event, stage, unit, done.is_matmul, done.flops, done.bytes_moved,
                     done.dtype, Lane.COMPUTE, waits, done.shape,
                 )
             )  # fmt: skip
             waits = ()
         self._last_compute = len(self._ops) - 1
+        work.restore(piece.mark)
+        return self._results(piece, places), tuple(places[place] for place in piece.kept)
+
+    def _results(self, piece: Piece, places: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return tensors for the results of a piece, whose releases are noticed."""
+        if not piece.results:
+            return ()
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes():
+            for number in {result.storage: None for result in piece.results}:
+                size = piece.sizes[number - piece.inherited]
+                storages[number] = storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+                address = storage._cdata
+                reference = weakref.ref(storage, self._on_release(address))
+                self._alive[address] = (places[number], size, reference)
+            return tuple(result.tensor(storages[result.storage]) for result in piece.results)
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Record a copy, or arithmetic of the host, beside the compute lane."""

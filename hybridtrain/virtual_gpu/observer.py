@@ -1,12 +1,13 @@
 """The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Protocol
 
 from torch import Tensor
 
+from hybridtrain.virtual_gpu.repeated_work import Held, Work
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -44,11 +45,24 @@ class MemoryObserver(Protocol):
         """Say what the storage of ``tensor`` is for, from its allocation on."""
         ...
 
-    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:
-        """Do work that only changes values: whenever key and shapes of operands are the same, so is all it does.
+    def repeat(self, work: Work) -> tuple[Tensor, ...]:
+        """Do work of whose tensors none but its results outlives it, and return these.
 
         Where there are no values, what it did the last time may be written down in its place.
         """
+        ...
+
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+        """Likewise do work that keeps tensors until ``repeat_backward``; results may have no graph."""
+        ...
+
+    def repeat_backward(
+        self,
+        held: Held | None,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Do what lets go of it: ``differentiate`` gets the results of a forward pass only if that was done again."""
         ...
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
@@ -74,9 +88,22 @@ class NullObserver:
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
         """Do nothing."""
 
-    def repeat(self, key: Hashable, operands: Sequence[Tensor], work: Callable[[], None]) -> None:  # noqa: ARG002
+    def repeat(self, work: Work) -> tuple[Tensor, ...]:
         """Do the work."""
-        work()
+        return work.do()
+
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+        """Do the work."""
+        return work.do(), None
+
+    def repeat_backward(
+        self,
+        held: Held | None,  # noqa: ARG002
+        operands: Sequence[Tensor],  # noqa: ARG002
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Do the work."""
+        return differentiate(())
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:  # noqa: ARG002
         """Return 0."""

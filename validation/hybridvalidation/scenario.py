@@ -164,7 +164,7 @@ class Scenario:
             raise ValueError("\n".join(faults))
 
     def ranks(self, rank: int = 0) -> World:
-        """Return one of the ranks and what joins them; the first holds the most."""
+        """Return one of the ranks and what joins them."""
         return World(size=self.world, rank=rank, link=self.link)
 
     def baseline_of(self, stack: str, baselines: Sequence[str]) -> str:

@@ -1,0 +1,79 @@
+"""What of a block's work is the same for every block like it, so that a dry run may do it once."""
+
+from collections.abc import Callable, Hashable
+
+from torch import Tensor, nn
+
+from hybridtrain.models.block_model import Documents
+from hybridtrain.models.widening import Widen, widening_of
+from hybridtrain.virtual_gpu.repeated_work import Work
+
+_PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""Attributes of every module that are looked at one by one."""
+_HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
+"""Those that may do anything."""
+
+
+def block_work(
+    block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None, *more: bool
+) -> Work:
+    """Return a forward pass of a block, which ``do`` does; ``more`` says how.
+
+    Memory that coded matrices share is looked at again in the backward pass.
+    """
+    operands = [hidden_BTD, *(() if documents is None else (documents.ids_BT, documents.positions_BT))]
+    return Work(do, operands, lambda: _with(block_key(block), more), _SharedMatrix(block))
+
+
+class _SharedMatrix:
+    """Which of a block's matrices has its values in the memory that all share."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._found: list[Widen] | None = None
+
+    def mark(self) -> int:
+        """Return its number, -1 for none."""
+        return next((i for i, widen in enumerate(self._widenings()) if widen.is_done), -1)
+
+    def restore(self, mark: Hashable) -> None:
+        """Let it be another."""
+        for number, widen in enumerate(self._widenings()):
+            widen.pretend(is_done=number == mark)
+
+    def _widenings(self) -> list[Widen]:
+        if self._found is None:  # nobody but a dry run asks
+            found = [widening_of(parameter) for parameter in self._block.parameters()]
+            self._found = [widen for widen in found if widen is not None]
+        return self._found
+
+
+def _with(key: Hashable, more: tuple[bool, ...]) -> Hashable:
+    return None if key is None else (key, more)
+
+
+def block_key(block: nn.Module) -> Hashable:
+    """Return what decides all that a block does with an input: parts, settings, layouts; None: it cannot be told."""
+    found: list[Hashable] = []
+    for path, module in block.named_modules():
+        held = vars(module)
+        if any(held[name] for name in _HOOKS):
+            return None
+        settings = [(name, value) for name, value in held.items() if name not in _PARTS | _HOOKS]
+        tensors = [(name, _layout(x)) for part in (module._parameters, module._buffers) for name, x in part.items()]
+        found.append((path, type(module), *settings, *tensors))
+    try:
+        hash(tuple(found))
+    except TypeError:
+        return None
+    return tuple(found)
+
+
+def _layout(tensor: Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    widen = widening_of(tensor)
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_meta,
+        None if widen is None else widen.layout,
+    )  # fmt: skip
