@@ -38,7 +38,7 @@ class CopyEngine:
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
         self.transfer = transfer
         self.group: Group = group or DirectGroup()
-        self._observer = observer
+        self.observer = observer
         self._sent: dict[int, tuple[int, Callable[[], None], Tensor]] = {}
         """What is on its way to other ranks."""
 
@@ -70,48 +70,48 @@ class CopyEngine:
         before = [*after, *([] if source.last_store is None else [source.last_store])]
         waits = [ticket.op for ticket in before]
         if source.placement is Placement.DISK:
-            waits = [self._observer.work(Lane.DISK, target.nbytes, waits)]
-        op = self._observer.work(Lane.COPY_IN, target.nbytes, waits)
+            waits = [self.observer.work(Lane.DISK, target.nbytes, waits)]
+        op = self.observer.work(Lane.COPY_IN, target.nbytes, waits)
         return Ticket(op, self.transfer.fetch(target, source.content, offset, [ticket.event for ticket in before]))
 
     def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
         """Start writing ``source`` as the compute queue leaves it; it must not change until the ticket is done."""
-        op = self._observer.work(Lane.COPY_OUT, source.nbytes, [self._observer.mark()])
+        op = self.observer.work(Lane.COPY_OUT, source.nbytes, [self.observer.mark()])
         if target.placement is Placement.DISK:
-            op = self._observer.work(Lane.DISK, source.nbytes, [op])
+            op = self.observer.work(Lane.DISK, source.nbytes, [op])
         ticket = Ticket(op, self.transfer.store(source, target.content, offset))
         target.last_store = ticket
         return ticket
 
     def exchange(self, collective: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
         """Let a collective of the group fill ``target``; what the compute queue is given next waits for it."""
-        op = self._observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self._observer.mark()])
+        op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self.observer.mark()])
         collective(target, source)
-        self._observer.join(op)
+        self.observer.join(op)
 
     def gather_ahead(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> "Gather":
         """Start an all-gather of ``source`` beside compute, once the copies in of ``after`` are over."""
-        waits = [self._observer.mark(), *(ticket.op for ticket in after)]
-        op = self._observer.work(Lane.LINK, max(target.nbytes, source.nbytes), waits)
+        waits = [self.observer.mark(), *(ticket.op for ticket in after)]
+        op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), waits)
         with self.transfer.beside([ticket.event for ticket in after]):
             return Gather(op, target, self.group.begin_all_gather(target, source))
 
     def end(self, gather: "Gather") -> None:
         """Let what the compute queue is given next wait for a gather."""
-        self._observer.join(gather.op)
+        self.observer.join(gather.op)
         gather.end()
 
     def send(self, source: Tensor, rank: int) -> None:
         """Start giving a tensor to another rank, once the one before has arrived there; it is held until then."""
         self.wait_sent(rank)
-        op = self._observer.work(Lane.LINK, source.nbytes, [self._observer.mark()])
+        op = self.observer.work(Lane.LINK, source.nbytes, [self.observer.mark()])
         self._sent[rank] = (op, self.group.send(source, rank), source)
 
     def wait_sent(self, rank: int) -> None:
         """Wait for what is on its way to a rank before its memory can be used again."""
         if rank in self._sent:
             op, wait, _ = self._sent.pop(rank)
-            self._observer.join(op)
+            self.observer.join(op)
             wait()
 
     def finish_sends(self) -> None:
@@ -121,17 +121,17 @@ class CopyEngine:
 
     def receive(self, target: Tensor, rank: int) -> None:
         """Fill a tensor with what another rank gives; what the compute queue is given next waits for it."""
-        op = self._observer.work(Lane.LINK, target.nbytes, [self._observer.mark()])
+        op = self.observer.work(Lane.LINK, target.nbytes, [self.observer.mark()])
         self.group.receive(target, rank)
-        self._observer.join(op)
+        self.observer.join(op)
 
     def mark(self) -> Ticket:
         """Return a ticket for everything the compute queue was given so far."""
-        return Ticket(self._observer.mark(), self.transfer.mark())
+        return Ticket(self.observer.mark(), self.transfer.mark())
 
     def wait(self, ticket: Ticket) -> None:
         """Let what the compute queue is given next wait for ``ticket``."""
-        self._observer.join(ticket.op)
+        self.observer.join(ticket.op)
         self.transfer.wait(ticket.event)
 
     def host_work(self, num_bytes: int, after: Sequence[Ticket | None]) -> Ticket:
@@ -139,4 +139,4 @@ class CopyEngine:
         tickets = [ticket for ticket in after if ticket is not None]
         for ticket in tickets:
             self.transfer.synchronize(ticket.event)
-        return Ticket(self._observer.work(Lane.HOST, num_bytes, [ticket.op for ticket in tickets]))
+        return Ticket(self.observer.work(Lane.HOST, num_bytes, [ticket.op for ticket in tickets]))

@@ -5,7 +5,8 @@ is cut into as many ranges as there are ranks, each of whole groups of 256 eleme
 range i. One process with ``DirectGroup(shares)`` adds and cuts likewise, which makes it equal to the bit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from math import ceil
 
 import torch
@@ -16,12 +17,18 @@ from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import StoredWeight, weight_part
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, lay_out
+from hybridtrain.virtual_gpu.repeated_work import Work
+
+
+def range_of(count: int, shares: int, number: int) -> slice:
+    """Return the range of one share of ``count`` elements; the last ones may be shorter, or empty."""
+    chunk = ceil(ceil(count / GROUP_SIZE) / shares) * GROUP_SIZE
+    return slice(min(number * chunk, count), min((number + 1) * chunk, count))
 
 
 def ranges_of(count: int, shares: int) -> list[slice]:
-    """Return the range of each share of ``count`` elements; the last ones may be shorter, or empty."""
-    chunk = ceil(ceil(count / GROUP_SIZE) / shares) * GROUP_SIZE
-    return [slice(min(i * chunk, count), min((i + 1) * chunk, count)) for i in range(shares)]
+    """Return the range of each share."""
+    return [range_of(count, shares, number) for number in range(shares)]
 
 
 def overlap(part: slice, own: slice) -> tuple[slice, slice]:
@@ -54,7 +61,7 @@ class Shards:
 
     def range(self, count: int) -> slice:
         """Return the range of a parameter's elements that this rank sums."""
-        return ranges_of(count, self.shares)[self.group.rank]
+        return range_of(count, self.shares, self.group.rank)
 
     def own(self, count: int) -> slice:
         """Return the range of a parameter's elements that this rank updates; all where state is not cut."""
@@ -99,21 +106,12 @@ class Shards:
         cuts = [ranges_of(grad.numel(), self.shares) for grad in grads]
         layout = lay_out(((cut[0].stop,), grad.dtype) for grad, cut in zip(grads, cuts, strict=True))
         given, got = (self._empty(self.shares * layout.num_bytes).view(self.shares, -1) for _ in range(2))
-        for row, views in enumerate(map(layout.views, given)):
-            for view, grad, cut in zip(views, grads, cuts, strict=True):
-                _copy(view, grad.contiguous().view(-1)[cut[row]])
+        self._repeat("lay out", (given, *grads), partial(_lay_out, given, layout, grads, cuts))
         self._copies.exchange(self.group.all_to_all, got, given)
         del given
-        own = self.group.rank
-        totals: list[Tensor] = []
-        for row, views in enumerate(map(layout.views, got)):
-            for index, (view, cut) in enumerate(zip(views, cuts, strict=True)):
-                part_P = view[: cut[own].stop - cut[own].start]
-                if row:
-                    totals[index].add_(part_P)
-                else:
-                    totals.append(part_P.clone())
-        return totals
+        owned = [cut[self.group.rank] for cut in cuts]
+        counts = tuple(own.stop - own.start for own in owned)
+        return list(self._repeat(("add", layout, counts), (got,), partial(_added, got, layout, counts)))
 
     def gather(self, weights: Sequence[StoredWeight]) -> None:
         """Fill all other ranges of what is stored of weights from the ranks that own them."""
@@ -155,7 +153,7 @@ class Shards:
         return lay_out((tuple(part.shape), part.dtype) for part in first)
 
     def _part(self, weight: StoredWeight, rank: int) -> StoredWeight:
-        return weight_part(weight, ranges_of(weight[0].numel(), self.shares)[rank])
+        return weight_part(weight, range_of(weight[0].numel(), self.shares, rank))
 
     def _pairs(self, row: Tensor, weights: Sequence[StoredWeight], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         parts = (part for weight in weights for part in self._part(weight, rank))
@@ -165,11 +163,45 @@ class Shards:
         return self._empty(self.shares * row.numel()).view(self.shares, -1)
 
     def _unpack_all(self, rows: Tensor, weights: Sequence[StoredWeight]) -> None:
-        for rank in range(self.shares):
-            self.unpack(rows[rank], weights, rank)
+        def unpack() -> tuple[Tensor, ...]:
+            for rank in range(self.shares):
+                self.unpack(rows[rank], weights, rank)
+            return ()
+
+        self._repeat(
+            ("unpack", tuple(map(len, weights))), (rows, *(part for weight in weights for part in weight)), unpack
+        )
+
+    def _repeat(
+        self, key: Hashable, operands: Sequence[Tensor], do: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Do what takes time in proportion to the ranks, or write it down in a dry run."""
+        return self._copies.observer.repeat(Work(do, operands, lambda: key))
 
     def _empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+
+
+def _lay_out(
+    given: Tensor, layout: ByteLayout, grads: Sequence[Tensor], cuts: Sequence[Sequence[slice]]
+) -> tuple[Tensor, ...]:
+    """Fill the row of each rank with its range of each gradient."""
+    for row, views in enumerate(map(layout.views, given)):
+        for view, grad, cut in zip(views, grads, cuts, strict=True):
+            _copy(view, grad.contiguous().view(-1)[cut[row]])
+    return ()
+
+
+def _added(got: Tensor, layout: ByteLayout, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the sums of the rows of all ranks, in their order."""
+    totals: list[Tensor] = []
+    for row, views in enumerate(map(layout.views, got)):
+        for index, (view, count) in enumerate(zip(views, counts, strict=True)):
+            if row:
+                totals[index].add_(view[:count])
+            else:
+                totals.append(view[:count].clone())
+    return tuple(totals)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -333,11 +333,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = work.do()
         events, ops = self._events[event:], self._ops[op:]
         alive = {entry for entry in events if entry >= 0} - {~entry for entry in events if entry < 0}
-        held = [self._alive.get(tensor.untyped_storage()._cdata) for tensor in results]
-        kept = tuple(sorted(alive - {found[0] for found in held if found is not None}))
+        given = [self._alive.get(tensor.untyped_storage()._cdata, (-1,))[0] for tensor in results]
+        kept = tuple(sorted(alive - {*given}))
         if (
             any(unit != self._unit for unit in self._units[storage:])
-            or any(found is None or found[0] < storage for found in held)
+            or any(
+                found < storage and tensor.untyped_storage().nbytes()
+                for found, tensor in zip(given, results, strict=True)
+            )
             or any(
                 record.lane is not Lane.COMPUTE or record.stage is not self._stage or record.unit != self._unit
                 for record in ops
@@ -364,9 +367,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for done in ops
             ),
             results=tuple(
-                Result(places[found[0]], tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-                for tensor, found in zip(results, held, strict=True)
-                if found is not None
+                Result(places.get(found, -1), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+                for found, tensor in zip(given, results, strict=True)
             ),
             kept=tuple(places[index] for index in kept),
             most_bytes=most,
@@ -432,11 +434,12 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
             for number in {result.storage: None for result in piece.results}:
-                size = piece.sizes[number - piece.inherited]
+                size = 0 if number < 0 else piece.sizes[number - piece.inherited]
                 storages[number] = storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
-                address = storage._cdata
-                reference = weakref.ref(storage, self._on_release(address))
-                self._alive[address] = (places[number], size, reference)
+                if size:
+                    address = storage._cdata
+                    reference = weakref.ref(storage, self._on_release(address))
+                    self._alive[address] = (places[number], size, reference)
             return tuple(result.tensor(storages[result.storage]) for result in piece.results)
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:

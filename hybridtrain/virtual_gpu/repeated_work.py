@@ -60,6 +60,7 @@ class Result:
     """A tensor that work gave back."""
 
     storage: int
+    """-1: one without bytes, which nobody counts."""
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int

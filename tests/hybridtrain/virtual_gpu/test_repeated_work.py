@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.block_work import block_key
+from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.decoder import Block
 from hybridtrain.models.model_config import ModelConfig
@@ -23,6 +24,7 @@ from hybridtrain.optimizations import (
     Nf4Weights,
     OptimizerOffload,
     WeightStreaming,
+    Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
@@ -92,6 +94,23 @@ def test_updates_of_equal_parameters_leave_the_trace_of_updates_that_are_all_com
     def trace() -> LedgerTrace:
         config = TrainerConfig(optimizer=OPTIMIZERS[optimizer]())
         return record_steps(LLAMA_GROUPED, plan, random_steps(LLAMA_GROUPED, 2), VirtualTransfer(), config)
+
+    written = trace()
+    monkeypatch.setattr(Work, "full_key", lambda *_: None)
+    assert trace() == written
+
+
+@pytest.mark.parametrize("rank", [0, 6])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exchanges_of_ranks_leave_the_trace_of_exchanges_that_are_all_computed(
+    rank: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = [WeightStreaming(), GradientCheckpointing(recompute_every=1)] if stage == 3 else []
+    plan = compose([BF16, Zero(stage=stage), GradAccumulation(grad_accum_steps=14), *streamed])
+
+    def trace() -> LedgerTrace:
+        group = VirtualGroup(rank, 7)  # small parameters leave nothing for the last ranks
+        return record_steps(LLAMA_GROUPED, plan, random_steps(LLAMA_GROUPED, 2, 2), VirtualTransfer(), group=group)
 
     written = trace()
     monkeypatch.setattr(Work, "full_key", lambda *_: None)
