@@ -39,6 +39,8 @@ _NO_TOKENS = Workload(micro_batch_size=1, seq_len=8)
 _FEW_WORDS = 64
 _UPDATED_BLOCKS = 2
 """The one updated last is measured: weights of the other are written back beside it."""
+_MANY_PARAMS = 2**29
+"""Of a block that is updated with a narrower feed-forward part: a parameter takes as long, within 1.1 % at 50B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class ShortRuns:
         if _is_frozen(level):
             return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
         model = replace(self.question.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
+        if block_params(model) > _MANY_PARAMS:
+            model = replace(model, ffn_width=min(model.ffn_width, model.width))
         candidate = Candidate(
             level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0
         )
