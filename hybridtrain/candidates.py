@@ -4,10 +4,10 @@ Gentler numbers come first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hybridtrain.dry_runs import DryRun, dry_run
+from hybridtrain.dry_runs import DryRun, dry_run_ranks
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations.activation_offload import ActivationOffload
@@ -21,9 +21,11 @@ from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
+from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.links import World
 
 _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
@@ -44,6 +46,11 @@ class Numerics:
     """Element type in which gradients wait."""
     optimizer: str = "adamw"
     """``kind``."""
+
+    @property
+    def master_bytes(self) -> int:
+        """Per parameter: what split16 keeps beside the weight."""
+        return 2 if any(isinstance(o, MixedPrecision) and o.master == "split16" for o in self.optimizations) else 0
 
     @property
     def grad_bytes(self) -> int:
@@ -89,6 +96,18 @@ class Arrangement:
     """Vertical, gradients never stored, boundaries on the host."""
     on_disk: tuple[Literal["weights", "state", "boundaries"], ...] = ()
     """What of that lies on disk in place of the host."""
+    zero_stage: int = 0
+    """What is cut among several cards."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether weights are cut among cards."""
+        return self.zero_stage == 3
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything is on the card."""
+        return not self.streams and not self.offloads_state
 
     def optimizations(
         self, level: Numerics, num_micro_batches: int, keep_last: int, resident_layers: int = 0
@@ -110,6 +129,8 @@ class Arrangement:
             stack.append(OptimizerOffload(offload_grads=not self.fuses, tier=self._tier("state")))
         if self.fuses:
             stack += [FusedUpdate(), ActivationOffload(tier=self._tier("boundaries"))]
+        if self.zero_stage:
+            stack.append(Zero(stage=self.zero_stage))
         return tuple(stack)
 
     def _tier(self, name: Literal["weights", "state", "boundaries"]) -> Literal["host", "disk"]:
@@ -122,6 +143,12 @@ ARRANGEMENTS = (
     Arrangement("weights and state on the host", streams=True, offloads_state=True),
     Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
 )
+CUT_ARRANGEMENTS = (
+    Arrangement("all on the cards, gradients and state cut", zero_stage=2),
+    Arrangement("gradients and state cut, on the host", offloads_state=True, zero_stage=2),
+    Arrangement("weights, gradients and state cut, on the host", streams=True, offloads_state=True, zero_stage=3),
+)
+"""Of several cards. Those above without a fused update give each card a copy of everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +159,10 @@ class Candidate:
     arrangement: Arrangement
     micro_batch_size: int
     num_micro_batches: int
+    """On each card."""
     keep_last: int
+    world: int = 1
+    """Cards."""
     resident_layers: int = 0
     kept_bytes: float = 0.0
     """Of the card, that one more kept block takes."""
@@ -141,7 +171,8 @@ class Candidate:
 
     def optimizations(self) -> tuple[Optimization, ...]:
         """Return the stack."""
-        return self.arrangement.optimizations(self.level, self.num_micro_batches, self.keep_last, self.resident_layers)
+        count = self.num_micro_batches * self.world
+        return self.arrangement.optimizations(self.level, count, self.keep_last, self.resident_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +184,34 @@ class Question:
     host: Host
     seq_len: int
     num_sequences: int
-    """Per optimizer step."""
+    """Per optimizer step, of all cards."""
+    world: World = field(default_factory=World)
+    """How many cards, and what joins them."""
+
+    def __post_init__(self) -> None:
+        if self.num_sequences % self.world.size:
+            raise ValueError(
+                f"num_sequences: {self.num_sequences} must be a multiple of {self.world.size} cards; "
+                "each gets as many of a step"
+            )
+
+    @property
+    def rank_host(self) -> Host:
+        """What one card has of the machine around it."""
+        return self.host.shared(self.world.local_size)
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of a step on each card."""
+        return self.num_sequences // self.world.size
 
     def run(self, candidate: Candidate) -> DryRun:
-        """Return a candidate's dry run."""
+        """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
         workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
         config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
         plan = compose(candidate.optimizations())
-        return dry_run(self.model, plan, self.card, workload, host=self.host, config=config)
+        runs = dry_run_ranks(self.model, plan, self.card, workload, host=self.host, config=config, world=self.world)
+        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
 
 
 def sizes(question: Question) -> Iterator[int]:
@@ -168,6 +219,6 @@ def sizes(question: Question) -> Iterator[int]:
     largest = max(1, _VISIT_TOKENS // question.seq_len)
     size = 1 << (largest.bit_length() - 1)
     while size:
-        if question.num_sequences % size == 0:
+        if question.rank_sequences % size == 0:
             yield size
         size //= 2

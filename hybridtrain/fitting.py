@@ -1,4 +1,4 @@
-"""Every way to train a model on a card: which fit, which do not by how much, how fast each is.
+"""Every way to train a model on a card, or on several: which fit, which do not by how much, how fast each is.
 
 For each kind of numbers, arithmetic says where things may live, how many sequences may go together, and which of that
 is the fastest; short runs of the best (``short_run``) say how fast they are, and how many blocks may keep their
@@ -10,13 +10,23 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Literal
 
-from hybridtrain.candidates import ARRANGEMENTS, LEVELS, Arrangement, Candidate, Numerics, Question, sizes
+from hybridtrain.candidates import (
+    ARRANGEMENTS,
+    CUT_ARRANGEMENTS,
+    LEVELS,
+    Arrangement,
+    Candidate,
+    Numerics,
+    Question,
+    sizes,
+)
 from hybridtrain.dry_runs import DryRun
 from hybridtrain.models.model_config import block_params
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.nf4_weights import Nf4Weights
-from hybridtrain.short_run import ShortRuns, arithmetic, batch_bytes, last_pass_seconds
+from hybridtrain.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
+from hybridtrain.virtual_gpu.links import Collective
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
@@ -33,7 +43,8 @@ _RANKED_ROOM = 0.9
 """Of what may be filled, as far as arithmetic is trusted while it ranks."""
 
 _CONFIRMED_MICRO_BATCHES = 2
-"""Of a step's, at most, in a run of every block: the second meets the gradients of the first, as all others do."""
+"""Of a step's, at most, in a run of every block: the second meets the gradients of the first, as all others do. Of
+several cards one more, for the last sums over them."""
 
 _ADAPTERS: dict[Method, Numerics] = {
     "lora": Numerics(
@@ -73,6 +84,7 @@ class Way:
     device_bytes: float
     """At most, CUDA context included."""
     host_bytes: float
+    """Of each card, as ``disk_bytes``."""
     fits: bool
     tokens_per_s: float | None = None
     """None: it does not fit, and was not run."""
@@ -133,10 +145,10 @@ def confirmed(question: Question, way: Way, *, free_share: float = FREE_SHARE, l
     and host are arithmetic: tokens, and where all pass a block together its inputs. What can move reserved bytes is
     left free too if ``leaves_margin``.
     """
-    capacity = (1 - free_share) * question.card.memory_bytes
+    capacity, machine = (1 - free_share) * question.card.memory_bytes, question.rank_host
     candidate = way.candidate
     fuses, count = candidate.arrangement.fuses, candidate.num_micro_batches
-    few = min(count, _CONFIRMED_MICRO_BATCHES)
+    few = min(count, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
     while True:
         run = question.run(replace(candidate, num_micro_batches=few))
         all_of_them = arithmetic(question, question.model, candidate)
@@ -145,10 +157,12 @@ def confirmed(question: Question, way: Way, *, free_share: float = FREE_SHARE, l
         device = run.device_used_bytes + batches + all_of_them.card - those_run.card
         margin = _margin_bytes(run) if leaves_margin else 0
         host = run.host_peak_bytes + all_of_them.host - those_run.host
-        fits_host = host <= question.host.tensor_bytes and run.disk_peak_bytes <= question.host.disk_bytes
+        fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
         fits = run.fits and device + margin <= capacity and fits_host
         if fits or not candidate.keep_last:
-            seconds = run.time.seconds + (count - few) * (run.time.seconds / few if fuses else last_pass_seconds(run))
+            seconds = run.time.seconds + (count - few) * (
+                run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
+            )
             return replace(
                 way, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
                 tokens_per_s=question.num_sequences * question.seq_len / seconds, bound=run.bound, run=run, fits=fits,
@@ -195,7 +209,7 @@ class _Search:
     def way(self, method: Method, level: Numerics) -> Way:
         """Return the fastest way of one kind of numbers, or its smallest."""
         question = self.runs.question
-        tiers = (_ADAPTER_ARRANGEMENTS,) if level.name in _ADAPTERS else (ARRANGEMENTS, _DISK_ARRANGEMENTS)
+        tiers = _tiers(question, level)
         for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
             found = self._found(method, level, arrangements)
             if found:
@@ -231,6 +245,17 @@ class _Search:
         return found
 
 
+def _tiers(question: Question, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
+    """Return arrangements that are tried together, the next ones only where none of those before has room."""
+    if level.name in _ADAPTERS:
+        return (_ADAPTER_ARRANGEMENTS,)
+    if question.world.size == 1:
+        return ARRANGEMENTS, _DISK_ARRANGEMENTS
+    if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
+        return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
+    return (CUT_ARRANGEMENTS,)
+
+
 def _smallest(
     question: Question, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
 ) -> Way:
@@ -238,12 +263,12 @@ def _smallest(
     found = []
     for arrangement in (arrangement for arrangements in tiers for arrangement in arrangements):
         candidate = Candidate(
-            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=question.num_sequences,
-            keep_last=0,
+            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=question.rank_sequences,
+            keep_last=0, world=question.world.size,
         )  # fmt: skip
         needs = arithmetic(question, question.model, candidate)
         device = needs.card + question.card.context_bytes
-        short_by = max(device / capacity, needs.host / question.host.tensor_bytes)
+        short_by = max(device / capacity, needs.host / question.rank_host.tensor_bytes)
         found.append((short_by, device, needs, candidate))
     _, device, needs, candidate = min(found, key=lambda item: item[0])
     return Way(
@@ -256,18 +281,18 @@ def _ranked(
     question: Question, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
 ) -> Iterator[tuple[_Rough, Candidate]]:
     """Yield what fits by arithmetic, with its seconds by arithmetic; leave out what can be no faster if asked to."""
-    room = capacity - question.card.context_bytes
+    room, machine = capacity - question.card.context_bytes, question.rank_host
     blocks, roomy = question.model.num_blocks, 0
     for arrangement in arrangements:
         for size in sizes(question):
-            if skips and size <= roomy and arrangement is not ARRANGEMENTS[0]:
+            if skips and size <= roomy and not arrangement.is_resident:
                 continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
             candidate = Candidate(
                 level=level, arrangement=arrangement, micro_batch_size=size,
-                num_micro_batches=question.num_sequences // size, keep_last=0,
+                num_micro_batches=question.rank_sequences // size, keep_last=0, world=question.world.size,
             )  # fmt: skip
             none = arithmetic(question, question.model, candidate)
-            if none.card > room or none.host > question.host.tensor_bytes or none.disk > question.host.disk_bytes:
+            if none.card > room or none.host > machine.tensor_bytes or none.disk > machine.disk_bytes:
                 continue
             kept = 0
             if not arrangement.fuses:
@@ -276,7 +301,7 @@ def _ranked(
                 kept = min(blocks, max(0, int((_RANKED_ROOM * room - none.card) / per_block)))
             candidate = replace(candidate, keep_last=kept)
             yield _rough(question, candidate), candidate
-            if arrangement is ARRANGEMENTS[0] and kept == blocks:
+            if arrangement.is_resident and kept == blocks:
                 roomy = max(roomy, size)
 
 
@@ -298,8 +323,12 @@ def _rough(question: Question, candidate: Candidate) -> _Rough:
     bytes_in = 2 * visits * weights * arrangement.streams
     bytes_out = drive = 0.0
     params = model.num_params * trains
-    update = params * (2 * level.state_bytes + 2 * level.weight_bytes + level.grad_bytes)
+    owned = params / (question.world.size if arrangement.zero_stage else 1)
+    update = owned * (2 * level.state_bytes + 2 * level.weight_bytes + level.grad_bytes)
     update_seconds = update / (card.memory_bytes_per_second * shares.memory)
+    if question.world.size > 1:
+        shared = params * (level.grad_bytes + level.weight_bytes) + 2 * count * weights * arrangement.cuts_weights
+        update_seconds += question.world.seconds(Collective.ALL_GATHER, int(shared), question.world.size, card)
     added = count * params * (2 * level.grad_bytes + level.weight_bytes)  # each micro-batch's gradients to their sum
     compute += added / (card.memory_bytes_per_second * shares.memory)
     if arrangement.fuses:
@@ -313,7 +342,7 @@ def _rough(question: Question, candidate: Candidate) -> _Rough:
     if arrangement.offloads_state:
         bytes_in += (count - 1) * level.grad_bytes * params
         bytes_out += count * level.grad_bytes * params
-        update_seconds = max(update_seconds, (level.state_bytes + level.grad_bytes) * params / bus)
+        update_seconds = max(update_seconds, (level.state_bytes + level.grad_bytes) * owned / bus)
         if "state" in arrangement.on_disk:
             drive = 2 * level.state_bytes * params / question.host.disk_bytes_per_second
             update_seconds = max(update_seconds, drive)

@@ -9,13 +9,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from hybridtrain.candidates import Arrangement, Candidate, Numerics, Question
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.dry_runs import DryRun, record_steps
+from hybridtrain.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.engine.step_visit import upload_batch
+from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, block_params
 from hybridtrain.optim import OPTIMIZERS
@@ -35,6 +37,8 @@ _BLOCKS = 3
 """Two recomputed ones, and one that keeps its activations."""
 _MICRO_BATCHES = {False: 2, True: 4}
 """At most run, by whether a block is visited by all of them at once."""
+_SUMMED_MICRO_BATCHES = 3
+"""Of several cards, which sum their gradients in the last."""
 _NO_TOKENS = Workload(micro_batch_size=1, seq_len=8)
 _FEW_WORDS = 64
 _UPDATED_BLOCKS = 2
@@ -74,7 +78,7 @@ class _Passes:
         transfer, ledger = VirtualTransfer(), StorageLedger()
         with lean_meta_rules(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
-            trainer = Trainer(self.model, plan, config, transfer, ledger)
+            trainer = Trainer(self.model, plan, config, transfer, ledger, group=group_of(question))
             ledger.begin_step()
             with ledger.region(Stage.LOAD, ""):
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
@@ -87,8 +91,9 @@ class _Passes:
         self.device_bytes = replay.steps[-1].reserved_bytes + card.context_bytes
         self.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
         time = estimate_step(
-            trace.step_ops(0), card, upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=question.host
-        )
+            on_links(trace.step_ops(0), card, question.world, is_pipeline=False), card,
+            upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=question.rank_host,
+        )  # fmt: skip
         self.by_bound = time.seconds_by_bound
         self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
 
@@ -139,7 +144,8 @@ class ShortRuns:
     def of(self, candidate: Candidate) -> "ShortRun":
         """Return what short runs say of a candidate; how many blocks it keeps does not matter."""
         level, arrangement = candidate.level, candidate.arrangement
-        few = min(candidate.num_micro_batches, _MICRO_BATCHES[arrangement.fuses])
+        most = _MICRO_BATCHES[arrangement.fuses] if candidate.world == 1 else _SUMMED_MICRO_BATCHES
+        few = min(candidate.num_micro_batches, most)
         key = (arrangement, candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level))
         if key not in self._passes:
             short = replace(candidate, num_micro_batches=few, keep_last=int(not arrangement.fuses), resident_layers=0)
@@ -155,15 +161,19 @@ class ShortRuns:
         if block_params(model) > _MANY_PARAMS:
             model = replace(model, ffn_width=min(model.ffn_width, model.width))
         candidate = Candidate(
-            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0
-        )
+            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0,
+            world=self.question.world.size,
+        )  # fmt: skip
         empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
         batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
         config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
-        trace = record_steps(model, compose(candidate.optimizations()), batches, VirtualTransfer(), config)
+        plan, group = compose(candidate.optimizations()), group_of(self.question)
+        trace = record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
+        card, world = self.question.card, self.question.world
         time = estimate_step(
-            trace.step_ops(1), self.question.card, upload_bytes=0, first=trace.steps[1].op, host=self.question.host
-        )
+            on_links(trace.step_ops(1), card, world, is_pipeline=False), card, upload_bytes=0,
+            first=trace.steps[1].op, host=self.question.rank_host,
+        )  # fmt: skip
         clock = seconds = 0.0
         measured = f"block.{0 if arrangement.fuses else _UPDATED_BLOCKS - 1}"
         for timed in (timed for timed in time.ops if timed.op.lane is Lane.COMPUTE):
@@ -172,6 +182,11 @@ class ShortRuns:
             clock = end
         by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bound.COMPUTE, Bound.MEMORY}}
         return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
+
+
+def group_of(question: Question) -> VirtualGroup | None:
+    """Return the first of several ranks; None: there is one card."""
+    return VirtualGroup(0, question.world.size) if question.world.size > 1 else None
 
 
 def _is_frozen(level: Numerics) -> bool:
@@ -210,7 +225,7 @@ class ShortRun:
         parts = [share.of(self.question.model.num_blocks - kept, kept) for share in self.passes.shares]
         if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
             return 2 * parts[0] * count / few
-        return sum(parts) + (count - few) * parts[-1]
+        return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
 
     @property
     def _updating(self) -> float:
@@ -226,7 +241,7 @@ class ShortRun:
 
     def most_kept(self, capacity_bytes: float) -> int | None:
         """Return how many blocks may keep their activations on a card; None where not even none do."""
-        if self.device_bytes(0) > capacity_bytes or self.host_bytes(0) > self.question.host.tensor_bytes:
+        if self.device_bytes(0) > capacity_bytes or self.host_bytes(0) > self.question.rank_host.tensor_bytes:
             return None
         if self.candidate.arrangement.fuses:
             return 0
@@ -253,7 +268,25 @@ def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_stat
     plan = compose(candidate.optimizations())
     workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=seq_len)
     optimizer = OPTIMIZERS[candidate.level.optimizer]() if has_state else Adafactor()
-    return bytes_of(model, plan, workload, optimizer)
+    return _cut(bytes_of(model, plan, workload, optimizer), model, candidate, has_state)
+
+
+def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
+    """Return what is left of state and weights where they are cut among cards."""
+    arrangement, level = candidate.arrangement, candidate.level
+    if not arrangement.zero_stage:
+        return whole
+    others, block = 1 - 1 / candidate.world, block_params(model)
+    card, host = whole.card, whole.host
+    state = others * model.num_params * (level.state_bytes if has_state else level.master_bytes)
+    if arrangement.offloads_state:
+        host -= state
+    else:
+        card -= state
+    if arrangement.cuts_weights:
+        host -= others * model.num_blocks * block * level.weight_bytes
+        card += block * level.weight_bytes  # gathered
+    return Bytes(card=card, host=host, disk=whole.disk)
 
 
 def batch_bytes(question: Question, candidate: Candidate) -> int:
@@ -261,14 +294,20 @@ def batch_bytes(question: Question, candidate: Candidate) -> int:
     return 2 * 8 * candidate.micro_batch_size * question.seq_len
 
 
-def last_pass_seconds(run: DryRun) -> float:
-    """Return how long the last micro-batch of a horizontal schedule passes forward and backward, waiting included."""
-    start = end = 0.0
+def _typical(candidate: Candidate, count: int) -> int:
+    """Return which of a few micro-batches stands for those that are not run: the last that sums nothing over cards."""
+    return -1 if candidate.world == 1 or count == 1 else -2
+
+
+def typical_pass_seconds(run: DryRun, candidate: Candidate) -> float:
+    """Return how long such a one of a horizontal schedule passes forward and backward, waiting included."""
+    starts, end = list[float](), 0.0
     has_returned = True
     for timed in (timed for timed in run.time.ops if timed.op.lane is Lane.COMPUTE):
         if timed.op.stage is Stage.FORWARD and timed.op.unit == "embedding" and has_returned:
-            start = end
+            starts.append(end)
         has_returned = timed.op.stage is Stage.BACKWARD
         if timed.op.stage in {Stage.FORWARD, Stage.BACKWARD}:
             end = timed.start_s + timed.duration_s
-    return end - start
+    passes = [stop - start for start, stop in pairwise([*starts, end])]
+    return passes[_typical(candidate, len(passes))]

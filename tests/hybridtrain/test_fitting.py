@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from hybridtrain import fitting
-from hybridtrain.candidates import ARRANGEMENTS, LEVELS, Candidate, Question
+from hybridtrain.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, Question
 from hybridtrain.fitting import METHODS, Way, confirmed, fit
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.short_run import ShortRuns
 from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.links import World
 
 MODEL = ModelConfig(
     family="llama", vocab_size=512, max_seq_len=512, num_blocks=4, width=256, num_heads=4, num_kv_heads=4,
@@ -37,6 +38,39 @@ def test_short_runs_tell_of_the_whole_run(arrangement: int, level: int, kept: in
     assert short.seconds(kept) == pytest.approx(whole.time.seconds, rel=0.15)
     assert short.device_bytes(kept) == pytest.approx(whole.device_used_bytes, rel=0.1)
     assert short.host_bytes(kept) == pytest.approx(whole.host_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("arrangement", "level", "kept"), [(0, 0, 2), (1, 1, 1), (2, 2, 1)])
+def test_short_runs_tell_of_the_whole_run_on_several_cards(arrangement: int, level: int, kept: int) -> None:
+    asked = replace(question(2048, 20), world=World(size=4))
+    candidate = Candidate(
+        level=LEVELS[level], arrangement=CUT_ARRANGEMENTS[arrangement], micro_batch_size=1, num_micro_batches=5,
+        keep_last=kept, world=4,
+    )  # fmt: skip
+    short, whole = ShortRuns(asked).of(candidate), asked.run(candidate)
+    assert whole.tokens_per_step == 20 * 512
+    assert short.seconds(kept) == pytest.approx(whole.time.seconds, rel=0.15)
+    assert short.device_bytes(kept) == pytest.approx(whole.device_used_bytes, rel=0.1)
+    assert short.host_bytes(kept) == pytest.approx(whole.host_peak_bytes, rel=0.1)
+    way = confirmed(asked, _way(candidate))
+    assert way.micro_batches_run == 3
+    assert way.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.02)
+    assert way.device_bytes == pytest.approx(whole.device_used_bytes, rel=0.02)
+    assert way.host_bytes == pytest.approx(whole.host_peak_bytes, rel=0.02)
+
+
+def _way(candidate: Candidate) -> Way:
+    return Way(method="full", candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=True)
+
+
+def test_what_several_cards_hold_alike_is_cut_where_the_optimizer_allows_it() -> None:
+    ways = fit(replace(question(512, 8), world=World(size=8)))
+    assert all(way.fits for way in ways)
+    assert all(way.candidate.num_micro_batches * way.candidate.micro_batch_size == 1 for way in ways)
+    whole = {"lora", "qlora", "bf16-factored", "int8-factored"}
+    assert {way.name for way in ways if not way.candidate.arrangement.zero_stage} == whole
+    with pytest.raises(ValueError, match="num_sequences: 8 must be a multiple of 3 cards"):
+        replace(question(512, 8), world=World(size=3))
 
 
 def test_a_large_card_has_room_for_every_way() -> None:

@@ -8,6 +8,8 @@ import pytest
 from hybridtrain.candidates import ARRANGEMENTS, LEVELS, Candidate
 from hybridtrain.config.encode import to_toml
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import load_config
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend.quality import ladder_notes
@@ -46,6 +48,25 @@ def test_the_files_of_every_way_are_read_back(
         assert file.optimizations == stack.optimizations
         assert file.workload.batch_size == 2
         assert file.model.resolve() == MODEL
+
+
+def test_several_cards_are_asked_for_by_number_and_link(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = [*arguments, "--world", "2", "--link", "nvlink", "--write", str(tmp_path / "ways")]
+    assert main([*several, "--method", "full", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["world"], answer["link"], answer["tokens_per_step"]) == (2, "nvlink", 256)
+    for way in answer["ways"]:
+        assert way["command"].startswith("torchrun --nproc-per-node 2 -m hybridtrain train ")
+        assert way["micro_batch_size"] * way["num_micro_batches"] == 1  # of two sequences each card has one
+        file = load_config(tmp_path / "ways" / f"train-{way['numbers']}.toml")
+        assert file.workload.batch_size == 2
+        assert compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps == 2
+    assert main([*several, "--method", "lora", "--quick"]) == 0
+    assert "on 2 x NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+    assert main([*arguments, "--world", "3"]) == 2
+    assert "2 sequences of 128 tokens must be a multiple of 3 cards" in capsys.readouterr().err
 
 
 def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

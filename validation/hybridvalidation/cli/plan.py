@@ -191,11 +191,13 @@ def fit(
     tokens: Count = 100_000_000,
     method: Names = ("full", "lora", "qlora"),
     margin: float = 5.0,
+    world: Count = 1,
+    link: str = "pcie",
     quick: Flag = False,
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Tell every way to train a model on a card: what fits, how fast, what binds, what it costs in quality.
+    """Tell every way to train a model on one card or several: what fits, how fast, what binds, what quality it costs.
 
     Exit code 1 when nothing fits.
 
@@ -210,6 +212,8 @@ def fit(
         tokens: Of the data set, for the hours it takes.
         method: full (at each level of exactness), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free.
+        world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
+        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
         quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.
         write: Folder for a stack file and a training file of every way that fits.
     """
@@ -217,7 +221,7 @@ def fit(
 
     report = fit_command(
         model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, tokens=tokens,
-        methods=method, margin=margin, confirm=not quick, write=write, say=common.note,
+        methods=method, margin=margin, confirm=not quick, write=write, say=common.note, world=world, link=link,
         scenarios=common.scenarios, results=common.results,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)

@@ -16,6 +16,7 @@ from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_w
 from hybridtrain.recommendation import Recommendation, recommend
 from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.roofline import Bound
 from hybridvalidation.recommend.reasons import reasons
 from hybridvalidation.scenario import Scenario, Stack, Target
@@ -208,8 +209,9 @@ def _of_scenario(scenario: Scenario, tokens_per_step: int | None) -> tuple[Quest
 
 
 def ask(
-    model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None
-) -> tuple[Question, str]:
+    model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None,
+    world: World | None = None,
+) -> tuple[Question, str]:  # fmt: skip
     """Return what is asked, and the model's short name; raises ``ConfigError`` for what is wrong or missing."""
     if model is None or card is None:
         names = [name for name, given in (("model", model), ("card", card)) if given is None]
@@ -217,8 +219,13 @@ def ask(
     shape = find_model(model)
     seq_len = seq or min(_SEQ_LEN, shape.max_seq_len)
     check_workload(shape, asked_workload(1, seq_len))
-    num_sequences = _sequences(tokens_per_step or max(1, _TOKENS_PER_STEP // seq_len) * seq_len, seq_len)
-    return Question(shape, find_card(card), parse_host(host_memory), seq_len, num_sequences), Path(model).stem
+    world = world or World()
+    usual = max(1, _TOKENS_PER_STEP // seq_len // world.size) * world.size * seq_len
+    num_sequences = _sequences(tokens_per_step or usual, seq_len)
+    if num_sequences % world.size:
+        told = f"{num_sequences} sequences of {seq_len} tokens must be a multiple of {world.size} cards"
+        raise ConfigError("--tokens-per-step", [f"{told}; give {world.size * seq_len} times any number"])
+    return Question(shape, find_card(card), parse_host(host_memory), seq_len, num_sequences, world), Path(model).stem
 
 
 def _sequences(num_tokens: int, seq_len: int) -> int:

@@ -20,6 +20,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.plan_bytes import saved_bytes
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
+from hybridtrain.virtual_gpu.links import World
 from hybridvalidation.recommend.command import ask
 from hybridvalidation.scenario import Stack
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
@@ -58,14 +59,23 @@ class FitReport:
 
     def command(self, way: Way) -> str:
         """Return what plans a way whole, or trains it once its files are written."""
+        world = self.question.world
         if self.folder is not None:
             disk = " --disk FOLDER" if way.disk_bytes else ""
-            return f"hybridtrain train {quote(str(train_path(self.folder, way)))} --data my-texts/{disk}"
+            program = (
+                "hybridtrain" if world.size == 1 else f"torchrun --nproc-per-node {world.local_size} -m hybridtrain"
+            )
+            return f"{program} train {quote(str(train_path(self.folder, way)))} --data my-texts/{disk}"
+        cards = "" if world.size == 1 else f"--world {world.size} --link {quote(world.link)} "
         return (
-            f"hybridtrain fit {quote(self.model)} --card {quote(self.card)} --host-memory {self.host_memory} "
+            f"hybridtrain fit {quote(self.model)} --card {quote(self.card)} {cards}--host-memory {self.host_memory} "
             f"--seq {self.question.seq_len} --tokens-per-step {self.question.num_sequences * self.question.seq_len} "
             "--write ways/"
         )
+
+    def _of_machine(self, rank_bytes: float) -> float:
+        """Return what all cards of a machine take together."""
+        return rank_bytes * self.question.world.local_size
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures, bytes and seconds."""
@@ -75,6 +85,8 @@ class FitReport:
             "params": question.model.num_params,
             "card": question.card.name,
             "card_bytes": question.card.memory_bytes,
+            "world": question.world.size,
+            "link": question.world.link,
             "host_tensor_bytes": question.host.tensor_bytes,
             "seq_len": question.seq_len,
             "tokens_per_step": question.num_sequences * question.seq_len,
@@ -89,9 +101,10 @@ class FitReport:
             "method": way.method, "numbers": way.name, "says": candidate.level.says, "fits": way.fits,
             "arrangement": candidate.arrangement.name, "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
-            "device_used_bytes": round(way.device_bytes), "host_peak_bytes": round(way.host_bytes),
-            "disk_peak_bytes": round(way.disk_bytes), "saved_state_bytes": round(self._saved_bytes(way)),
-            "tokens_per_s": way.tokens_per_s, "bound": way.bound and way.bound.value, "hours": way.hours(self.tokens),
+            "device_used_bytes": round(way.device_bytes), "host_peak_bytes": round(self._of_machine(way.host_bytes)),
+            "disk_peak_bytes": round(self._of_machine(way.disk_bytes)),
+            "saved_state_bytes": round(self._saved_bytes(way)), "tokens_per_s": way.tokens_per_s,
+            "bound": way.bound and way.bound.value, "hours": way.hours(self.tokens),
             "quality": self._quality(way), "stack": encode(stack_of(way)), "command": self.command(way),
             "evidence": {"memory": way.evidence, "time": "estimated"},
         }  # fmt: skip
@@ -105,10 +118,13 @@ class FitReport:
             "micro-batch", "kept", "where",
         ]  # fmt: skip
         best = next((way for way in self.ways if way.fits), None)
-        host = format_bytes(question.host.tensor_bytes)
+        host, world = format_bytes(question.host.tensor_bytes), question.world
+        cards = "" if world.size == 1 else f"{world.size} x "
+        if world.size > 1:
+            host += f" of a machine of {world.local_size} cards ({world.link})"
         lines = [
             (
-                f"{self.model} ({format_count(question.model.num_params)} parameters) on {question.card.name}, "
+                f"{self.model} ({format_count(question.model.num_params)} parameters) on {cards}{question.card.name}, "
                 f"{to_gib(question.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
                 f"{host} of host memory for tensors; {question.num_sequences} x {question.seq_len} tokens a step\n"
             ),
@@ -145,8 +161,8 @@ class FitReport:
             "fits" if way.fits else "NO",
             way.name,
             f"{mark}{to_gib(way.device_bytes):.2f}",
-            f"{mark}{to_gib(way.host_bytes):.2f}",
-            f"{mark}{to_gib(way.disk_bytes):.2f}",
+            f"{mark}{to_gib(self._of_machine(way.host_bytes)):.2f}",
+            f"{mark}{to_gib(self._of_machine(way.disk_bytes)):.2f}",
             "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
             self._missing(way) if way.bound is None else way.bound.value,
             "-" if hours is None else f"{hours:.1f}",
@@ -173,7 +189,7 @@ class FitReport:
     def _missing(self, way: Way) -> str:
         """Return what is short."""
         device = way.device_bytes - (1 - self.free_percent / _PERCENT) * self.question.card.memory_bytes
-        host = way.host_bytes - self.question.host.tensor_bytes
+        host = self._of_machine(way.host_bytes) - self.question.host.tensor_bytes
         short = [f"{format_bytes(size)} of {name}" for name, size in (("card", device), ("host", host)) if size > 0]
         return f"lacks {' and '.join(short)}" if short else "lacks card"
 
@@ -198,7 +214,7 @@ def train_path(folder: Path, way: Way) -> Path:
 def fit_command(
     *, model: str, card: str, host_memory: str, seq: int | None, tokens_per_step: int | None, tokens: int,
     methods: Sequence[str], margin: float, confirm: bool, write: Path | None, say: Callable[[str], None],
-    scenarios: Path | None = None, results: Path | None = None,
+    world: int = 1, link: str = "pcie", scenarios: Path | None = None, results: Path | None = None,
 ) -> FitReport:  # fmt: skip
     """Find the ways, run the fastest whole if asked to, and write the files of those that fit to ``write``.
 
@@ -212,7 +228,7 @@ def fit_command(
         raise ConfigError("--method", faults)
     if not 0 <= margin < _PERCENT:
         raise ConfigError("--margin", [f"{margin:g} must be a share of the card in percent, from 0 to below 100"])
-    question, _ = ask(model, card, host_memory, seq, tokens_per_step)
+    question, _ = ask(model, card, host_memory, seq, tokens_per_step, World(size=world, link=link))
     free = margin / _PERCENT
     chosen = cast("list[Method]", list(dict.fromkeys(methods)))
     ways = fit(question, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
