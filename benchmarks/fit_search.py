@@ -13,6 +13,7 @@ from hybridtrain.candidates import Question
 from hybridtrain.fitting import Way, confirmed, fit
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.links import World
 
 _MODELS = ("gpt2-1b", "llama-7b", "qwen3-8b", "llama-50b")
 _TOKENS_PER_STEP, _LONGEST = 131072, 2048
@@ -23,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=_MODELS)
     parser.add_argument("--card", default="rtx-4090")
+    parser.add_argument("--world", type=int, default=1, help="cards")
     parser.add_argument("--host-gib", type=float, nargs="+", default=[64.0, 128.0])
     given = parser.parse_args()
     for name in given.models:
@@ -30,7 +32,8 @@ def main() -> None:
         seq_len = min(_LONGEST, model.max_seq_len)
         for gib in given.host_gib:
             host = Host(memory_gib=gib)
-            print(_line(name, Question(model, find_card(given.card), host, seq_len, _TOKENS_PER_STEP // seq_len)))
+            count, world = _TOKENS_PER_STEP // seq_len, World(size=given.world)
+            print(_line(name, Question(model, find_card(given.card), host, seq_len, count, world)), flush=True)
 
 
 def _line(name: str, question: Question) -> str:
