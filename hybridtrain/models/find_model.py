@@ -8,7 +8,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.hf_config import model_config_from_hf
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(text: str) -> ModelConfig:
@@ -30,6 +30,9 @@ def find_model(text: str) -> ModelConfig:
         return model_config_from_hf(path)
     if _HUB_ID.fullmatch(text):
         return model_config_from_hf(_fetched(text))
+    if "/" in text:
+        fault = f"'{text}' is no folder here, and can be no name on the hub; give a folder of Hugging Face, or ORG/NAME"
+        raise ConfigError("model", [fault])
     return model_preset(text)
 
 
@@ -43,7 +46,7 @@ def _fetched(name: str) -> Path:
         raise ConfigError("model", [fault]) from None
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # the last: no such name can be
         reason = str(error).strip().splitlines()[0]
         fault = f"'{name}' is no folder here, and the hub does not give it ({reason}); give a folder, or go online"
         raise ConfigError("model", [fault]) from error

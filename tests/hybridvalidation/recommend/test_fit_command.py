@@ -76,6 +76,12 @@ def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: 
     assert "extended from a dry run of three blocks" in text
 
 
+@pytest.mark.parametrize("name", ["./nofolder", "some/where/else", "a--b/c"])
+def test_a_folder_that_is_not_there_is_no_fault_of_the_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", name, "--card", "rtx-4090"]) == 2
+    assert f"'{name}' is no folder here, and " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [

@@ -27,8 +27,8 @@ from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
 _QUALITY = {
     "exact": "exact: fp32 masters and moments; the yardstick",
-    "lora": "trains 16 directions of each matrix; the guide's page Adapters",
-    "qlora": "as lora, over weights rounded to 4 bits; the guide's page on quantization",
+    "lora": "trains 16 directions of each matrix; the guide's page LoRA",
+    "qlora": "as lora, over weights rounded to 4 bits; the guide's page NF4 weights",
 }
 _PERCENT = 100
 _ADAPTER_LR = 2e-4
@@ -132,8 +132,9 @@ class FitReport:
             "\nnumbers, and what they cost in quality:",
             *(f"  {way.name}: {way.candidate.level.says}. {self._quality(way)}" for way in self.ways),
             (
-                "\nbytes with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; others are "
-                f"{self._confirmed()}; times are estimated (roofline)"
+                "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
+                f"others are {self._confirmed()}, which may correct what put a way first; times are estimated "
+                "(roofline)"
             ),
             (
                 "disk besides, a saved state (arithmetic): "
@@ -152,6 +153,11 @@ class FitReport:
                     f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self.model)} (or name "
                     "another folder in the file, init_from); adapters need a trained model below them"
                 )
+            if self.folder is not None and best.method == "full":
+                lines.append(
+                    "weights begin at random, and the tokenizer is bytes: [model] init_from in the file names a folder "
+                    "of Hugging Face to begin with instead"
+                )
         return "\n".join(lines)
 
     def _row(self, way: Way) -> list[str]:
@@ -163,7 +169,7 @@ class FitReport:
             f"{mark}{to_gib(way.device_bytes):.2f}",
             f"{mark}{to_gib(self._of_machine(way.host_bytes)):.2f}",
             f"{mark}{to_gib(self._of_machine(way.disk_bytes)):.2f}",
-            "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
+            "-" if way.tokens_per_s is None else f"{mark}{way.tokens_per_s:,.0f}",
             self._missing(way) if way.bound is None else way.bound.value,
             "-" if hours is None else f"{hours:.1f}",
             f"{candidate.micro_batch_size} x {candidate.num_micro_batches}",
