@@ -82,6 +82,12 @@ def test_a_run_is_not_resumed_on_other_data(
     assert Path("run/log.jsonl").read_bytes() == log
 
 
+def test_where_nothing_was_saved_nothing_is_made_to_resume_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--resume"]) == 2
+    assert "start without --resume" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 def test_a_corpus_may_be_renamed() -> None:
     write_token_file(Path("a.bin"), np.arange(1000) % 256, TokenFormat.RAW_UINT16)
     change("num_steps = 4", "num_steps = 2")

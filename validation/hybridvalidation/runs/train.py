@@ -28,7 +28,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
-from hybridtrain.train_state.generations import generations
+from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -246,6 +246,8 @@ def train(
     states = out / CHECKPOINTS
     if not resume and generations(states):
         raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
+    if resume and not generations(states):
+        newest_generation(states, say)  # tells that there is none, before anything is made
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
