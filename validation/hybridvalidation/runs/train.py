@@ -244,9 +244,10 @@ def train(
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     states = out / CHECKPOINTS
-    if not resume and generations(states):
+    has_states = bool(generations(states))
+    if has_states and not resume:
         raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
-    if resume and not generations(states):
+    if resume and not has_states:
         newest_generation(states, say)  # tells that there is none, before anything is made
     device = _device()
     with ExitStack() as held:
