@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,12 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(capsys: pytest.Cap
     assert losses("run") == losses("whole")
 
 
-def started(*more: str) -> "subprocess.Popen[str]":
-    """Start a run that waits at its third step until it gets a signal, and then ends that step."""
+@contextmanager
+def started(*more: str) -> "Iterator[subprocess.Popen[str]]":
+    """Have a run that waits at its third step until it gets a signal, and then ends that step; it ends with the test.
+
+    A process left behind would fail whatever test the collector comes to it in.
+    """
     wait = """
 import signal, time
 from hybridvalidation.runs import train
@@ -122,22 +127,27 @@ def slow(run):
     return advance(run)
 train._advance = slow
 """
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS, *more],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509  no threads here
     )  # fmt: skip
+    with process:
+        try:
+            assert process.stdout is not None
+            assert "waiting\n" in process.stdout
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_and_saves(number: signal.Signals) -> None:
     change("save_every = 2", "save_every = 100")
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
-    process = started()
-    assert process.stdout is not None
-    assert "waiting\n" in process.stdout
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    with started() as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 75  # documented in the help: it may go on
     assert "stopping after this step, which is then saved" in err
     assert "Traceback" not in err
@@ -147,21 +157,30 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(number: signal.Signals) 
     assert losses("run") == losses("whole")
 
 
-def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    process = started()
-    assert process.stdout is not None
-    assert "waiting\n" in process.stdout
-    partial = Path("run/checkpoints/.step-00000003.1.partial")
-    partial.mkdir(parents=True)
-    for arguments in (["--resume"], []):
+@pytest.mark.parametrize("arguments", [["--resume"], []], ids=["resume", "anew"])
+@pytest.mark.parametrize("has_states", [True, False], ids=["saved", "unsaved"])
+def test_where_a_run_is_at_work_that_is_what_is_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], *, has_states: bool
+) -> None:
+    Path("run/checkpoints/step-00000002" if has_states else "run").mkdir(parents=True)
+    with train._held(Path("run")):
         assert main([*ARGUMENTS, *arguments]) == 2
-    told = capsys.readouterr().err
-    assert "run: 1 fault\n  another run is at work here; wait for its end, or choose another --out" in told
-    assert partial.exists()
-    while not Path("run/checkpoints/step-00000002").exists():  # written beside the training
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
+    assert capsys.readouterr().err == (
+        "hybridtrain: run: 1 fault\n  another run is at work here; wait for its end, or choose another --out\n"
+    )
+
+
+def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with started() as process:
+        partial = Path("run/checkpoints/.step-00000003.1.partial")
+        partial.mkdir(parents=True)
+        for arguments in (["--resume"], []):
+            assert main([*ARGUMENTS, *arguments]) == 2
+        assert capsys.readouterr().err.count("another run is at work here") == 2
+        assert partial.exists()
+        while not Path("run/checkpoints/step-00000002").exists():  # written beside the training
+            assert process.poll() is None
+            time.sleep(0.01)
     assert main([*ARGUMENTS, "--resume"]) == 0  # the system dropped the lock
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
     assert sorted(path.name for path in Path("run").iterdir()) == [
@@ -361,18 +380,21 @@ def slow(run):
     return advance(run)
 train._advance = slow
 """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert "waiting\n" in process.stdout
-    process.terminate()
-    assert process.stderr.readline() == "\n"
-    assert "once more stops at once" in process.stderr.readline()
-    process.terminate()
-    assert "Traceback" not in process.communicate(timeout=120)[1]
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert "waiting\n" in process.stdout
+            process.terminate()
+            assert process.stderr.readline() == "\n"
+            assert "once more stops at once" in process.stderr.readline()
+            process.terminate()
+            assert "Traceback" not in process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
     assert process.returncode == 143
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
     assert main([*ARGUMENTS, "--resume"]) == 0

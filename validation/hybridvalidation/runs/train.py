@@ -244,11 +244,7 @@ def train(
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     states = out / CHECKPOINTS
-    has_states = bool(generations(states))
-    if has_states and not resume:
-        raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
-    if resume and not has_states:
-        newest_generation(states, say)  # tells that there is none, before anything is made
+    _require_states(out, resume=resume, say=say)
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
@@ -400,13 +396,34 @@ def _nothing(_line: str) -> None:
     pass
 
 
+def _require_states(out: Path, *, resume: bool, say: Say) -> None:
+    """Raise ``ConfigError`` where there is nothing to resume, or something that is not to be; nothing is made."""
+    states = out / CHECKPOINTS
+    if bool(generations(states)) == resume:
+        return
+    if out.is_dir():  # a run at work there, which may have saved nothing yet, is what to tell first
+        with _held(out, shared=True):
+            pass
+    if resume:
+        newest_generation(states, say)
+    raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
+
+
 @contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Keep other runs out of a folder; the system lets go when the process ends, however that comes."""
+def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
+    """Keep other runs out of a folder; the system lets go when the process ends, however that comes.
+
+    Args:
+        out: The folder.
+        shared: Whether others that ask so may have it too: the ranks of one run, who look for states at once.
+
+    Raises:
+        ConfigError: another run has it.
+    """
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
                 str(out), ["another run is at work here; wait for its end, or choose another --out"]
