@@ -8,10 +8,11 @@ from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Schedule
 from hybridtrain.plan.placement import Placement
+from hybridvalidation.cli.main import main
 from hybridvalidation.judge import metrics
 from hybridvalidation.judge.case import RATE_METRICS
 from hybridvalidation.scenario import ScenarioTarget
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.scenario_files import RESULTS, ScenarioFiles, default_folder, evidence_folder
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.protocol import StudyFile
 
@@ -177,6 +178,19 @@ def test_the_working_folders_scenarios_come_first(tmp_path: Path, monkeypatch: p
     assert ScenarioFiles(default_folder()).scenario_names() == SHIPPED.scenario_names()
     (tmp_path / "scenarios" / "stacks").mkdir(parents=True)
     assert default_folder().resolve() == tmp_path / "scenarios"
+
+
+def test_records_are_read_where_the_project_keeps_them_unless_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", "targets"]) == 0
+    of_the_project = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "targets"]) == 0
+    assert capsys.readouterr().out == of_the_project
+    (tmp_path / "results" / "records").mkdir(parents=True)
+    assert evidence_folder(RESULTS) == RESULTS
+    assert evidence_folder(tmp_path / "none") == tmp_path / "none"
 
 
 def test_a_folder_of_ones_own_is_read(files: ScenarioFiles) -> None:

@@ -12,13 +12,25 @@ from hybridtrain.plan.compose import Optimization
 from hybridvalidation.scenario import Scenario, Stack, Target, TargetFile
 
 STACK_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
+RESULTS = Path("results")
+"""Where records, tables and plots are, unless told."""
 
 
 def default_folder() -> Path:
     """Return ``scenarios`` of the working folder if it is there, else the project's own."""
-    installed = Path(sysconfig.get_path("data"), "share", "hybridtrain", "scenarios")
-    candidates = (Path("scenarios"), Path(__file__).parents[2] / "scenarios", installed)
-    return next((folder for folder in candidates if (folder / "stacks").is_dir()), candidates[0])
+    return _own_or_shipped(Path("scenarios"), "stacks")
+
+
+def evidence_folder(results: Path) -> Path:
+    """Return the folder to read records in: the project's own ones where ``results`` is the default and not there."""
+    return _own_or_shipped(results, "records") if results == RESULTS else results
+
+
+def _own_or_shipped(own: Path, holds: str) -> Path:
+    """Return a folder, or that of the same name in the checkout or the wheel; ``holds``: what makes it one."""
+    installed = Path(sysconfig.get_path("data"), "share", "hybridtrain")
+    candidates = (own, Path(__file__).parents[2] / own.name, installed / own.name)
+    return next((folder for folder in candidates if (folder / holds).is_dir()), own)
 
 
 @dataclass(frozen=True, slots=True)

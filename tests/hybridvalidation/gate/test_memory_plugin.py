@@ -182,6 +182,16 @@ def test_a_limit_fails_with_its_holders_and_the_comparison_beside_it(pytester: p
     assert "over its limit" not in run(pytester).stdout.str()
 
 
+def test_a_bad_card_is_one_sentence_below_the_tests_own_line(pytester: pytest.Pytester) -> None:
+    (pytester.path / "bad.toml").write_text('name = "x"\n')
+    write(pytester, more='card="bad.toml"')
+    told = run(pytester).stdout.str()
+    assert "ConfigError: bad.toml: 6 faults" in told
+    assert "is missing; a finite number is required" in told
+    assert "decode.py" not in told
+    assert told.count("test_step.py:7: ") == 1
+
+
 def test_names_are_unique(pytester: pytest.Pytester) -> None:
     write(pytester, "one", more='name="same"')
     write(pytester, "two", more='name="same"')

@@ -126,8 +126,13 @@ def test_a_full_card_ends_the_script_and_says_where(
         'name = "small"\nmemory_mib = 480\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\n'
         "memory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 426\n"
     )
-    assert main(["virtual", "--card", str(card), "--", str(script), "--batch", "512"]) == 1
-    assert "DOES NOT FIT: out of memory at step 1, forward" in capsys.readouterr().out
+    command = ["--card", str(card), "--", str(script), "--batch", "512"]
+    assert main(["virtual", *command]) == 1
+    told = capsys.readouterr().out
+    assert "DOES NOT FIT: out of memory at step 1, forward" in told
+    assert "-bound" not in told  # a step that did not end has no time
+    assert main(["virtual", "--json", *command]) == 1
+    assert json.loads(capsys.readouterr().out)["step_time_s"] is None
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ LOGS = {
     "loss-no-number": ours([*FALLING[:20], math.nan]),
     "loss-rises": ours(FALLING + [loss + 0.5 for loss in FALLING[-20:]]),
     "loss-spikes": ours([*FALLING[:40], 9.0, *FALLING[40:]]),
-    "slowing-down": ours(FALLING, [1000.0] * 30 + [500.0] * 30),
+    "slower-at-once": ours(FALLING, [1000.0] * 30 + [500.0] * 30),
+    "slowing-down": ours(FALLING, [1000.0 - 10 * step for step in range(60)]),
     "bound-by-the-bus": "a step takes 7.68 s, bound by transfer",
     "no-compiler": "8-bit update on the CPU: no C compiler found: plain torch, about 100 times slower (install gcc)",
     "triton-missing": "Triton: cannot run here: kernels are torch's own ops, slower",
@@ -61,7 +62,7 @@ def names(log: str) -> list[str]:
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_says_what_is_wrong(name: str) -> None:
     answer = next(answer for answer in diagnose(LOGS[name]) if answer.trouble.name == name)
-    assert answer.line is not None or answer.found.startswith("measured: ")
+    assert answer.line is not None or answer.found.startswith("the figures say: ")
     assert answer.trouble.do
 
 

@@ -231,7 +231,8 @@ def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, rec
 def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> Answer:
     """Tell the names of scenarios, stacks, optimizations, optimizers, models, cards and targets.
 
-    Targets come with their verdicts, from the records of --results.
+    Targets come with their verdicts, from the records of --results; where there are none, from those that came with
+    hybridtrain.
 
     Example: hybridtrain list targets
 
@@ -252,11 +253,11 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
 def _list_targets(common: Recorded) -> Answer:
     from hybridtrain.config.encode import encode
     from hybridvalidation.judge.roll_up import counts
-    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.scenario_files import evidence_folder, scenario_folder
     from hybridvalidation.show.pages.targets import all_targets, targets_text
     from hybridvalidation.show.tables import TERMINAL
 
-    rows = all_targets(scenario_folder(common.scenarios), common.results)
+    rows = all_targets(scenario_folder(common.scenarios), evidence_folder(common.results))
     content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 

@@ -23,7 +23,7 @@ from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.links import World
 from hybridvalidation.recommend.command import ask
 from hybridvalidation.scenario import Stack
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.scenario_files import RESULTS, ScenarioFiles, default_folder, evidence_folder
 
 _QUALITY = {
     "exact": "exact: fp32 masters and moments; the yardstick",
@@ -129,12 +129,16 @@ class FitReport:
                 f"{host} of host memory for tensors; {question.num_sequences} x {question.seq_len} tokens a step\n"
             ),
             tabulate([self._row(way) for way in self.ways], headers=headers, tablefmt="simple", disable_numparse=True),
-            "\nnumbers, and what they cost in quality:",
+            "\nnumbers (how exact weights and optimizer state are), and what they cost in quality:",
             *(f"  {way.name}: {way.candidate.level.says}. {self._quality(way)}" for way in self.ways),
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
                 f"others are {self._confirmed()}, which may correct what put a way first; times are estimated "
                 "(roofline)"
+            ),
+            (
+                "bound: what most of a step's time goes to; micro-batch: sequences, times how often a step; kept: "
+                "blocks that keep their activations, the others compute them again"
             ),
             (
                 "disk besides, a saved state (arithmetic): "
@@ -224,7 +228,7 @@ def fit_command(
 ) -> FitReport:  # fmt: skip
     """Find the ways, run the fastest whole if asked to, and write the files of those that fit to ``write``.
 
-    What ladders say of quality is read in ``results``, where there is such a folder.
+    What ladders say of quality is read in ``results``, or in the records that came with hybridtrain.
 
     Raises:
         ConfigError: names, files, sizes or methods are wrong.
@@ -244,7 +248,8 @@ def fit_command(
     if write is not None:
         _write_files(write, model, question, [way for way in ways if way.fits])
     notes = None
-    if results is not None and (results / "records" / "studies").is_dir():
+    results = evidence_folder(RESULTS if results is None else results)
+    if (results / "records" / "studies").is_dir():
         from hybridvalidation.recommend.quality import ladder_notes  # noqa: PLC0415  scipy, where there are records
 
         notes = ladder_notes([way.candidate for way in ways], ScenarioFiles(scenarios or default_folder()), results)

@@ -81,9 +81,9 @@ class VirtualRun:
             "by_class": {name.value: size for name, size in run.by_class().items()},
             "by_module": by_module(run),
             "fits": self.fits,
-            "step_time_s": run.time.seconds,
+            "step_time_s": run.time.seconds if self.fits else None,
             "tokens_per_s": None,
-            "bound": run.bound.value,
+            "bound": run.bound.value if self.fits else None,
             "steps": [
                 {
                     "step": step.step, "phase": "full", "allocated_bytes": step.allocated_bytes,
@@ -129,9 +129,15 @@ class VirtualRun:
             self.reserved.as_text(),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             steps,
-            f"{format_seconds(run.time.seconds)} a step, {run.bound}-bound (estimated); eager code, nothing compiled",
+            self._speed(),
         ]
         return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+
+    def _speed(self) -> str:
+        if not self.fits:
+            return "no time of a step: the last one did not end"
+        time = self.run.time
+        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated); eager code, nothing compiled"
 
     def _cards(self) -> str:
         name, world = self.run.card.name, self.world

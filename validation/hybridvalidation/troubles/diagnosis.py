@@ -12,6 +12,8 @@ from hybridvalidation.troubles.table import Trouble, troubles
 
 _MOST_BYTES: Final = 64 * 2**20
 """Of a log; of a longer one the end is read, where errors stand."""
+_EXAMPLES: Final = ("llama-7b", "rtx-4090")
+"""What commands of the table name in place of the reader's."""
 _SHOWN: Final = 160
 """Characters of a line."""
 
@@ -24,7 +26,7 @@ class Answer:
     line: int | None
     """Where, counted from 1; None: the figures of the whole log show it."""
     found: str
-    """The line, or what was measured."""
+    """The line, or what its figures say."""
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values for JSON."""
@@ -72,6 +74,8 @@ def _paragraph(answer: Answer) -> str:
     where = answer.found if answer.line is None else f"line {answer.line}: {answer.found}"
     steps = [f"  {number}. {what}" for number, what in enumerate(trouble.do, 1)]
     commands = [f"     $ {command}" for command in trouble.commands]
+    if any(name in command for command in trouble.commands for name in _EXAMPLES):
+        commands.insert(0, f"  with your own model and card in place of {' and '.join(_EXAMPLES)}:")
     return "\n".join([f"{trouble.topic}: {trouble.name} ({where})", f"  {trouble.cause}", *steps, *commands])
 
 
@@ -80,7 +84,7 @@ def _look(trouble: Trouble, log: str, lines: Sequence[str]) -> Answer | None:
         values = MEASURES[name](log)
         if values is not None:
             told = ", ".join(f"{key} {value}" for key, value in values.items()) or name.replace("_", " ")
-            return Answer(trouble=trouble, line=None, found=f"measured: {told}")
+            return Answer(trouble=trouble, line=None, found=f"the figures say: {told}")
     if not trouble.signs:
         return None
     sign = re.compile("|".join(f"(?:{sign})" for sign in trouble.signs), re.IGNORECASE)

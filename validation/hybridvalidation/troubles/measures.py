@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Final
 
@@ -22,6 +23,8 @@ _PROFILE_HEADER: Final = "step,phase,"
 _UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 _ENOUGH: Final = 12
 """Steps without which a course says nothing."""
+_FEW: Final = 3
+"""Steps on either side of one at which something changes."""
 _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
 """Of the smoothed best loss; of the first speed; of the median around a step."""
 
@@ -72,12 +75,33 @@ def loss_spikes(text: str) -> Mapping[str, str] | None:
 
 
 def slowing_down(text: str) -> Mapping[str, str] | None:
-    """Find a speed that falls by more than three tenths."""
-    speeds = [speed for speed in _numbers(_SPEED, text) if math.isfinite(speed)]
-    if len(speeds) < _ENOUGH:
+    """Find a speed that falls by more than three tenths, little by little."""
+    speeds = _speeds(text)
+    return _fallen(speeds) if slower_at_once(text) is None else None
+
+
+def slower_at_once(text: str) -> Mapping[str, str] | None:
+    """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
+    speeds = _speeds(text)
+    slowest = list(accumulate(speeds, min))
+    fastest = list(accumulate(reversed(speeds), max))[::-1]
+    at = next((n for n in range(_FEW, len(speeds) - _FEW + 1) if fastest[n] < _FALL * slowest[n - 1]), None)
+    if at is None or _fallen(speeds[:at]) is not None or _fallen(speeds[at:]) is not None:
+        return None
+    before, after = median(speeds[:at]), median(speeds[at:])
+    return {"before": f"{before:,.0f}", "after": f"{after:,.0f}", "from": f"the {at + 2}. speed of the log on"}
+
+
+def _speeds(text: str) -> list[float]:
+    """Return all but the first, whose step warms up."""
+    return [speed for speed in _numbers(_SPEED, text) if math.isfinite(speed)][1:]
+
+
+def _fallen(speeds: Sequence[float]) -> Mapping[str, str] | None:
+    if len(speeds) < _ENOUGH - 1:
         return None
     third = len(speeds) // 3
-    first, last = median(speeds[1 : 1 + third]), median(speeds[-third:])  # the very first step warms up
+    first, last = median(speeds[:third]), median(speeds[-third:])
     return {"first": f"{first:,.0f}", "last": f"{last:,.0f}"} if last < _FALL * first else None
 
 
@@ -102,5 +126,8 @@ def _bytes(text: str) -> float:
 
 MEASURES: Final[Mapping[str, Measure]] = {
     measure.__name__: measure
-    for measure in (loss_no_number, loss_rises, loss_spikes, slowing_down, fragmented, empty_profile)
+    for measure in (
+        *(loss_no_number, loss_rises, loss_spikes),
+        *(slower_at_once, slowing_down, fragmented, empty_profile),
+    )
 }
