@@ -82,7 +82,7 @@ class PeerRun:
     @property
     def world(self) -> World:
         """The cards, of which the first is timed."""
-        return World(size=self.facts.get("world", 1), link="pcie")
+        return World(size=self.facts.get("world", 1), link=self.facts.get("link", "pcie"))
 
     @property
     def kept_blocks(self) -> int:
