@@ -35,7 +35,7 @@ def test_the_files_of_every_way_are_read_back(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "ways"
-    assert main([*arguments, "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
+    assert main([*arguments, "--tokens", "5000", "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seq_len"] == MODEL.max_seq_len
     assert [way["method"] for way in answer["ways"]]
@@ -48,6 +48,7 @@ def test_the_files_of_every_way_are_read_back(
         assert file.optimizations == stack.optimizations
         assert file.workload.batch_size == 2
         assert file.model.resolve() == MODEL
+        assert (file.num_steps, file.schedule.total_steps, file.schedule.warmup_steps) == (20, 20, 2)  # of 256 tokens
 
 
 def test_several_cards_are_asked_for_by_number_and_link(

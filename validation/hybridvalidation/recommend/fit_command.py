@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from shlex import quote
 from typing import cast
@@ -18,6 +19,7 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, Optimizer
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan_bytes import saved_bytes
+from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.links import World
@@ -151,7 +153,8 @@ class FitReport:
                 "nothing fits: allow a smaller --seq or --tokens-per-step, more --host-memory, or take a larger card"
             )
         else:
-            lines.append(f"{'train' if self.folder else 'write the files that train'}: {self.command(best)}")
+            what = "write the files that train" if self.folder is None else f"train {format_count(self.tokens)} tokens"
+            lines.append(f"{what}: {self.command(best)}")
             if self.folder is not None and best.method != "full" and self.model in PRESETS:
                 lines.append(
                     f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self.model)} (or name "
@@ -246,7 +249,7 @@ def fit_command(
         say(f"running {ways[0].name} whole")
         ways = (confirmed(question, ways[0], free_share=free), *ways[1:])
     if write is not None:
-        _write_files(write, model, question, [way for way in ways if way.fits])
+        _write_files(write, model, question, [way for way in ways if way.fits], tokens)
     notes = None
     results = evidence_folder(RESULTS if results is None else results)
     if (results / "records" / "studies").is_dir():
@@ -259,8 +262,11 @@ def fit_command(
     )  # fmt: skip
 
 
-def _write_files(folder: Path, model: str, question: Question, ways: Sequence[Way]) -> None:
+def _write_files(folder: Path, model: str, question: Question, ways: Sequence[Way], tokens: int) -> None:
+    """Write a stack file and a training file of each way; as many steps as the tokens take whose hours are told."""
     folder.mkdir(parents=True, exist_ok=True)
+    num_steps = ceil(tokens / (question.num_sequences * question.seq_len))
+    schedule = LrSchedule(warmup_steps=min(LrSchedule().warmup_steps, num_steps // 10), total_steps=num_steps)
     path = Path(model)
     if model in PRESETS:
         spec = ModelSpec(preset=model)
@@ -276,7 +282,7 @@ def _write_files(folder: Path, model: str, question: Question, ways: Sequence[Wa
             begins = replace(spec, init_from=_weights_folder(model)) if spec.preset is not None else spec
         file = TrainFile(
             model=begins, workload=BatchWorkload(batch_size=question.num_sequences, seq_len=question.seq_len),
-            optimizations=way.candidate.optimizations(), optimizer=optimizer,
+            optimizations=way.candidate.optimizations(), optimizer=optimizer, num_steps=num_steps, schedule=schedule,
         )  # fmt: skip
         replace_file(folder / f"{way.name}.toml", to_toml(stack_of(way)).encode())
         replace_file(train_path(folder, way), to_toml(file).encode())
