@@ -16,6 +16,8 @@ LARGEST_SHARE = 1.5
 """Of what is there; bars are cut off above, lest they squeeze those that fit."""
 LEAST_SHOWN_GIB = 0.1
 """Less on the host is the batch on its way, and needs no panel and no figure."""
+_ROOM = 0.87
+"""Share of the axis up to which a bar leaves room for its figure above it."""
 _PALE = 0.35
 """Opacity of stacks that do not fit."""
 
@@ -80,15 +82,16 @@ def _draw(axes: Axes, stacks: Stacks, parts: Sequence[Mapping[str, float]], limi
             bar.set_alpha(1.0 if memory.fits else _PALE)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     ceiling = float("inf") if limit_bytes is None else LARGEST_SHARE * to_gib(int(limit_bytes))
+    highest = max(bottoms, default=0.0)
+    is_cut = highest > ceiling
     for index, ((_, memory), top) in enumerate(zip(stacks, bottoms, strict=True)):
         text = f"{top:.1f}" + ("" if memory.fits else "\ndoes not fit") if top >= LEAST_SHOWN_GIB else ""
-        is_cut = top > ceiling
-        axes.annotate(
-            text, (index, 0.97 * ceiling if is_cut else top), ha="center", va="top" if is_cut else "bottom", fontsize=9
-        )
-    axes.margins(y=0.15)
-    if max(bottoms, default=0.0) > ceiling:
-        axes.set_ylim(0, ceiling)
+        is_inside = is_cut and top > _ROOM * ceiling
+        at = min(top, 0.99 * ceiling) - 0.01 * ceiling if is_inside else top
+        axes.annotate(text, (index, at), ha="center", va="top" if is_inside else "bottom", fontsize=9)
+    limit = 0.0 if limit_bytes is None else 1.05 * to_gib(int(limit_bytes))  # its line is drawn too
+    axes.set_ylim(0, ceiling if is_cut else max(highest / _ROOM, LEAST_SHOWN_GIB, limit))
+    if is_cut:
         axes.set_ylabel(" (tall bars are cut off)")
 
 
