@@ -5,7 +5,7 @@ is the fastest; short runs of the best (``short_run``) say how fast they are, an
 activations. Nothing is run with every block unless that is asked for (``confirmed``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Literal
@@ -39,6 +39,7 @@ _MOST_SHORT_RUNS = 3
 """Of one kind of numbers."""
 _WORTH_TRYING = 1.05
 """Arithmetic may be wrong by so much: another way is run too if it is no slower than the fastest run by that."""
+_AS_FAST = 0.95
 _RANKED_ROOM = 0.9
 """Of what may be filled, as far as arithmetic is trusted while it ranks."""
 
@@ -135,7 +136,34 @@ def fit(
     capacity = (1 - free_share) * question.card.memory_bytes
     search = _Search(ShortRuns(question), capacity, on_try, is_exhaustive)
     ways = [search.way(method, level) for method in methods for level in _levels(method)]
+    return in_order(ways)
+
+
+def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """Return those that fit, the fastest first, then the others, the smallest first."""
     return tuple(sorted(ways, key=lambda way: (not way.fits, -(way.tokens_per_s or 0.0), way.device_bytes)))
+
+
+def recommended(ways: Sequence[Way]) -> Way | None:
+    """Return the way that was run whole, else the most exact numbers that are as fast as the fastest; None: none fits.
+
+    As fast is within 5 %: short runs are no better than that. Between full training and adapters speed alone decides.
+    """
+    fitting = [way for way in ways if way.fits]
+    if not fitting:
+        return None
+    fastest = max(fitting, key=_speed)
+    alike = [way for way in fitting if way.method == fastest.method and _speed(way) >= _AS_FAST * _speed(fastest)]
+    whole = [way for way in fitting if way.run is not None]
+    return max(whole, key=_speed) if whole else min(alike, key=_exactness)
+
+
+def _exactness(way: Way) -> int:
+    return _levels(way.method).index(way.candidate.level)
+
+
+def _speed(way: Way) -> float:
+    return way.tokens_per_s or 0.0
 
 
 def confirmed(question: Question, way: Way, *, free_share: float = FREE_SHARE, leaves_margin: bool = False) -> Way:

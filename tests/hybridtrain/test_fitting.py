@@ -6,7 +6,7 @@ import pytest
 
 from hybridtrain import fitting
 from hybridtrain.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, Question
-from hybridtrain.fitting import METHODS, Way, confirmed, fit
+from hybridtrain.fitting import METHODS, Method, Way, confirmed, fit, in_order, recommended
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.short_run import ShortRuns
 from hybridtrain.virtual_gpu.card import Card, Host
@@ -61,6 +61,21 @@ def test_short_runs_tell_of_the_whole_run_on_several_cards(arrangement: int, lev
 
 def _way(candidate: Candidate) -> Way:
     return Way(method="full", candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=True)
+
+
+def test_of_ways_that_no_estimate_tells_apart_the_most_exact_is_recommended() -> None:
+    def way(level: int, speed: float, *, fits: bool = True, method: Method = "full") -> Way:
+        candidate = Candidate(
+            level=LEVELS[level], arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0
+        )
+        return Way(method=method, candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=fits, tokens_per_s=speed)
+
+    exact, int8, bf16, factored = (way(level, speed) for level, speed in ((0, 90.0), (1, 94.0), (2, 95.5), (4, 100.0)))
+    assert recommended(in_order([exact, int8, bf16, factored])) is bf16
+    assert recommended([exact, int8, factored]) is factored
+    assert recommended([way(0, 100.0, fits=False), int8]) is int8
+    assert recommended([way(0, 100.0, fits=False)]) is None
+    assert in_order([exact, factored, way(2, 200.0, fits=False)])[0] is factored
 
 
 def test_what_several_cards_hold_alike_is_cut_where_the_optimizer_allows_it() -> None:

@@ -413,3 +413,9 @@ def test_the_disk_has_the_log_of_a_step_before_its_state(monkeypatch: pytest.Mon
     manifests = [place for place, name in enumerate(synced) if name == "manifest.json"]
     assert len(logs) == len(manifests) == 2
     assert all(log < manifest for log, manifest in zip(logs, manifests, strict=True))
+
+
+def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ARGUMENTS) == 0
+    told = "schedule.warmup_steps is 100, num_steps 4: the learning rate ends at 0.039604 of its peak"
+    assert told in "".join(capsys.readouterr())

@@ -89,6 +89,8 @@ def test_other_trainers_losses_are_read_too() -> None:
     lines = [f"{{'loss': {loss:.4f}, 'grad_norm': 0.9}}" for loss in FALLING]
     assert "loss-no-number" in names("\n".join([*lines, "{'loss': nan, 'grad_norm': nan}"]))
     assert "loss-no-number" in names("step 12: train_loss=inf")
+    assert names('{"step": 2, "loss": 2.0}\n{"step": 3, "phase": "full", "loss": null}') == ["loss-no-number"]
+    assert names('{"step": 3, "phase": "predict", "loss": null}') == []
 
 
 def test_a_failed_allocation_is_told_with_its_bytes() -> None:
@@ -116,6 +118,9 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
     assert main(["doctor", "--from", str(tmp_path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["troubles"]
     assert (found["trouble"], found["topic"]) == ("loss-no-number", "Accuracy")
+    (tmp_path / "log.jsonl").write_text(ours(FALLING))
+    assert main(["doctor", "--from", str(tmp_path)]) == 0
+    assert f"nothing wrong found in {len(FALLING)} losses and {len(FALLING)} speeds" in capsys.readouterr().out
     sound = tmp_path / "sound.txt"
     sound.write_text("all is well")
     assert main(["doctor", "--from", str(sound)]) == 1

@@ -265,7 +265,7 @@ def _list_targets(common: Recorded) -> Answer:
 def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
     """Tell what this machine can do, and what is missing; or what a log shows, why, and what to do.
 
-    Exit code 1 when something is there and does not work, or nothing in the log is known.
+    Exit code 1 when something is there and does not work, or the log has nothing that is known: no trouble, no figures.
 
     Example: hybridtrain doctor --from run/log.jsonl
 
@@ -316,8 +316,12 @@ def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, comm
 
 
 def _diagnose(log: Path) -> Answer:
-    from hybridvalidation.troubles import diagnose, diagnosis_text, read_log
+    from hybridvalidation.troubles import counted, diagnose, diagnosis_text, read_log
 
-    found = diagnose(read_log(log))
-    content = {"log": log.as_posix(), "troubles": [answer.as_mapping() for answer in found]}
-    return Answer(text=diagnosis_text(found, log), content=content, code=0 if found else 1)
+    text = read_log(log)
+    found, read = diagnose(text), counted(text)
+    content = {
+        "log": log.as_posix(), "losses": read[0], "speeds": read[1],
+        "troubles": [answer.as_mapping() for answer in found],
+    }  # fmt: skip
+    return Answer(text=diagnosis_text(found, log, read), content=content, code=0 if found or any(read) else 1)

@@ -17,6 +17,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.guide.settings import settings_table
+from hybridvalidation.recommend.quality import interim_text
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.runs.savings import without
@@ -170,7 +171,7 @@ def _quality(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
                 continue
             found = [
                 f"{judged.comparison.rung.name}: {judged.finding} ({len(judged.comparison.pairs)} of "
-                f"{len(judged.comparison.seeds)} seeds)"
+                f"{len(judged.comparison.seeds)} seeds{interim_text(judged, ladder.margin_nats)})"
                 for rung in ladder.rungs
                 for judged in judge_rung(ladder, made, rung)
                 if judged.comparison.arm.name == arm.name and judged.comparison.pairs

@@ -13,7 +13,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.candidates import Question
 from hybridtrain.config.encode import encode, to_toml
 from hybridtrain.errors import ConfigError
-from hybridtrain.fitting import METHODS, Method, Way, confirmed, fit
+from hybridtrain.fitting import METHODS, Method, Way, confirmed, fit, in_order, recommended
 from hybridtrain.models.model_config import PRESETS, BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, Optimizer
@@ -23,6 +23,7 @@ from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.links import World
+from hybridvalidation.judge.time_error import TIME_ERROR
 from hybridvalidation.recommend.command import ask
 from hybridvalidation.scenario import Stack
 from hybridvalidation.scenario_files import RESULTS, ScenarioFiles, default_folder, evidence_folder
@@ -33,6 +34,8 @@ _QUALITY = {
     "qlora": "as lora, over weights rounded to 4 bits; the guide's page NF4 weights",
 }
 _PERCENT = 100
+_MOST_CONFIRMED = 2
+"""Ways run whole: the first one, and another where that turned out not to fit."""
 _ADAPTER_LR = 2e-4
 """What QLoRA took for 7B and 13B (2305.14314, appendix B)."""
 
@@ -95,6 +98,7 @@ class FitReport:
             "free_percent": self.free_percent,
             "tokens": self.tokens,
             "ways": [self._row_mapping(way) for way in self.ways],
+            "recommended": None if (best := recommended(self.ways)) is None else best.name,
         }
 
     def _row_mapping(self, way: Way) -> dict[str, object]:
@@ -119,7 +123,7 @@ class FitReport:
             f"h / {format_count(self.tokens)} tokens",
             "micro-batch", "kept", "where",
         ]  # fmt: skip
-        best = next((way for way in self.ways if way.fits), None)
+        best = recommended(self.ways)
         host, world = format_bytes(question.host.tensor_bytes), question.world
         cards = "" if world.size == 1 else f"{world.size} x "
         if world.size > 1:
@@ -135,8 +139,8 @@ class FitReport:
             *(f"  {way.name}: {way.candidate.level.says}. {self._quality(way)}" for way in self.ways),
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
-                f"others are {self._confirmed()}, which may correct what put a way first; times are estimated "
-                "(roofline)"
+                f"others are {self._confirmed()}; times are estimated (roofline): recorded full training on cards that "
+                f"were left out of its fit was {TIME_ERROR:.1%} off on average"
             ),
             (
                 "bound: what most of a step's time goes to; micro-batch: sequences, times how often a step; kept: "
@@ -154,7 +158,12 @@ class FitReport:
             )
         else:
             what = "write the files that train" if self.folder is None else f"train {format_count(self.tokens)} tokens"
-            lines.append(f"{what}: {self.command(best)}")
+            lines.append(
+                f"{what}, of the ways estimated within 5 % of the fastest the most exact: {self.command(best)}"
+            )
+            others = [] if self.folder is None else [way for way in self.ways if way.fits and way is not best]
+            if others:
+                lines.append(f"or by another file there: {', '.join(train_path(Path(), way).name for way in others)}")
             if self.folder is not None and best.method != "full" and self.model in PRESETS:
                 lines.append(
                     f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self.model)} (or name "
@@ -185,7 +194,7 @@ class FitReport:
         ]
 
     def _quality(self, way: Way) -> str:
-        missing = "no ladder has these numbers"
+        missing = "no arm of a ladder has just these numbers; the guide's page Which stack names the nearest"
         note = "no ladder's records here (--results)" if self.notes is None else self.notes.get(way.name, missing)
         parts = (_QUALITY.get(way.name, ""), note)
         return "; ".join(part for part in parts if part)
@@ -245,9 +254,13 @@ def fit_command(
     free = margin / _PERCENT
     chosen = cast("list[Method]", list(dict.fromkeys(methods)))
     ways = fit(question, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
-    if confirm and ways[0].fits:
-        say(f"running {ways[0].name} whole")
-        ways = (confirmed(question, ways[0], free_share=free), *ways[1:])
+    for _ in range(_MOST_CONFIRMED if confirm else 0):
+        best = recommended(ways)
+        if best is None or best.run is not None:
+            break
+        say(f"running {best.name} whole")
+        whole = confirmed(question, best, free_share=free)
+        ways = in_order(whole if way is best else way for way in ways)
     if write is not None:
         _write_files(write, model, question, [way for way in ways if way.fits], tokens)
     notes = None

@@ -8,6 +8,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
+from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
 from hybridvalidation.study.ladder.protocol import LadderFile, Made, ladder_names, read_ladder_file
@@ -63,15 +64,28 @@ def _said(ladder: LadderFile, judged: Judged) -> str:
     size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens a parameter"
     head = f"{judged.finding} (arm {comparison.arm.name} of {ladder.name} against {comparison.other.name}"
     if judged.finding is Finding.UNFINISHED:
-        return f"{head}, {len(comparison.pairs)} of {len(comparison.seeds)} seeds executed at {size})"
-    found = comparison.interval
-    nats = (
-        ""
-        if found is None
-        else f"loss {found.mean:+.4f} nats a token, 95 % interval {found.low:+.4f} to {found.high:+.4f}"
-    )
+        return (
+            f"{head}, {len(comparison.pairs)} of {len(comparison.seeds)} seeds executed at {size}"
+            f"{interim_text(judged, ladder.margin_nats)})"
+        )
+    nats = _nats(comparison.interval)
     diverged = f", {comparison.num_diverged} diverged" if comparison.num_diverged else ""
     return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {len(comparison.pairs)} seeds{diverged})"
+
+
+def interim_text(judged: Judged, margin_nats: float) -> str:
+    """Return what the seeds of an unfinished arm say so far, which is no verdict; empty where they are too few."""
+    found = judged.comparison.interval
+    if judged.finding is not Finding.UNFINISHED or found is None:
+        return ""
+    warning = ", WORSE so far by more than the margin" if found.low > margin_nats else ""
+    return f"; so far {_nats(found)}{warning}"
+
+
+def _nats(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    return f"loss {found.mean:+.4f} nats a token, 95 % interval {found.low:+.4f} to {found.high:+.4f}"
 
 
 _Numbers = tuple[object, ...]

@@ -355,6 +355,11 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
             f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
             f"{file.schedule.factor(total):g} of the learning rate"
         )
+    if file.num_steps <= file.schedule.warmup_steps:
+        yield (
+            f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
+            f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
+        )
 
 
 def _require_ranks(file: TrainFile, group: Group) -> None:

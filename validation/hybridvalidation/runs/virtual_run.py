@@ -112,7 +112,11 @@ class VirtualRun:
         """Return the same for a reader."""
         run = self.run
         classes = [[name.replace("_", " "), f"{to_gib(run.by_class()[name]):.3f}"] for name in TensorClass]
-        modules = [[name or "(no module)", f"{to_gib(size):.3f}"] for name, size in by_module(run).items()]
+        held = list(by_module(run).items())
+        modules = [[name or "(no module)", f"{to_gib(size):.3f}"] for name, size in held[:_MODULES_SHOWN]]
+        rest = held[_MODULES_SHOWN:]
+        if rest:
+            modules.append([f"({len(rest)} others)", f"{to_gib(sum(size for _, size in rest)):.3f}"])
         steps = "; ".join(
             f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
             for step in run.steps
@@ -121,7 +125,7 @@ class VirtualRun:
             f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
             tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
             "",
-            tabulate(modules[:_MODULES_SHOWN], headers=["by module", "GiB"], tablefmt="simple", disable_numparse=True),
+            tabulate(modules, headers=["by module", "GiB"], tablefmt="simple", disable_numparse=True),
             (
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
@@ -161,7 +165,7 @@ class VirtualRun:
         return (
             f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested, "
             f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
-            f"{format_bytes(oom.capacity_bytes)}"
+            f"{format_bytes(oom.capacity_bytes)}; what the whole step takes, a larger --card tells"
         )
 
 

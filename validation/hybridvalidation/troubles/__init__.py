@@ -5,6 +5,7 @@
 """
 
 from hybridvalidation.troubles.diagnosis import Answer, diagnose, diagnosis_text, read_log
+from hybridvalidation.troubles.measures import counted
 from hybridvalidation.troubles.table import Trouble, troubles, troubles_page
 
-__all__ = ["Answer", "Trouble", "diagnose", "diagnosis_text", "read_log", "troubles", "troubles_page"]
+__all__ = ["Answer", "Trouble", "counted", "diagnose", "diagnosis_text", "read_log", "troubles", "troubles_page"]

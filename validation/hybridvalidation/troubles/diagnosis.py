@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from hybridtrain.errors import ConfigError
-from hybridvalidation.troubles.measures import MEASURES
+from hybridvalidation.troubles.measures import ENOUGH, MEASURES
 from hybridvalidation.troubles.table import Trouble, troubles
 
 _MOST_BYTES: Final = 64 * 2**20
@@ -58,8 +58,19 @@ def diagnose(log: str) -> list[Answer]:
     return [answer for trouble in troubles() if (answer := _look(trouble, log, lines)) is not None]
 
 
-def diagnosis_text(answers: Sequence[Answer], path: Path) -> str:
-    """Return the answers for a reader."""
+def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
+    """Return the answers for a reader.
+
+    Args:
+        answers: What the log shows.
+        path: Of the log.
+        read: How many losses and speeds it has.
+    """
+    if not answers and any(read):
+        return (
+            f"{path}: nothing wrong found in {read[0]} losses and {read[1]} speeds, nor in any line; of fewer than "
+            f"{ENOUGH} steps a course says little"
+        )
     if not answers:
         names = ", ".join(trouble.name for trouble in troubles())
         return (

@@ -12,6 +12,8 @@ Measure = Callable[[str], Mapping[str, str] | None]
 _NUMBER = r"(nan|[-+]?inf(?:inity)?|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
 """Possessive: of thousands of digits none is tried twice."""
 _LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
+_NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
+"""Predicted steps of our own have none."""
 _SPEED: Final = re.compile(
     rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""",
     re.IGNORECASE,
@@ -21,7 +23,7 @@ _ASKED: Final = re.compile(
 )
 _PROFILE_HEADER: Final = "step,phase,"
 _UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-_ENOUGH: Final = 12
+ENOUGH: Final = 12
 """Steps without which a course says nothing."""
 _FEW: Final = 3
 """Steps on either side of one at which something changes."""
@@ -32,6 +34,11 @@ _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
 def _numbers(pattern: re.Pattern[str], text: str) -> list[float]:
     found = (next(part for part in match.groups() if part) for match in pattern.finditer(text))
     return [float(part.replace(",", "")) for part in found]
+
+
+def counted(text: str) -> tuple[int, int]:
+    """Return how many losses and how many speeds a log has."""
+    return len(_numbers(_LOSS, text)), len(_numbers(_SPEED, text))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -45,16 +52,19 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def loss_no_number(text: str) -> Mapping[str, str] | None:
-    """Find the first loss that is nan or inf."""
+    """Find the first loss that is nan or inf, or null, which is what JSON has for them."""
     losses = _numbers(_LOSS, text)
     first = next((at for at, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
-    return None if first is None else {"at": f"the {first}. loss of the log"}
+    if first is not None:
+        return {"at": f"the {first}. loss of the log"}
+    null = next((number for number, line in enumerate(text.splitlines(), 1) if _NULL_LOSS.search(line)), None)
+    return None if null is None else {"at": f"line {null}, null"}
 
 
 def loss_rises(text: str) -> Mapping[str, str] | None:
     """Find a loss that ends above its best by more than noise."""
     losses = [loss for loss in _numbers(_LOSS, text) if math.isfinite(loss)]
-    if len(losses) < _ENOUGH:
+    if len(losses) < ENOUGH:
         return None
     course = _smooth(losses)
     best = min(course)
@@ -66,7 +76,7 @@ def loss_rises(text: str) -> Mapping[str, str] | None:
 def loss_spikes(text: str) -> Mapping[str, str] | None:
     """Find single losses far above those around them."""
     losses = [loss for loss in _numbers(_LOSS, text) if math.isfinite(loss)]
-    if len(losses) < _ENOUGH:
+    if len(losses) < ENOUGH:
         return None
     around = [median(losses[max(0, at - 5) : at + 6]) for at in range(len(losses))]
     inner = range(3, len(losses) - 3)
@@ -98,7 +108,7 @@ def _speeds(text: str) -> list[float]:
 
 
 def _fallen(speeds: Sequence[float]) -> Mapping[str, str] | None:
-    if len(speeds) < _ENOUGH - 1:
+    if len(speeds) < ENOUGH - 1:
         return None
     third = len(speeds) // 3
     first, last = median(speeds[:third]), median(speeds[-third:])
