@@ -40,6 +40,7 @@ _MOST_SHORT_RUNS = 3
 _WORTH_TRYING = 1.05
 """Arithmetic may be wrong by so much: another way is run too if it is no slower than the fastest run by that."""
 _AS_FAST = 0.95
+"""Share of the fastest way's speed from which on another is no slower as far as short runs tell."""
 _RANKED_ROOM = 0.9
 """Of what may be filled, as far as arithmetic is trusted while it ranks."""
 
@@ -147,19 +148,17 @@ def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
 def recommended(ways: Sequence[Way]) -> Way | None:
     """Return the way that was run whole, else the most exact numbers that are as fast as the fastest; None: none fits.
 
-    As fast is within 5 %: short runs are no better than that. Between full training and adapters speed alone decides.
+    As fast is within 5 %. Between full training and adapters speed alone decides.
     """
     fitting = [way for way in ways if way.fits]
     if not fitting:
         return None
+    whole = [way for way in fitting if way.run is not None]
+    if whole:
+        return max(whole, key=_speed)
     fastest = max(fitting, key=_speed)
     alike = [way for way in fitting if way.method == fastest.method and _speed(way) >= _AS_FAST * _speed(fastest)]
-    whole = [way for way in fitting if way.run is not None]
-    return max(whole, key=_speed) if whole else min(alike, key=_exactness)
-
-
-def _exactness(way: Way) -> int:
-    return _levels(way.method).index(way.candidate.level)
+    return min(alike, key=lambda way: _levels(way.method).index(way.candidate.level))
 
 
 def _speed(way: Way) -> float:

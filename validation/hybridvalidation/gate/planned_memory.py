@@ -94,18 +94,16 @@ class MemoryPlanner:
     ) -> PlannedMemory:  # fmt: skip
         """Plan a training step; ``name`` is that of the plan in the baseline, the rest as for ``estimate_memory``."""
         from hybridtrain.errors import ConfigError  # noqa: PLC0415  with torch
-        from hybridtrain.virtual_gpu.card import find_card  # noqa: PLC0415
         from hybridtrain.virtual_gpu.estimate import estimate_memory  # noqa: PLC0415
 
         __tracebackhide__ = True
         try:
-            chosen = find_card(card) if isinstance(card, str) else card
+            found = estimate_memory(
+                model, batch, card=card, optimizer=optimizer, loss=loss, autocast=autocast,
+                clip_grad_norm=clip_grad_norm, micro_batches=micro_batches, allocator=allocator,
+            )  # fmt: skip
         except ConfigError as error:  # the test's line and the sentence say all
             raise error.with_traceback(None) from None
-        found = estimate_memory(
-            model, batch, card=chosen, optimizer=optimizer, loss=loss, autocast=autocast,
-            clip_grad_norm=clip_grad_norm, micro_batches=micro_batches, allocator=allocator,
-        )  # fmt: skip
         return self._keep(name, found.run, fits_card=found.fits_card)
 
     def of_run(self, run: "CardRun", *, name: str | None = None) -> PlannedMemory:

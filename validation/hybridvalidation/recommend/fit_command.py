@@ -236,7 +236,7 @@ def train_path(folder: Path, way: Way) -> Path:
 def fit_command(
     *, model: str, card: str, host_memory: str, seq: int | None, tokens_per_step: int | None, tokens: int,
     methods: Sequence[str], margin: float, confirm: bool, write: Path | None, say: Callable[[str], None],
-    world: int = 1, link: str = "pcie", scenarios: Path | None = None, results: Path | None = None,
+    world: int = 1, link: str = "pcie", scenarios: Path | None = None, results: Path = RESULTS,
 ) -> FitReport:  # fmt: skip
     """Find the ways, run the fastest whole if asked to, and write the files of those that fit to ``write``.
 
@@ -264,7 +264,7 @@ def fit_command(
     if write is not None:
         _write_files(write, model, question, [way for way in ways if way.fits], tokens)
     notes = None
-    results = evidence_folder(RESULTS if results is None else results)
+    results = evidence_folder(results)
     if (results / "records" / "studies").is_dir():
         from hybridvalidation.recommend.quality import ladder_notes  # noqa: PLC0415  scipy, where there are records
 

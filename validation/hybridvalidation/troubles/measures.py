@@ -87,19 +87,26 @@ def loss_spikes(text: str) -> Mapping[str, str] | None:
 def slowing_down(text: str) -> Mapping[str, str] | None:
     """Find a speed that falls by more than three tenths, little by little."""
     speeds = _speeds(text)
-    return _fallen(speeds) if slower_at_once(text) is None else None
+    return _fallen(speeds) if _drop(speeds) is None else None
 
 
 def slower_at_once(text: str) -> Mapping[str, str] | None:
     """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
     speeds = _speeds(text)
-    slowest = list(accumulate(speeds, min))
-    fastest = list(accumulate(reversed(speeds), max))[::-1]
-    at = next((n for n in range(_FEW, len(speeds) - _FEW + 1) if fastest[n] < _FALL * slowest[n - 1]), None)
-    if at is None or _fallen(speeds[:at]) is not None or _fallen(speeds[at:]) is not None:
+    at = _drop(speeds)
+    if at is None:
         return None
     before, after = median(speeds[:at]), median(speeds[at:])
     return {"before": f"{before:,.0f}", "after": f"{after:,.0f}", "from": f"the {at + 2}. speed of the log on"}
+
+
+def _drop(speeds: Sequence[float]) -> int | None:
+    """Return which speed is the first of the slow ones; None where they do not fall at once."""
+    slowest = list(accumulate(speeds, min))
+    fastest = list(accumulate(reversed(speeds), max))[::-1]
+    at = next((n for n in range(_FEW, len(speeds) - _FEW + 1) if fastest[n] < _FALL * slowest[n - 1]), None)
+    holds = at is not None and _fallen(speeds[:at]) is None and _fallen(speeds[at:]) is None
+    return at if holds else None
 
 
 def _speeds(text: str) -> list[float]:
@@ -137,7 +144,12 @@ def _bytes(text: str) -> float:
 MEASURES: Final[Mapping[str, Measure]] = {
     measure.__name__: measure
     for measure in (
-        *(loss_no_number, loss_rises, loss_spikes),
-        *(slower_at_once, slowing_down, fragmented, empty_profile),
+        loss_no_number,
+        loss_rises,
+        loss_spikes,
+        slower_at_once,
+        slowing_down,
+        fragmented,
+        empty_profile,
     )
 }
