@@ -38,7 +38,7 @@ def tests(session: nox.Session) -> None:
     arguments = session.posargs or ["--numprocesses", "auto"]
     session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
     if not session.posargs:
-        session.notify("tests-kernels")
+        tests_kernels(session)
 
 
 @nox.session(name="tests-kernels", default=False)
@@ -69,11 +69,11 @@ def tests_browser(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and the direction of imports."""
-    install(session, "lint")
+    """Check style, formatting and the direction of imports; files are read, so nothing they need is installed."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports")
+    session.run("lint-imports", env={"PYTHONPATH": ".:kernels:validation"})
 
 
 @nox.session
@@ -106,7 +106,15 @@ def gate(session: nox.Session) -> None:
 def records(session: nox.Session) -> None:
     """Check that records that tables show were made by the program as it is: nox -s records -- [NAME] [--planned]."""
     install(session)
-    session.run("hybridtrain", "records", *session.posargs)
+    for question in [session.posargs] if session.posargs else [["1b-16gb"], ["--planned"]]:
+        session.run("hybridtrain", "records", *question)
+
+
+@nox.session(default=False)
+def checks(session: nox.Session) -> None:
+    """Run docs, types, gate and records in one environment: each of its own would install torch again."""
+    for check in (docs, types, gate, records):
+        check(session)
 
 
 @nox.session(default=False)
