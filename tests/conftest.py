@@ -1,6 +1,7 @@
-"""Shared by all tests: a fixed random state for each, closed files, and tests/support on the import path."""
+"""Shared by all tests: a fixed random state, closed files, tests/support on the import path, samples of many cases."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,50 @@ import torch
 from hybridtrain.memory.disk_tier import DiskFile
 
 sys.path.append(str(Path(__file__).parent / "support"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer every case of tests that take a sample of theirs."""
+    parser.addoption("--every-case", action="store_true", help="run all cases of tests marked sample, not some of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep, of a test marked `sample(one_in=n)`, every n-th case, and one for each value that several cases have.
+
+    The same cases each time; pytest tells how many were left out.
+    """
+    if config.getoption("every_case"):
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out = set[pytest.Item]()
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        left_out |= set(cases) - set(sample(cases, **marker.kwargs))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def sample(cases: list[pytest.Item], one_in: int) -> list[pytest.Item]:
+    """Return every n-th case, and of the others each that holds a value which several have and none before it."""
+    values = [values_of(case) for case in cases]
+    counts = Counter(value for held in values for value in held)
+    missing = {value for value, count in counts.items() if count > 1}.difference(*values[::one_in])
+    chosen = cases[::one_in]
+    for case, held in zip(cases, values, strict=True):
+        if held & missing:
+            chosen.append(case)
+            missing -= held
+    return chosen
+
+
+def values_of(case: pytest.Item) -> set[tuple[str, str]]:
+    """Return the parameters of a case and the values they have in it."""
+    return {(name, repr(value)) for name, value in case.callspec.params.items()}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -215,6 +215,7 @@ def work_of(trace: LedgerTrace) -> list[tuple[object, ...]]:
     return work
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("stack", REAL_STACKS)
 def test_gpt2_small_is_planned_as_it_is_executed(stack: str) -> None:
     executed, planned = record_gpt2_small(stack)
@@ -242,6 +243,7 @@ def chosen_cases() -> list[tuple[str, str, int]]:
     ]  # fmt: skip
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(("model", "stack", "num_steps"), chosen_cases())
 def test_tiny_models_are_planned_as_they_are_executed(model: str, stack: str, num_steps: int, tmp_path: Path) -> None:
     real = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path)

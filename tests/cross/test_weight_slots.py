@@ -98,6 +98,7 @@ def recorded(
     return trace, plan.for_phase(Phase.FULL)
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_slots_have_the_size_and_number_that_arithmetic_gives_in_every_moment(model: str, stack: str) -> None:

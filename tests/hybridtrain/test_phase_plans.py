@@ -222,6 +222,7 @@ SAME: dict[str, tuple[str, list[Optimization]]] = {
 WIDE = ("bf16", "bf16-split", "bf16-alone", "host-update-bf16", "fused")
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", SAME)
 def test_placement_and_the_storage_of_predict_change_no_number(name: str, tmp_path: Path) -> None:
     base, changes = SAME[name]
@@ -229,6 +230,7 @@ def test_placement_and_the_storage_of_predict_change_no_number(name: str, tmp_pa
     assert_same(actual, plain(base))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", WIDE)
 def test_wider_weights_in_predict_are_rounded_as_if_they_had_stayed(name: str) -> None:
     assert_same(trained(wide_predict(name), on_cpu()), plain(name))
@@ -249,6 +251,7 @@ GUESTS: dict[str, list[Optimization]] = {
 }
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("monitor", ["probe", "every_step"])
 @pytest.mark.parametrize("name", GUESTS)
 def test_probes_run_in_the_precision_of_predict(name: str, monitor: str) -> None:
@@ -346,6 +349,7 @@ PLANNED: dict[str, list[Optimization]] = {
 }
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", PLANNED)
 def test_cycles_are_planned_as_they_are_executed(name: str, tmp_path: Path) -> None:
     config = replace(PROBED, guard=False)
@@ -425,6 +429,7 @@ LATE = [
 ]
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", LATE)
 def test_borders_wait_for_late_copies(name: str, tmp_path: Path) -> None:
     base, changes = SAME[name]

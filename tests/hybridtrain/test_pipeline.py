@@ -68,6 +68,7 @@ def staged(case: Case) -> Case:
     return replace(case, stack=(*case.stack, Pipeline(stages=case.world)))
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", CASES)
 def test_stages_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -132,6 +133,7 @@ def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None
         compose([Pipeline(), part])
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(
     ("name", "copies_to_host"), [("tied-4", False), ("streamed", True), ("all-away", False), ("int8-weights", True)]
 )

@@ -92,6 +92,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -102,6 +103,7 @@ def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
         assert {key for key in values if values[key] != weights[key]} == set()
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(
     "name", ["zero2-int8-states", "zero3-one-slot", "zero3-fused", "zero3-ahead", "zero3-ahead-fused"]
 )
@@ -126,6 +128,7 @@ def test_one_micro_batch_a_rank_equals_plain_accumulation(tmp_path: Path) -> Non
     assert on_ranks(4, lambda group: run(case, group, tmp_path)) == [alone] * 4
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("copies_to_host", [True, False])
 @pytest.mark.parametrize("stack", ["zero2-int8-states", "zero3-split16"])
 def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
@@ -217,6 +220,7 @@ def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], r
         compose(stack)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(
     "name",
     [

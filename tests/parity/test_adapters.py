@@ -81,6 +81,7 @@ def plain(kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
     return losses, {name: parameter.detach() for name, parameter in trained.items()}, frozen
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_plain_autograd(kind: str, way: str, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def recompute(interval: int) -> list[Optimization]:
     return [GradientCheckpointing(recompute_every=interval)] if interval else []
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("accum_steps", [1, 3])
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])

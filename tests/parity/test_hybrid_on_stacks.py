@@ -75,6 +75,7 @@ def resident(storage: str, config: str, codec: str, *, on_host: bool) -> HybridH
     return hybrid_history(GPT2, stack, CONFIGS[config])
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(("storage", "place", "config", "codec"), chosen_cases())
 def test_a_place_changes_no_bit_of_a_cycle(storage: str, place: str, config: str, codec: str, tmp_path: Path) -> None:
     stack = [*BASE, *STORAGES[storage], *HYBRID_PLACES[place], memory_of(CONFIGS[config], codec)]
@@ -95,6 +96,7 @@ MANY_SLOTS = [name for name in STREAMING_STACKS if name.startswith("weights-") a
 OTHER_STACKS = [name for name in STREAMING_STACKS if name not in MANY_SLOTS][::3]
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize(
     ("stack", "config"),
     list(zip(MANY_SLOTS + OTHER_STACKS, cycle(["slow-fused", "linear-probe", "slow-copy"]), strict=False)),
@@ -111,6 +113,7 @@ def plain_cycles(config: str) -> HybridHistory:
     return hybrid_history(GPT2_TIED_DROPOUT, [GradAccumulation(grad_accum_steps=2), memory], CONFIGS[config])
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("config", ["slow-copy", "linear-every-step"])
 @pytest.mark.parametrize("storage", ["bf16-split16", "int8-weights-master", "int8-optimizer", "factored"])
 def test_the_height_of_slices_changes_no_bit(storage: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +170,7 @@ def test_compressed_moments_make_nearly_the_same_jump(storage: str) -> None:
     assert runs[1] == pytest.approx(runs[0], rel=0.2)
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("config", ["slow-fused", "linear-probe"])
 @pytest.mark.parametrize("place", ["weights", "state", "predict-cpu"])
 def test_a_cycle_of_adapters_is_the_same_wherever_they_and_frozen_weights_are(

@@ -116,6 +116,7 @@ def plain(kind: str, model_name: str) -> History:
     return history
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

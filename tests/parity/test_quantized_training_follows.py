@@ -33,12 +33,12 @@ LR = 1e-3
 """At 3e-3 training is so unsteady that any change of the last bits moves the end by up to 0.1."""
 NO_MASTER = MixedPrecision(master="absent")
 ROUNDED: dict[str, list[Optimization]] = {
-    "int8-weights-of-a-master": [Int8Weights()],
     "int8-weights-trained": [NO_MASTER, Int8Weights()],
+    "int8-weights-of-a-master": [Int8Weights()],
     "bf16-weights-and-moments": [NO_MASTER, Bf16Optimizer()],
     "bf16-weights-int8-moments": [NO_MASTER, Int8Optimizer()],
 }
-SEED_OF = {name: seed for seed, name in zip((1, 0, 2, 1), ROUNDED, strict=True)}
+SEED_OF = {name: seed for seed, name in zip((0, 1, 2, 1), ROUNDED, strict=True)}
 """One seed each, all three among them: the band is that of each seed alone, and one seed shows rounding to nearest."""
 BAND = 0.015
 """Nats, for each seed. Measured: at most 0.003 over these stacks at their seeds (0.004 over all seeds of 4 blocks and
@@ -89,6 +89,7 @@ def test_the_baseline_learns_and_its_seeds_differ_by_more_than_a_band() -> None:
     assert max(finals) - min(finals) > FACTORED_BAND  # pairing by seed is what makes these bands possible
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_storage_ends_where_fp32_does(name: str) -> None:
     found = difference(ROUNDED[name], SEED_OF[name])
@@ -117,6 +118,7 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "round_stochastically", nearest_value)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", ["int8-weights-trained", "bf16-weights-and-moments"])
 def test_weights_rounded_to_nearest_leave_the_band(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Updates below half a step of the grid are lost each time. Measured +0.030 to +0.063 over stacks and seeds of

@@ -42,6 +42,7 @@ def resident_in_slices(storage: str, *, on_host: bool) -> History:
     return trained_history(GPT2, [*stack_of(storage, ON_DEVICE), *update], ACCUM_STEPS)
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("place", [ON_DEVICE, "all", "state-updated-on-host", "fused-all"])
 def test_slices_of_two_lengths_draw_the_same_numbers(
@@ -59,6 +60,7 @@ def test_slices_of_two_lengths_draw_the_same_numbers(
     assert_all_bitwise(moved.state, resident.state, "state ")
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("place", [ON_DEVICE, "all", "fused-all", "updated-on-host-weights", "state-alone-disk"])
 def test_a_resumed_run_goes_on_bit_equal_whatever_the_random_state_outside(

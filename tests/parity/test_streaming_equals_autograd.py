@@ -19,6 +19,7 @@ def chosen_cases() -> list[tuple[str, int, str]]:
     return [(model, (1, 2)[(i + j) % 2], stack) for (i, stack), (j, model) in product(*pairs)]
 
 
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize(("model", "accum_steps", "stack"), chosen_cases())
 def test_streamed_training_equals_plain_autograd(model: str, accum_steps: int, stack: str, tmp_path: Path) -> None:
     actual = trained_history(MODELS[model], build(stack, accum_steps), accum_steps, disk_folder=tmp_path)

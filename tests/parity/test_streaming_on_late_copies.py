@@ -39,17 +39,20 @@ def assert_trains_like_plain_autograd(model: str, stack: str, accum_steps: int, 
     assert_same_training(history, plain_history(MODELS[model], accum_steps))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("stack", LATE_STACKS)
 def test_training_on_the_latest_copies_equals_plain_autograd(stack: str, tmp_path: Path) -> None:
     assert_trains_like_plain_autograd("gpt2-tied-dropout", stack, 2, LazyTransfer(disk_folder=tmp_path))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("stack", WHOLE_STACKS)
 @pytest.mark.parametrize(("model", "accum_steps"), [("gpt2-untied", 1), ("llama-grouped", 3)])
 def test_other_models_do_not_care_either(accum_steps: int, model: str, stack: str, tmp_path: Path) -> None:
     assert_trains_like_plain_autograd(model, stack, accum_steps, LazyTransfer(disk_folder=tmp_path))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("stack", WHOLE_STACKS)
 def test_training_on_copies_at_any_moment_equals_plain_autograd(stack: str, seed: int, tmp_path: Path) -> None:
@@ -57,6 +60,7 @@ def test_training_on_copies_at_any_moment_equals_plain_autograd(stack: str, seed
     assert_trains_like_plain_autograd("gpt2-tied-dropout", stack, 2, transfer)
 
 
+@pytest.mark.sample(one_in=5)
 @pytest.mark.parametrize(("storage", "place"), ROUNDED)
 def test_rounded_storage_on_the_latest_copies_equals_the_device(storage: str, place: str, tmp_path: Path) -> None:
     # Copies at once equal the device as well: test_streaming_equals_resident.

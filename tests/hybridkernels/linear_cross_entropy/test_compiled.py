@@ -15,6 +15,7 @@ from hybridkernels.ahead_of_time import compile_ahead, compile_cases
 CASES = list(compile_cases(90, ("linear_cross_entropy",)))
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nothing_is_spilled(capability: int) -> None:
     for case in CASES:

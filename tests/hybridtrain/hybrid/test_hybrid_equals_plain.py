@@ -44,6 +44,7 @@ def plain(stack: str) -> tuple[list[object], dict[str, Tensor], dict[str, Tensor
     return [(r.step, r.loss, r.lr, r.grad_norm) for r in results], *everything(trainer), torch.random.get_rng_state()
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(
     ("stack", "config"), [(s, c) for i, s in enumerate(STACKS) for j, c in enumerate(OFF) if (i + j) % 2 == 0]
 )

@@ -97,6 +97,7 @@ PLANNED_CASES = [
 ]
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize(("stack", "config"), PLANNED_CASES)
 def test_cycles_are_planned_as_they_are_executed(stack: str, config: str, tmp_path: Path) -> None:
     real, dry = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path), VirtualTransfer()

@@ -106,6 +106,7 @@ def test_a_jump_moves_every_weight_as_plain_torch_does(*, fuse: bool) -> None:
     assert next(r.move_rms for r in results if r.step == 4 and r.is_predicted) == pytest.approx(rms, rel=1e-4)
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(
     ("model", "codec"), [(GPT2_TIED_DROPOUT, "float32"), (LLAMA_GROUPED, "float32"), (GPT2, "int8")]
 )
@@ -165,6 +166,7 @@ def scales_of(weights: dict[str, Tensor], name: str, count: int) -> Tensor:
     return weights[f"{name}.scales"].repeat_interleave(256)[:count]
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("predictor", ["slow_gradient", "linear"])
 @pytest.mark.parametrize("storage", UNDO_STACKS)
 def test_an_undone_jump_leaves_a_last_place_at_most(storage: str, predictor: str) -> None:
@@ -188,6 +190,7 @@ def test_an_undone_jump_leaves_a_last_place_at_most(storage: str, predictor: str
         assert worst <= 1.0 + 1e-5, f"{name}: {worst} steps of the grid"
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("predictor", ["slow_gradient", "linear"])
 @pytest.mark.parametrize("storage", UNDO_STACKS)
 def test_a_copy_brings_back_every_bit(storage: str, predictor: str) -> None:

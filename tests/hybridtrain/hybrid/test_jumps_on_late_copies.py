@@ -40,6 +40,7 @@ LATE = [
 ]
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize(("config", "seed"), [("slow-copy", None), ("linear-every-step", 0), ("linear-probe", None)])
 @pytest.mark.parametrize("stack", ["weights-3-ahead-2-resident-1-disk", "everything-horizontal", "predict"])
 def test_cycles_wait_for_late_copies(stack: str, config: str, seed: int | None, tmp_path: Path) -> None:
@@ -63,6 +64,7 @@ def late_stack(name: str) -> list[Optimization]:
     return build(name, 1)
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize(
     ("stack", "rollback"), list(zip([*LATE, "predict", "predict-mixed"], ["undo", "copy"] * 4, strict=True))
 )

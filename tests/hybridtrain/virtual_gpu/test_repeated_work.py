@@ -65,6 +65,7 @@ def recorded(model: ModelConfig, stack: str) -> LedgerTrace:
     return record_steps(model, compose(optimizations), random_steps(model, 2, accum_steps), VirtualTransfer())
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_of_equal_blocks_leave_the_trace_of_blocks_that_are_all_computed(

@@ -94,6 +94,7 @@ def test_a_trained_model_has_the_same_logits_in_transformers(name: str, tmp_path
     assert (before - theirs).abs().max() > 1e-2 * largest
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("place", ["weights", "weights-disk", "state", "updated-on-host-weights", "fused-all"])
 @pytest.mark.parametrize("storage", ["bf16-master", "bf16-split16", "int8-weights-master"])
 def test_exact_values_are_written_wherever_they_are(storage: str, place: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def _one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rank_kills, name, value)
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(
     ("name", "count"),
     [

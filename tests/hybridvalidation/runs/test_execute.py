@@ -143,6 +143,7 @@ kind = "{kind}"
 """
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(("kind", "setting"), [("pipeline", "stages = 2"), ("zero", "stage = 2")])
 def test_each_rank_equals_its_own_dry_run(command: Command, folder: Path, kind: str, setting: str) -> None:
     text = f'name = "parts"\nsays = "cut in two"\n{PARTS.format(kind=kind, setting=setting)}'

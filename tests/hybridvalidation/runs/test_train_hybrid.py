@@ -224,6 +224,7 @@ def stop_every(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     monkeypatch.setattr(Trainer, "step", stopped)
 
 
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_stopped_at_every_border_goes_on_to_the_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(file_of(kind), "whole") == 0
@@ -238,6 +239,7 @@ def test_a_run_stopped_at_every_border_goes_on_to_the_bit(kind: str, monkeypatch
     assert same(state_of("parts"), state_of("whole"))
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("kind", ["fused", "own", "copy"])
 def test_jumps_that_are_taken_back_go_on_to_the_bit(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
