@@ -46,7 +46,7 @@ def tests_kernels(session: nox.Session) -> None:
     """Run Triton's kernels in its interpreter, against torch; the session tests includes it."""
     install(session, "test")
     # Set before triton is imported: a kernel is interpreted or compiled from its definition on.
-    session.run("pytest", *(session.posargs or ["tests/hybridkernels"]), env=KERNEL_ENV)
+    session.run("pytest", *(session.posargs or ["tests/hybridkernels", "--numprocesses", "auto"]), env=KERNEL_ENV)
 
 
 @nox.session(name="tests-peers", default=False)
