@@ -25,7 +25,7 @@ from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
 from hybridvalidation.study.protocol import StudyFile
 from hybridvalidation.study.runner import read_study
 
-_HEADERS = ("target", "verdict", "evidence", "stack", "record", "because")
+_HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
     "Of several places a registered study counts first, then a scenario, judged on one stack that must hold all rows "
     "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
@@ -42,8 +42,11 @@ def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
 
 def targets_text(rows: Sequence[Row], style: str) -> str:
     """Return counts and table."""
-    cells = [[row.target, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason] for row in rows]
-    widths = [None, None, None, 20, 20, 70] if style == TERMINAL else None
+    cells = [
+        [row.target, row.says, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason]
+        for row in rows
+    ]
+    widths = [None, 34, None, None, 14, 18, 56] if style == TERMINAL else None
     table = tabulate(cells, headers=_HEADERS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
     return f"{counts(rows)}\n\n{table}"
 
