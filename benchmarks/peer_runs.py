@@ -378,6 +378,12 @@ def machine_of(facts: Tables) -> str:
     return f"{'mdf' if facts['system'] == 'ml_dataflow' else facts['system']}-{cards}{facts['card']}"
 
 
+def load_left_out(path: Path) -> list[dict[str, str]]:
+    """Return what is known of runs that are not predicted: id, source, cards, recorded and why, in words."""
+    runs: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["left_out"]
+    return runs
+
+
 def load_runs(path: Path) -> tuple[Tables, list[PeerRun]]:
     """Return the protocol and the runs in the order of the file."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))

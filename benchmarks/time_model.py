@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from peer_runs import SHORT, PeerRun, Steps, Tables, load_runs, rules_of
+from peer_runs import SHORT, PeerRun, Steps, Tables, load_left_out, load_runs, rules_of
 from scipy.optimize import least_squares
 
 from hybridtrain.virtual_gpu.ledger import OpRecord
@@ -192,6 +192,7 @@ def report(
     shipped: Mapping[str, Shares],
     errors: Mapping[str, Mapping[str, float]],
     null: Mapping[str, Mapping[str, float]],
+    left_out_runs: Sequence[Mapping[str, str]],
     protocol: Tables,
 ) -> str:
     """Return the whole document."""
@@ -225,6 +226,10 @@ def report(
         *_SUMMARY_OF_ONE,
         summary("all", world_errors, world_errors),
         summary("all but the one missed", sorted(world_errors, key=far)[:-1], world_errors),
+        "\nNot predicted:\n",
+        "| run | cards | recorded | why it is left out | source |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(run[key] for key in _LEFT_OUT)} |" for run in left_out_runs),
         "",
         "## Fitted shares\n",
         "Of the datasheet's rate, by large matrices: of a family without runs of the card itself, and of each card.\n",
@@ -320,6 +325,7 @@ The llmq run contradicts itself (peer_runs.toml). mdf-8b-5090-18g-host80-s8192 i
 recorded, and the model does not have it. Predicted first, with weights streamed in all runs, the two H100 runs were met
 at -20 % and the 5090 runs at +2 % and +46 %; then the rule on ``weights`` was added.
 """
+_LEFT_OUT = ("id", "cards", "recorded", "why", "source")
 _WORLD = """\
 Predicted at the shares that the card's runs on its own gave, never fitted; the rules were written down, with what is
 assumed of the machine, before any of them was predicted, but for 7B and 14B on four RTX 5090. *Waits* as above.
@@ -364,7 +370,7 @@ def main() -> None:
         "leave_one_card_out": constant_errors(cross, card_of, family_of),
         "leave_one_size_out": constant_errors(cross, lambda timed: timed.size, card_of),
     }
-    text = report(cross, others, world, shipped, errors, null, protocol)
+    text = report(cross, others, world, shipped, errors, null, load_left_out(HERE / "peer_runs.toml"), protocol)
     (HERE.parent / "results" / "time-model.md").write_text(text, encoding="utf-8")
     write_program_data(shipped, errors)
     print(text[text.index("## Left out") :])
