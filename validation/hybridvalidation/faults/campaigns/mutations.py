@@ -56,11 +56,13 @@ class _Watch:
     @contextmanager
     def on(self) -> Iterator[None]:
         self.seen.clear()
+        writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # of modules that reading imports
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
+            sys.dont_write_bytecode = writes_bytecode
 
 
 def attempt(parser: Parser, content: bytes, folder: Path, watch: _Watch) -> tuple[str, str]:
