@@ -66,9 +66,12 @@ Made by `python benchmarks/scaling.py`: a step of bfloat16 weights with stochast
 recomputed blocks, planned as its first rank. *card*: everything on the card, gradients and state cut among all cards.
 *host*: weights cut too, and what is cut waits on the host. The faster that fits is shown, else the smaller. Bytes are
 **planned**, times **estimated**; no such run was measured. Every card has as many tokens a step, so a step of more
-cards is a larger batch: whether it trains as well is not told here. Host memory is that of a machine of eight cards
-(fewer where fewer train), tensors alone. *Card hours*: of one billion tokens; times the price of a card for an hour
-they are the cost.
+cards is a larger batch: whether it trains as well is not told here. Nothing recorded has more than eight cards. One
+recorded run whose copies from the host share a bus with the link between cards took 1.8 times as long as planned
+(time-model.md): *host* rows without NVLink may be as wrong. Above 100 % of one alone: the state that one card fetches
+is cut among more, or all of it now fits on the cards. Host memory is that of a machine of eight cards (fewer where
+fewer train), tensors alone. *Card hours*: of one billion tokens; times the price of a card for an hour they are
+the cost.
 """
 _HEAD = (
     "| cards | where | device GiB | host GiB a machine | step s | tokens/s | a card's, of one alone | card hours "

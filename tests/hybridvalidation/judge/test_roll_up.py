@@ -1,5 +1,7 @@
 """One row per stated figure: nothing is picked, and nothing that counts less decides."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
@@ -44,6 +46,20 @@ def test_a_scenario_counts_before_a_stack_and_a_registered_study_before_both() -
 def test_a_place_without_a_record_does_not_count_beside_one_that_has_some() -> None:
     found = row_of(judged(Status.HOLDS, "a"), judged(Status.UNPROVEN, "b", registered=True, known=False))
     assert (found.status, found.place) == (Status.HOLDS, "a")
+
+
+def test_a_scenarios_row_waits_for_the_study_that_owes_it() -> None:
+    alone = judged(Status.HOLDS, "study", registered=True)
+    owed = judged(Status.UNPROVEN, "scenario", of_scenario=True, registered=True, known=False)
+    assert row_of(alone, owed).status is Status.UNPROVEN
+    assert row_of(alone, owed).reason == "scenario says so. Also holds: study-stack in study."
+
+
+def test_figures_outside_of_a_stated_range_are_counted() -> None:
+    found = judged(Status.HOLDS)
+    outside = replace(found, verdict=replace(found.verdict, is_outside=True))
+    assert "outside" not in counts([row_of(found)])
+    assert counts([row_of(outside)]).endswith("Of those that hold, 1 do so from outside of the range that is stated.")
 
 
 @pytest.mark.parametrize("status", Status)

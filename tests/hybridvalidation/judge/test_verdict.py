@@ -205,6 +205,14 @@ def test_a_total_that_follows_from_its_parts_is_called_so_where_the_plan_agrees(
     assert "met by definition: adds up parts that are stated" in found.reason
 
 
+def test_the_kind_of_evidence_that_decides_is_named_behind_the_figures_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    [own, other] = [
+        judged_one(monkeypatch, target("min", "time_averaged", value=90.0), replace(saving(96.0, 74.0), evidence=kind))
+        for kind in (Evidence.PLANNED, Evidence.EXECUTED)
+    ]
+    assert (own.shown_by, other.shown_by) == ("planned", "executed; planned decides")
+
+
 @pytest.mark.parametrize(
     ("value", "status"),
     [
@@ -218,7 +226,19 @@ def test_a_difference_below_the_time_models_error_is_undecided(
     monkeypatch: pytest.MonkeyPatch, value: float, status: Status
 ) -> None:
     metric = Metric(value, Evidence.ESTIMATED, "x", error=within_error(value))
-    assert judged_one(monkeypatch, target("min", "relative_throughput_x", value=0.9), metric).status is status
+    found = judged_one(monkeypatch, target("min", "relative_throughput_x", value=0.9), metric)
+    assert found.status is status
+    assert "by the time model's own error)" in found.reason  # whatever it decides
+
+
+@pytest.mark.parametrize(("value", "is_outside"), [(4.0, False), (7.0, False), (3.9, True), (7.1, False)])
+def test_a_bound_kept_from_outside_of_the_stated_range_is_told(
+    monkeypatch: pytest.MonkeyPatch, value: float, *, is_outside: bool
+) -> None:
+    found = judged_one(monkeypatch, target("max", value=7.0, low=4.0, high=7.0), planned(value))
+    assert found.is_outside is is_outside
+    assert ("outside of the stated 4 to 7" in found.reason) is is_outside
+    assert found.status is (Status.REFUTED if value > 7 else Status.HOLDS)
 
 
 def test_the_error_of_an_overhead_is_that_of_the_ratio_behind_it() -> None:

@@ -1,6 +1,7 @@
 """Figures of others: their files, the rows that hold plans against them, and what the command says of both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hybridvalidation.recorded.planned import PlannedRun, job_of, rows_of, score
 from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.show.pages.recorded import headline
 
 SCENARIOS = Path("scenarios")
 
@@ -52,6 +54,23 @@ def test_rows_say_what_was_recorded_planned_and_missed() -> None:
     by_quantity = {score.quantity: score for score in scores(rows.values())}
     assert (by_quantity["peak"].count, by_quantity["peak"].worst.id) == (1, "near")  # what was fitted on does not count
     assert by_quantity["oom"].mean_absolute == 0.5
+
+
+def test_figures_seen_before_stand_apart() -> None:
+    blind, known = (
+        source(run("a", peak=100.0, oom=0)),
+        replace(source(run("b", peak=100.0, oom=1)), seen=("peak", "oom")),
+    )
+    later = planned(known, known.runs[0], peak=50.0, oom=0)
+    later = replace(later, source="t", key=job_of("t", known, known.runs[0]).key)
+    rows = rows_of({"s": blind, "t": known}, [planned(blind, blind.runs[0], peak=103.0, oom=0), later])
+    assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
+    assert headline(rows) == (
+        "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
+        "%; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before, off on average: 1 t peak 50.0 %."
+    )
+    with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
+        replace(blind, seen=("speed",))
 
 
 def test_a_plan_of_another_recipe_does_not_count() -> None:

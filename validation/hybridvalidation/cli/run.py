@@ -58,6 +58,7 @@ def validate(
     from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import TERMINAL, report_text
+    from hybridvalidation.study.ladder.quality import stack_quality
     from hybridvalidation.study.ladder.targets import ladder_verdicts
 
     files = scenario_folder(common.scenarios)
@@ -83,7 +84,7 @@ def validate(
         "num_cached": run.num_cached,
         "files": paths,
     }
-    told = report_text(run, targets, TERMINAL, elsewhere)
+    told = report_text(run, targets, TERMINAL, elsewhere, stack_quality(files, common.results))
     return Answer(
         text=f"{told}\n\n{run.num_made} runs made, {run.num_cached} read from records.{written}",
         content=content,

@@ -27,6 +27,11 @@ class Judged:
         """Which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
         return 2 * self.is_registered + self.verdict.is_of_scenario
 
+    @property
+    def counts(self) -> bool:
+        """Whether it says something: a place without any record does not, but where a study owes the record."""
+        return self.verdict.evidence is not None or (self.is_registered and self.verdict.is_of_scenario)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -40,13 +45,12 @@ class Row:
     place: str
     record: str
     reason: str
+    is_outside: bool = False
+    """Whether it is met from outside of the range that is stated."""
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
-    """Return one row per target: the least favourable verdict of those that count, and what others say.
-
-    A place without any record does not count where another has one.
-    """
+    """Return one row per target: the least favourable verdict of those that count, and what others say."""
     by_target: dict[str, list[Judged]] = {name: [] for name in targets}
     for item in found:
         if item.verdict.target in by_target:
@@ -58,7 +62,9 @@ def counts(rows: Sequence[Row]) -> str:
     """Return how many figures have which verdict, in a sentence."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
-    return f"{len(rows)} stated targets: {told}."
+    outside = sum(row.is_outside for row in rows)
+    also = f" Of those that hold, {outside} do so from outside of the range that is stated." if outside else ""
+    return f"{len(rows)} stated targets: {told}.{also}"
 
 
 _WORDS = {
@@ -68,7 +74,7 @@ _WORDS = {
 
 
 def _row(target: Target, items: Sequence[Judged]) -> Row:
-    known = [item for item in items if item.verdict.evidence is not None] or items
+    known = [item for item in items if item.counts] or items
     if not known:
         return Row(
             target=target.id, says=target.says, status=Status.UNPROVEN, evidence="", stack="", place="", record="",
@@ -80,8 +86,9 @@ def _row(target: Target, items: Sequence[Judged]) -> Row:
     verdict, others = worst.verdict, [item for item in known if item is not worst]
     alone = f" Alone it is held by {', '.join(worst.held_alone_by)}." if worst.held_alone_by else ""
     return Row(
-        target=target.id, says=target.says, status=verdict.status, evidence=verdict.evidence or "",
-        stack=verdict.stack, place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
+        target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
+        place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
+        is_outside=verdict.is_outside,
     )  # fmt: skip
 
 

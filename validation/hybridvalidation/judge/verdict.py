@@ -66,8 +66,16 @@ class Verdict:
     """The figure that decides, where ``value`` is an average or a part."""
     record: str = ""
     """File, kind and key of the record that shows it."""
+    is_outside: bool = False
+    """Whether the value keeps its bound from outside of the range that is stated."""
     is_of_scenario: bool = False
     """Whether it is about the scenario: on that stack which does best on all such rows together."""
+
+    @property
+    def shown_by(self) -> str:
+        """Return the kind of evidence, and that of the figure which decides where it is another one."""
+        own, decides = self.evidence or "", self.decider.evidence if self.decider else ""
+        return own if decides in {"", own} else f"{own}; {decides} decides"
 
 
 Elsewhere = Mapping[tuple[str, str], "Verdict"]
@@ -112,7 +120,7 @@ def judge_metric(
     return Verdict(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
         value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
-        decider=metric.decider, record=record,
+        decider=metric.decider, record=record, is_outside=status.is_met and _is_outside(target, metric.value),
     )  # fmt: skip
 
 
@@ -129,6 +137,8 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
+    if status.is_met and _is_outside(target, metric.value):
+        reason += f"; outside of the stated {target.low:g} to {target.high:g}"
     return status, f"{reason}; {metric.remark}." if metric.remark else f"{reason}."
 
 
@@ -136,19 +146,24 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     """Return on which side of its bound a value lies, with its interval or the error of an estimate around it."""
     low, high = _bounds(target)
     shown, sure = f"{stack}: {short_number(metric.value)} {metric.unit}", metric.interval or metric.error
+    sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
     if metric.interval is not None:
         shown += f" (95 % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
-    sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
+    elif sure is not None:
+        shown += f" ({short_number(sure_low)} to {short_number(sure_high)} by the time model's own error)"
     if low <= sure_low and sure_high <= high:
         status, word = Status.HOLDS, "meets"
     elif sure_high < low or sure_low > high:
         status, word = Status.REFUTED, "misses"
     else:
-        status, word = Status.UNPROVEN, "cannot be told apart from"
-        if metric.interval is None:
-            status = Status.UNDECIDED
-            shown += f" ({short_number(sure_low)} to {short_number(sure_high)} by the time model's own error)"
+        status = Status.UNDECIDED if metric.interval is None else Status.UNPROVEN
+        word = "cannot be told apart from"
     return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
+
+
+def _is_outside(target: Target, value: float) -> bool:
+    """Return whether a range is stated that does not hold the value."""
+    return target.low is not None and target.high is not None and not target.low <= value <= target.high
 
 
 def _states_need(target: Target) -> bool:

@@ -12,6 +12,7 @@ from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
 from hybridvalidation.study.ladder.protocol import LadderFile, Made, ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.quality import Weight, size_of, weight_of
 from hybridvalidation.study.ladder.runner import read_ladder
 
 
@@ -40,27 +41,15 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     return notes
 
 
-_Weight = tuple[float, float, float]
-
-
-def _weighed(ladder: LadderFile, made: Made) -> Iterator[tuple[Judged, _Weight, str]]:
-    """Yield what each arm says, with its weight: finished ones first, the largest of them."""
+def _weighed(ladder: LadderFile, made: Made) -> Iterator[tuple[Judged, Weight, str]]:
+    """Yield what each arm says, with its weight."""
     for judged in (one for rung in ladder.rungs for one in judge_rung(ladder, made, rung)):
-        if judged.comparison.arm.rounds_to_nearest:
-            continue
-        is_finished = judged.finding is not Finding.UNFINISHED
-        params, tokens = _size(judged)
-        weight = (1.0, params, tokens) if is_finished else (0.0, len(judged.comparison.pairs), -params)
-        yield judged, weight, _said(ladder, judged)
-
-
-def _size(judged: Judged) -> tuple[float, float]:
-    rung = judged.comparison.rung
-    return rung.model.num_params, rung.tokens_per_param
+        if not judged.comparison.arm.rounds_to_nearest:
+            yield judged, weight_of(judged), _said(ladder, judged)
 
 
 def _said(ladder: LadderFile, judged: Judged) -> str:
-    comparison, (params, tokens) = judged.comparison, _size(judged)
+    comparison, (params, tokens) = judged.comparison, size_of(judged)
     size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens a parameter"
     head = f"{judged.finding} (arm {comparison.arm.name} of {ladder.name} against {comparison.other.name}"
     if judged.finding is Finding.UNFINISHED:

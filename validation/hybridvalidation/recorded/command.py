@@ -90,12 +90,13 @@ def score_table(rows: Sequence[Row], style: str) -> str:
     """Return errors by source and quantity."""
     table = [
         [
-            score.source, score.quantity.replace("_", " "), str(score.count), f"{100 * score.mean_error:+.2f} %",
+            score.source, score.quantity.replace("_", " "), str(score.count),
+            "yes" if score.worst.role is Role.SEEN else "", f"{100 * score.mean_error:+.2f} %",
             f"{100 * score.mean_absolute:.2f} %", f"{100 * (score.worst.error or 0):+.2f} % ({score.worst.id})",
         ]
         for score in scores(rows)
     ]  # fmt: skip
-    headers = ("source", "quantity", "predicted", "mean error", "mean absolute", "worst")
+    headers = ("source", "quantity", "predicted", "seen before", "mean error", "mean absolute", "worst")
     return tabulate(table, headers=headers, tablefmt=style, disable_numparse=True)
 
 

@@ -1,7 +1,7 @@
 """The record of a planned run of others' trainer, and the rows that hold it against what they measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -63,6 +63,11 @@ class Row:
     why: str = ""
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether it is neither fitted on nor left out."""
+        return self.role in {Role.PREDICT, Role.SEEN}
+
+    @property
     def error(self) -> float | None:
         """Planned over recorded, less one; of ``oom`` 0 where both agree and 1 where not."""
         if self.planned is None:
@@ -120,7 +125,9 @@ def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> lis
             if record is not None and record.key != job_of(name, source, run).key:
                 record = None
             for quantity, value in run.recorded.items():
-                rows.append(_row(name, run, quantity, value, record))
+                row = _row(name, run, quantity, value, record)
+                is_seen = run.role is Role.PREDICT and quantity in source.seen
+                rows.append(replace(row, role=Role.SEEN) if is_seen else row)
     return rows
 
 
@@ -128,7 +135,7 @@ def scores(rows: Iterable[Row]) -> list[Score]:
     """Return the scores of all that was predicted."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.role is Role.PREDICT and row.error is not None:
+        if row.is_predicted and row.error is not None:
             groups.setdefault((row.source, row.quantity), []).append(row)
     return [Score.of(group) for group in groups.values()]
 

@@ -15,6 +15,8 @@ class Role(StrEnum):
     CALIBRATE = "calibrate"
     """What its source does not say was fitted on it; at most one run of a source."""
     PREDICT = "predict"
+    SEEN = "seen"
+    """Predicted by code that was written or changed when the figure was known: no blind prediction."""
     LEFT_OUT = "left_out"
     """Not planned; ``why`` says why."""
 
@@ -55,6 +57,8 @@ class Source:
     """The recipe that all runs share: JSON."""
     packages: tuple[str, ...] = ()
     """What must be installed to plan it."""
+    seen: tuple[str, ...] = ()
+    """Quantities of predicted runs that were known when what plans them was settled; the protocol says how."""
     runs: tuple[RecordedRun, ...]
 
     def __post_init__(self) -> None:
@@ -62,6 +66,8 @@ class Source:
         faults = [f"runs: '{name}' is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
         if sum(run.role is Role.CALIBRATE for run in self.runs) > 1:
             faults.append("runs: more than one has the role 'calibrate'; at most one run of a source is fitted on")
+        known = {quantity for run in self.runs for quantity in run.recorded}
+        faults += [f"seen: {unknown_name('quantity', name, sorted(known))}" for name in self.seen if name not in known]
         if faults:
             raise ValueError("\n".join(faults))
 

@@ -14,6 +14,7 @@ from hybridvalidation.runs.runner import ScenarioRun, jobs_of, run_from_records,
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import write_report
 from hybridvalidation.study.ladder.protocol import ladder_names
+from hybridvalidation.study.ladder.quality import stack_quality
 from hybridvalidation.study.ladder.targets import ladder_verdicts
 
 _SHOWN_FILES = 3
@@ -73,7 +74,8 @@ def validate(
     is_committed = not record and all(found in stored for found in run.records.values())
     if is_committed:
         return Validation(run=run, written=())
-    written = write_report(run, files.targets(), folder, ladder_verdicts(files, results))
+    elsewhere, quality = ladder_verdicts(files, results), stack_quality(files, results)
+    written = write_report(run, files.targets(), folder, elsewhere, quality)
     return Validation(run=run, written=tuple(written))
 
 

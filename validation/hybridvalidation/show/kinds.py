@@ -32,6 +32,8 @@ class View:
     style: str
     elsewhere: Elsewhere
     """Verdicts that were reached elsewhere."""
+    quality: Mapping[str, tuple[str, ...]]
+    """What ladders say of a stack, by its name: a row of the section quality."""
 
     def title(self, text: str) -> str:
         """Return the section's title as its style has it."""

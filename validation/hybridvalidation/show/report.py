@@ -11,6 +11,7 @@ from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page, Section, View, kinds_in
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
+from hybridvalidation.study.ladder.quality import NO_QUALITY, Quality, stack_quality
 from hybridvalidation.study.ladder.targets import ladder_verdicts
 
 
@@ -28,32 +29,38 @@ def headline(run: ScenarioRun) -> str:
 
 
 def report_text(
-    run: ScenarioRun, targets: Mapping[str, Target], style: str, elsewhere: Elsewhere = NOWHERE_ELSE
+    run: ScenarioRun,
+    targets: Mapping[str, Target],
+    style: str,
+    elsewhere: Elsewhere = NOWHERE_ELSE,
+    quality: Quality = NO_QUALITY,
 ) -> str:
     """Return headline, tables and sentences of a scenario."""
-    view = View(run=run, targets=targets, style=style, elsewhere=elsewhere)
+    view = View(run=run, targets=targets, style=style, elsewhere=elsewhere, quality=quality)
     parts = [part for section in kinds_in("sections", Section) for part in section.parts(view)]
     return "\n\n".join([f"{'# ' if style == MARKDOWN else ''}{headline(run)}", *parts])
 
 
-def write_report(run: ScenarioRun, targets: Mapping[str, Target], results: Path, elsewhere: Elsewhere) -> list[Path]:
+def write_report(
+    run: ScenarioRun, targets: Mapping[str, Target], results: Path, elsewhere: Elsewhere, quality: Quality
+) -> list[Path]:
     """Write ``tables/NAME.md`` and ``plots/NAME-*.png`` below ``results``; return the paths."""
     from hybridvalidation.show.pictures import write_plots  # noqa: PLC0415  matplotlib takes half a second
 
     plots = write_plots(run, results / "plots")
     pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
-    text = f"{report_text(run, targets, MARKDOWN, elsewhere)}\n\n## Pictures\n\n{pictures}"
+    text = f"{report_text(run, targets, MARKDOWN, elsewhere, quality)}\n\n## Pictures\n\n{pictures}"
     return [write_page(results, run.scenario.name, text), *plots]
 
 
 def rebuild(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[Path]:
     """Write the reports of scenarios from their records, nothing is run; without names all, and all other pages."""
     store, written = RecordStore(results / "records"), list[Path]()
-    elsewhere = ladder_verdicts(files, results)
+    elsewhere, quality = ladder_verdicts(files, results), stack_quality(files, results)
     for name in names or [name for name in store.scenarios() if name in files.scenario_names()]:
         scenario = files.scenario(name)
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
-        written += write_report(run, files.targets(), results, elsewhere)
+        written += write_report(run, files.targets(), results, elsewhere, quality)
     for page in [] if names else kinds_in("pages", Page):
         written += page.write(files, results)
     return written

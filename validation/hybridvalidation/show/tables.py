@@ -15,7 +15,7 @@ TERMINAL, MARKDOWN = "simple", "github"
 
 def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:
     """Return one row per target: what is stated, the verdict, why."""
-    rows = [[v.target, v.status, v.evidence or "-", v.reason] for v in verdicts]
+    rows = [[v.target, v.status, v.shown_by or "-", v.reason] for v in verdicts]
     widths = [None, None, None, 90] if style == TERMINAL else None
     return tabulate(
         rows,

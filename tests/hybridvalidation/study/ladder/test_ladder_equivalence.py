@@ -1,10 +1,14 @@
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
 import pytest
 
+from hybridtrain.units import format_count
 from hybridvalidation.scenario import Target
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.ladder import quality as quality_module
 from hybridvalidation.study.ladder.equivalence import (
     Finding,
     Judged,
@@ -17,6 +21,7 @@ from hybridvalidation.study.ladder.equivalence import (
 )
 from hybridvalidation.study.ladder.order import next_runs
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderRun, Made
+from hybridvalidation.study.ladder.quality import stack_quality
 from hybridvalidation.study.ladder.targets import judge_ladder
 from tiny_ladders import ARMS, RUNG, finished, ladder_of
 
@@ -146,6 +151,18 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
     assert near.interval.low < fmean(found[0].differences) + 0.01
 
 
+@pytest.mark.parametrize(("lost", "passes"), [(0.001, True), (0.1, False)])
+def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, *, passes: bool) -> None:
+    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.0)
+    stated = [{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}]
+    ladder = ladder_of(rungs=[RUNG], arms=[*ARMS[:2], CONTROL], targets=stated)
+    shifts = {"vanilla": 0.0, "mixed": 0.0, CONTROL["name"]: lost}
+    made = finished(ladder, lambda run: 2.0 + 0.0001 * wave(run.seed, 1) + shifts[run.arm])
+    (found,) = judge_ladder(ladder, made, {"kept": target})
+    assert f"the control {CONTROL['name']}: " in found.reason
+    assert ("so the bound is too wide to tell harm of its size" in found.reason) is passes
+
+
 def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
     target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.5)
     rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]
@@ -162,3 +179,23 @@ def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
     assert "0.03M parameters and 0 tokens a parameter, 3 seeds, not the stated size" in large.reason
     assert "smaller ones: 0.01M parameters" in large.reason
     assert large.value == pytest.approx(100 * (0.8 - 0.01) / 0.8, abs=0.01)
+
+
+def test_a_stack_is_told_by_the_rung_that_tells_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]
+    ladder = ladder_of(rungs=rungs, arms=ARMS[:2])
+    files = ScenarioFiles(tmp_path)
+    monkeypatch.setattr(quality_module, "ladder_names", lambda _folder: ["tiny"])
+    monkeypatch.setattr(quality_module, "read_ladder_file", lambda _folder, _name: ladder)
+    found = {}
+    for runs in (0, 4, 6, 10, 12):  # of two arms and three seeds on each rung
+        made = finished(ladder, lambda run: 2.0 + 0.001 * wave(run.seed, 1), max_runs=runs)
+        monkeypatch.setattr(quality_module, "read_ladder", lambda _results, _name, made=made: made)
+        found[runs] = stack_quality(files, tmp_path).get("mixed")
+    assert found[0] is None  # nothing was run
+    sizes = {runs: (cells[1], cells[3], cells[-1]) for runs, cells in found.items() if cells is not None}
+    small = format_count(ladder.rungs[0].model.num_params)
+    assert sizes[4] == (small, "2 of 3", "unfinished")
+    assert sizes[6] == sizes[10]  # finished on the small one; the larger is not
+    assert (sizes[6][:2], sizes[12][1]) == ((small, "3 of 3"), "3 of 3")
+    assert sizes[12][0] == format_count(ladder.rungs[1].model.num_params)

@@ -1,15 +1,15 @@
 """Recorded against planned: every figure of every source, and a picture of all of them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from hybridtrain.units import GB
 from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned, rows_of
+from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned, rows_of, scores
 from hybridvalidation.recorded.source import Role, Source, read_sources
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
@@ -18,9 +18,10 @@ from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
-    "trainer, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source was "
-    "written before predicting: what was fitted, on which one run, and what counts as an error. The errors are of "
-    "predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
+    "trainer, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source "
+    "was written before predicting: what was fitted, on which one run, and what counts as an error; figures that were"
+    " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
+    "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
 _MARKERS = "os^Dv"
 _SECONDS = "seconds"
@@ -49,26 +50,39 @@ def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return in a sentence how many figures of how many sources were met how closely."""
-    found = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
-    times = [row.error or 0.0 for row in found if row.quantity.endswith(_SECONDS)]
-    found = [row for row in found if not row.quantity.endswith(("params", _SECONDS))]  # counted, not measured
-    sizes = sorted(abs(row.error or 0.0) for row in found if row.quantity != "oom")
+    """Return in sentences how many figures of how many sources were met how closely; figures seen before apart."""
+    blind = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
+    found = [row for row in blind if not row.quantity.endswith(("params", _SECONDS))]  # counted, not measured
+    sizes = [row for row in found if row.quantity != "oom"]
     answers = [row for row in found if row.quantity == "oom"]
-    right = sum(row.error == 0 for row in answers)
     publications = {row.source.partition("-")[0] for row in found}  # a second file of one has its name, a dash and more
-    outcomes = f"; {right} of {len(answers)} outcomes (fits, or out of memory) are right" if answers else ""
-    median, high = (sizes[len(sizes) // 2], sizes[int(0.9 * len(sizes))]) if sizes else (0.0, 0.0)
-    told = f" {len(times)} step times: {100 * fmean(map(abs, times)):.1f} % off on average." if times else ""
-    return (
-        f"{len(found)} CUDA figures of {len(publications)} sources predicted: "
-        f"median error {100 * median:.2f} %, nine in ten within {100 * high:.1f} %{outcomes}.{told}"
-    )
+    told = f"{len(sizes)} CUDA figures of memory and {len(answers)} outcomes of {len(publications)} sources predicted"
+    if sizes:
+        largest, count = Counter(row.source for row in sizes).most_common(1)[0]
+        others = [row for row in sizes if row.source != largest]
+        told += f": {_spread(sizes)}"
+        told += f" (without {count} figures of {largest}: {_spread(others)})" if others else ""
+    if answers:
+        right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
+        told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
+    known = [each for each in scores(rows) if each.worst.role is Role.SEEN and each.quantity != "oom"]
+    also = [f"{each.count} {each.source} {each.quantity} {_percent(each.mean_absolute)}" for each in known]
+    return f"{told}. Seen before, off on average: {', '.join(also)}.".replace("_", " ") if also else f"{told}."
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    errors = sorted(abs(row.error or 0.0) for row in rows)
+    median, high = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
+    return f"median error {_percent(median, 2)}, nine in ten within {_percent(high)}"
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
 
 
 def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
     """Return the rows of predicted runs that are of bytes, or of seconds; neither outcomes nor counts."""
-    found = [row for row in rows if row.role is Role.PREDICT and row.planned and row.quantity != "oom"]
+    found = [row for row in rows if row.is_predicted and row.planned and row.quantity != "oom"]
     return [
         row for row in found if row.quantity.endswith(_SECONDS) is are_times and not row.quantity.endswith("params")
     ]

@@ -30,8 +30,12 @@ _HOW = (
     "Of several places a registered study counts first, then a scenario, judged on one stack that must hold all rows "
     "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
     "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
-    "Undecided: the difference is smaller than the time model's own error. Unproven: no record, or an interval on both "
-    "sides of the bound. Misleading: right as it was got, but an average or a part, and what decides misses the bound."
+    "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
+    "cards that it was not fitted on. Unproven: no record, or an interval on both sides of the bound. Misleading: "
+    "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
+    "decides stands behind the figure's own. Where a range is stated and its one end is what a user asks for, that "
+    "end is the bound; a value on its good side and outside of the range is told so: the bound holds, the range "
+    "describes nothing."
 )
 
 
@@ -69,7 +73,8 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
             holders: list[str] = []
             if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
                 holders = [] if verdict.status.is_met else joint.holders(verdict.target)
-            yield Judged(place=name, verdict=verdict, held_alone_by=tuple(holders))
+            studied = elsewhere.get((verdict.target, verdict.stack)) is not None and verdict.is_of_scenario
+            yield Judged(place=name, verdict=verdict, is_registered=studied, held_alone_by=tuple(holders))
     for path in sorted((files.folder / "studies").glob("*.toml")):
         study = load_toml(StudyFile, path)
         for verdict in judge_study(study, read_study(results, study.name), targets):

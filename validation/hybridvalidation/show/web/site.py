@@ -21,6 +21,7 @@ from hybridvalidation.show.kinds import Chart, Page, PageChart, kinds_in
 from hybridvalidation.show.pictures import with_memory
 from hybridvalidation.show.report import MARKDOWN, headline, report_text
 from hybridvalidation.show.web.environment import environment_text
+from hybridvalidation.study.ladder.quality import Quality, stack_quality
 from hybridvalidation.study.ladder.targets import ladder_verdicts
 
 if TYPE_CHECKING:
@@ -81,10 +82,11 @@ def write_site(files: ScenarioFiles, results: Path, folder: Path) -> list[Path]:
         made = Path(scratch)
         (made / "records").symlink_to((results / "records").resolve(), target_is_directory=True)
         runs, elsewhere = _runs(files, results), ladder_verdicts(files, results)
+        quality = stack_quality(files, results)
         targets = files.targets()
         made_in = environment_text(results / "records")
         sheets = [
-            *_scenario_sheets(runs, targets, elsewhere), *_page_sheets(files, made),
+            *_scenario_sheets(runs, targets, elsewhere, quality), *_page_sheets(files, made),
             Sheet(name="environment", group="Environment", label="environment", text=made_in), *_note_sheets(results),
         ]  # fmt: skip
         cards = [_card(run, targets, elsewhere) for run in runs]
@@ -100,13 +102,13 @@ def _runs(files: ScenarioFiles, results: Path) -> list[ScenarioRun]:
 
 
 def _scenario_sheets(
-    runs: Iterable[ScenarioRun], targets: Mapping[str, Target], elsewhere: Elsewhere
+    runs: Iterable[ScenarioRun], targets: Mapping[str, Target], elsewhere: Elsewhere, quality: Quality
 ) -> Iterator[Sheet]:
     charts = kinds_in("charts", Chart)
     for run in runs:
         yield Sheet(
             name=f"scenario-{run.scenario.name}", group=_SCENARIOS, label=run.scenario.name,
-            text=report_text(run, targets, MARKDOWN, elsewhere),
+            text=report_text(run, targets, MARKDOWN, elsewhere, quality),
             drawings=[drawing for chart in charts for drawing in chart.draw(run)],
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ from statistics import fmean
 from tabulate import tabulate
 
 from hybridtrain.units import format_count
-from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
@@ -24,6 +23,7 @@ from hybridvalidation.study.ladder.protocol import (
     record_of,
     run_key,
 )
+from hybridvalidation.study.ladder.quality import range_text
 from hybridvalidation.study.ladder.runner import holds, read_ladder, read_replays
 from hybridvalidation.study.ladder.targets import judge_ladder
 
@@ -35,7 +35,7 @@ _HOW = (
     "weights, same batches, same validation tokens). Equivalent: two one-sided t tests put the mean within the "
     "registered margin; worse, better: a two-sided one tells it from zero; odds are corrected over the arms of a "
     "family and rung (Holm), unfinished ones counted. Top-1: accuracy over the other's. Products of bfloat16 matrices "
-    "are computed in float32 and rounded once. Stacks that compute the same to the bit share an arm's runs."
+    "are summed in float32 and rounded once. Stacks that compute the same to the bit share an arm's runs."
 )
 _HEADERS = (
     "arm", "against", "lr", "seeds", "loss", "difference, nats", "deviation", "top-1 kept %", "p equivalent",
@@ -154,17 +154,13 @@ def _row(ladder: LadderFile, made: Made, rung: Rung, arm: Arm, judged: Judged | 
     odds = ["-", "-"] if judged.finding is Finding.UNFINISHED else [_p(judged.p_equivalent), _p(judged.p_different)]
     verdict = str(judged.finding) + (f", {comparison.num_diverged} diverged" if comparison.num_diverged else "")
     return [
-        arm.name, comparison.other.name, *head, "-" if interval is None else _range(interval, "+.4f"), deviation,
-        "-" if kept is None else _range(kept, ".2f"), *odds, verdict,
+        arm.name, comparison.other.name, *head, range_text(interval, "+.4f"), deviation, range_text(kept, ".2f"), *odds,
+        verdict,
     ]  # fmt: skip
 
 
 def _p(odds: float) -> str:
     return "<0.0001" if odds < 0.0001 else f"{odds:.4f}"
-
-
-def _range(interval: Interval, form: str) -> str:
-    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
 
 
 def _extrapolations(ladder: LadderFile, made: Made) -> str:
@@ -174,7 +170,7 @@ def _extrapolations(ladder: LadderFile, made: Made) -> str:
         rungs = [rung for rung in ladder.rungs if arm in ladder.arms_of(rung)]
         found = None if other is None else extrapolate([last_look(ladder, made, r, arm, other) for r in rungs], *_FAR)
         if found is not None:
-            told.append(f"{arm.name} {_range(found.interval, '+.4f')} (line in {' and '.join(found.terms)})")
+            told.append(f"{arm.name} {range_text(found.interval, '+.4f')} (line in {' and '.join(found.terms)})")
     size = f"{format_count(int(_FAR[0]))} parameters and {_FAR[1]:.0f} tokens a parameter"
     if not told:
         return f"Extrapolation to {size}: none yet, too few rungs are finished."

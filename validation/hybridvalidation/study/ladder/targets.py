@@ -73,7 +73,22 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     remark += f" (smaller ones: {smaller})" if smaller else ""
     if largest.num_diverged:
         remark += f"; {largest.num_diverged} seeds diverged, which no mean holds"
+    remark += _of_controls(ladder, made, target, largest)
     return Metric(values[-1].mean, Evidence.EXECUTED, "%", interval=values[-1], remark=remark)
+
+
+def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison) -> str:
+    """Say what the arms that must fail lose by the same ruler, and whether it tells them from the others at all."""
+    controls = [arm for arm in ladder.arms_of(shown.rung) if arm.family == "control" and arm is not shown.arm]
+    told = ""
+    for found in (last_look(ladder, made, shown.rung, arm, shown.other) for arm in controls):
+        if not found.is_finished or found.retention is None:
+            continue
+        value = _value(target, found.retention)
+        passes = judge_metric(target, found.arm.name, Metric(value.mean, Evidence.EXECUTED, "%", interval=value))
+        word = ", so the bound is too wide to tell harm of its size" if passes.status.is_met else ""
+        told += f"; the control {found.arm.name}: {value.mean:.2f} % ({value.low:.2f} to {value.high:.2f}){word}"
+    return told
 
 
 def _value(target: Target, kept: Interval) -> Interval:
