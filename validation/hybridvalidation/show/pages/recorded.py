@@ -88,6 +88,13 @@ def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
     ]
 
 
+def label_of(rows: Sequence[Row]) -> str:
+    """Return what a picture calls figures of one source and quantity."""
+    first = rows[0]
+    seen = ", seen before" if first.role is Role.SEEN else ""
+    return f"{first.source}: {first.quantity.replace('_', ' ')} ({len(rows)}{seen})"
+
+
 def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Draw recorded against planned bytes on logarithmic axes."""
     axes = figure.subplots()
@@ -98,7 +105,7 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
         axes.scatter(
             [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
             zorder=3, marker=_MARKERS[number % len(_MARKERS)],
-            label=f"{source}: {quantity.replace('_', ' ')} ({len(points)})",
+            label=label_of(points),
         )  # fmt: skip
     ends = [
         min(row.recorded for row in shown) / GB * 0.85,
