@@ -311,6 +311,26 @@ def test_a_target_needs_the_bounds_of_its_direction(files: ScenarioFiles, direct
         files.targets()
 
 
+@pytest.mark.parametrize(
+    ("direction", "bounds", "told"),
+    [
+        ("max", "value = 4.0\nlow = 3.0", "give both"),
+        ("max", "value = 4.0\nlow = 5.0\nhigh = 4.0", "low below high"),
+        ("min", "value = 4.0\nlow = 5.0\nhigh = 6.0", "value 4 must lie within the range"),
+        ("equal", "value = 4.0\nlow = 3.0\nhigh = 6.0", "an equality has no range"),
+    ],
+)
+def test_a_range_that_is_stated_beside_a_bound_must_hold_it(
+    files: ScenarioFiles, direction: str, bounds: str, told: str
+) -> None:
+    path = files.folder / "targets.toml"
+    path.write_text(TARGETS.replace('"max"', f'"{direction}"').replace("value = 4.0", bounds))
+    with pytest.raises(ConfigError, match=told):
+        files.targets()
+    path.write_text(TARGETS.replace("value = 4.0", "value = 4.0\nlow = 3.0\nhigh = 4.0"))
+    assert files.targets()["small"].low == 3.0
+
+
 def test_a_stack_whose_parts_disagree_names_its_file(files: ScenarioFiles) -> None:
     path = files.folder / "stacks" / "lean.toml"
     path.write_text(LEAN + '[[optimizations]]\nkind = "grad_accumulation"\nsteps = 2\n')

@@ -1,6 +1,7 @@
 """Finding and reading scenario, stack and target files."""
 
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,10 @@ class ScenarioFiles:
     def targets(self) -> dict[str, Target]:
         """Read every stated figure; none where the folder has no ``targets.toml``."""
         path = self.folder / "targets.toml"
-        return {target.id: target for target in load_toml(TargetFile, path).target} if path.exists() else {}
+        targets = {target.id: target for target in load_toml(TargetFile, path).target} if path.exists() else {}
+        if faults := [fault for target in targets.values() for fault in _range_faults(target)]:
+            raise ConfigError(str(path), faults)
+        return targets
 
     def _path(self, name: str, folder: Path, names: list[str], what: str) -> Path:
         if name.endswith(".toml"):
@@ -113,3 +117,16 @@ def scenario_folder(folder: Path | None) -> ScenarioFiles:
     if not folder.is_dir():
         raise ConfigError(str(folder), ["no such folder; --scenarios names one with scenario files and stacks/"])
     return ScenarioFiles(folder)
+
+
+def _range_faults(target: Target) -> Iterator[str]:
+    """Yield what is wrong with a range that is stated beside the end of it that is the bound."""
+    ends = (target.low, target.high)
+    if ends == (None, None):
+        return
+    if target.low is None or target.high is None or not target.low < target.high:
+        yield f"$.target '{target.id}': low {target.low}, high {target.high}: give both, low below high, or neither"
+    elif target.direction in {"min", "max"} and not target.low <= (target.value or 0.0) <= target.high:
+        yield f"$.target '{target.id}': value {target.value:g} must lie within the range that is stated"
+    elif target.direction == "equal":
+        yield f"$.target '{target.id}': low, high: an equality has no range; leave both out"

@@ -53,13 +53,16 @@ def test_a_scenarios_row_waits_for_the_study_that_owes_it() -> None:
     owed = judged(Status.UNPROVEN, "scenario", of_scenario=True, registered=True, known=False)
     assert row_of(alone, owed).status is Status.UNPROVEN
     assert row_of(alone, owed).reason == "scenario says so. Also holds: study-stack in study."
+    refuted, held = replace(alone, verdict=replace(alone.verdict, status=Status.REFUTED)), judged(Status.HOLDS, "b")
+    assert row_of(refuted, replace(held, is_registered=True)).status is Status.REFUTED  # the study's own verdicts count
 
 
 def test_figures_outside_of_a_stated_range_are_counted() -> None:
     found = judged(Status.HOLDS)
     outside = replace(found, verdict=replace(found.verdict, is_outside=True))
     assert "outside" not in counts([row_of(found)])
-    assert counts([row_of(outside)]).endswith("Of those that hold, 1 do so from outside of the range that is stated.")
+    told = "1 hold. Outside of the range that is stated, on its good side: 1 of those that hold."
+    assert counts([row_of(outside)]).endswith(told)
 
 
 @pytest.mark.parametrize("status", Status)

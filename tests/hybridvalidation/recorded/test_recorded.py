@@ -67,10 +67,13 @@ def test_figures_seen_before_stand_apart() -> None:
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
         "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
-        "%; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before, off on average: 1 t peak 50.0 %."
+        "%; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before: 1 t peak 50.0 % off on average, 0 of "
+        "1 t outcomes right."
     )
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
         replace(blind, seen=("speed",))
+    with pytest.raises(ValueError, match="'seen' is of quantities"):
+        run("a", Role.SEEN, peak=1.0)
 
 
 def test_a_plan_of_another_recipe_does_not_count() -> None:

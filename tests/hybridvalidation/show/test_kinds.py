@@ -49,6 +49,15 @@ def test_a_section_is_one_file(new_file: Path, style: str, title: str) -> None:
     assert report_text(RUN, {}, style).replace(f"{title}\n\nsaid by a new file\n\n", "") == before
 
 
+def test_a_page_tells_what_stacks_cost_in_quality() -> None:
+    stack = SCENARIO.stacks[-1]
+    cells = ("int8", "121k", "20", "10 of 10", "vanilla", "+0.0030", "99.87", "inconclusive")
+    shown = report_text(RUN, {}, MARKDOWN, quality={stack: cells, "of another scenario": cells})
+    assert "What it costs in quality" not in report_text(RUN, {}, MARKDOWN)
+    [row] = [line for line in shown.splitlines() if "| int8" in line]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [stack, *cells]
+
+
 def test_a_picture_is_one_file(new_file: Path, tmp_path: Path) -> None:
     (new_file / "plots" / "mine.py").write_text(NEW_PLOT)
     names = [path.name for path in write_plots(RUN, tmp_path / "out")]

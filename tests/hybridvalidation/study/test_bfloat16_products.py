@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from torch import Tensor
 
 from hybridkernels.flash_attention.op import causal_attention
 from hybridkernels.flash_attention.reference import causal_attention_reference
-from hybridvalidation.study.bfloat16_products import fast_bfloat16
+from hybridvalidation.study import bfloat16_products
+from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "mm": (torch.mm, ((7, 33), (33, 5))),
@@ -35,6 +37,19 @@ def test_a_product_is_rounded_once(name: str) -> None:
     assert found.dtype is torch.bfloat16
     # Half of bfloat16's last bit, 2^-8 relative, for the one rounding; 34 sums of terms below 16 in float32 before it.
     assert (found.double() - exact).abs().le(exact.abs() * 2**-8 + 34 * 16 * 2**-24).all()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_replaced_where_the_processor_has_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    product, shapes = PRODUCTS[name]
+    calls: list[str] = []
+    own = getattr(bfloat16_products, f"_{name}")
+    monkeypatch.setattr(
+        bfloat16_products, f"_{name}", lambda *given, **options: (calls.append(name), own(*given, **options))[1]
+    )
+    with fast_bfloat16():
+        product(*factors(shapes, torch.bfloat16))
+    assert calls == ([] if product_unit() == "processor" else [name])
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -85,4 +100,25 @@ def test_attention_of_other_types_and_of_shared_heads_is_left_alone(dtype: torch
     plain = attention_grads(causal_attention, given, grad_BTNH)
     with fast_bfloat16():
         found = attention_grads(causal_attention, given, grad_BTNH)
+    assert all(torch.equal(own, other) for own, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False}, {"is_causal": True, "scale": 0.5},
+        {"attn_mask": torch.ones(16, 16).tril().log()},
+    ],
+    ids=["all", "scaled", "masked"],
+)  # fmt: skip
+def test_other_attention_is_left_alone(options: dict[str, Any]) -> None:
+    *given, grad_BNTH = factors(((2, 4, 16, 8),) * 4, torch.bfloat16)
+    options = {name: v.bfloat16() if isinstance(v, Tensor) else v for name, v in options.items()}
+
+    def attention(*given: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*given, **options)
+
+    plain = attention_grads(attention, given, grad_BNTH)
+    with fast_bfloat16():
+        found = attention_grads(attention, given, grad_BNTH)
     assert all(torch.equal(own, other) for own, other in zip(found, plain, strict=True))

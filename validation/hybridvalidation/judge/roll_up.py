@@ -25,10 +25,10 @@ class Judged:
     @property
     def weight(self) -> int:
         """Which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
-        return 2 * self.is_registered + self.verdict.is_of_scenario
+        return 2 if self.is_registered else int(self.verdict.is_of_scenario)
 
     @property
-    def counts(self) -> bool:
+    def says_something(self) -> bool:
         """Whether it says something: a place without any record does not, but where a study owes the record."""
         return self.verdict.evidence is not None or (self.is_registered and self.verdict.is_of_scenario)
 
@@ -63,7 +63,7 @@ def counts(rows: Sequence[Row]) -> str:
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     outside = sum(row.is_outside for row in rows)
-    also = f" Of those that hold, {outside} do so from outside of the range that is stated." if outside else ""
+    also = f" Outside of the range that is stated, on its good side: {outside} of those that hold." if outside else ""
     return f"{len(rows)} stated targets: {told}.{also}"
 
 
@@ -74,7 +74,7 @@ _WORDS = {
 
 
 def _row(target: Target, items: Sequence[Judged]) -> Row:
-    known = [item for item in items if item.counts] or items
+    known = [item for item in items if item.says_something] or items
     if not known:
         return Row(
             target=target.id, says=target.says, status=Status.UNPROVEN, evidence="", stack="", place="", record="",

@@ -120,7 +120,7 @@ def judge_metric(
     return Verdict(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
         value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
-        decider=metric.decider, record=record, is_outside=status.is_met and _is_outside(target, metric.value),
+        decider=metric.decider, record=record, is_outside=status is Status.HOLDS and _is_outside(target, metric.value),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
-    if status.is_met and _is_outside(target, metric.value):
+    if status is Status.HOLDS and _is_outside(target, metric.value):
         reason += f"; outside of the stated {target.low:g} to {target.high:g}"
     return status, f"{reason}; {metric.remark}." if metric.remark else f"{reason}."
 

@@ -12,7 +12,7 @@ from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
 from hybridvalidation.study.ladder.protocol import LadderFile, Made, ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import Weight, size_of, weight_of
+from hybridvalidation.study.ladder.quality import Weight, weight_of
 from hybridvalidation.study.ladder.runner import read_ladder
 
 
@@ -49,7 +49,7 @@ def _weighed(ladder: LadderFile, made: Made) -> Iterator[tuple[Judged, Weight, s
 
 
 def _said(ladder: LadderFile, judged: Judged) -> str:
-    comparison, (params, tokens) = judged.comparison, size_of(judged)
+    comparison, (params, tokens) = judged.comparison, judged.comparison.size
     size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens a parameter"
     head = f"{judged.finding} (arm {comparison.arm.name} of {ladder.name} against {comparison.other.name}"
     if judged.finding is Finding.UNFINISHED:
@@ -58,8 +58,8 @@ def _said(ladder: LadderFile, judged: Judged) -> str:
             f"{interim_text(judged, ladder.margin_nats)})"
         )
     nats = _nats(comparison.interval)
-    diverged = f", {comparison.num_diverged} diverged" if comparison.num_diverged else ""
-    return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {len(comparison.pairs)} seeds{diverged})"
+    seeds = f"{len(comparison.pairs)} seeds{comparison.diverged_text}"
+    return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {seeds})"
 
 
 def interim_text(judged: Judged, margin_nats: float) -> str:

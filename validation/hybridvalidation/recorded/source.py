@@ -37,6 +37,8 @@ class RecordedRun:
     def __post_init__(self) -> None:
         if self.role is Role.LEFT_OUT and not self.why:
             raise ValueError("why: missing; say why the run is left out")
+        if self.role is Role.SEEN:
+            raise ValueError("role: 'seen' is of quantities; write 'predict', and name them in the source's `seen`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,10 +36,15 @@ def fast_bfloat16() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch says that something is replaced
             library.impl(_ATTENTION_BACKWARD, attention_backward, "CPU", with_keyset=True)
-            if not torch.cpu._is_avx512_bf16_supported():
+            if product_unit() == "float32":
                 for name, product in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm)):
                     library.impl(name, product, "CPU")
         yield
+
+
+def product_unit() -> str:
+    """Return what multiplies bfloat16 matrices here: ``processor``, by instructions of its own, or ``float32``."""
+    return "processor" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 def _is_plain(

@@ -199,3 +199,7 @@ def test_a_stack_is_told_by_the_rung_that_tells_most(tmp_path: Path, monkeypatch
     assert sizes[6] == sizes[10]  # finished on the small one; the larger is not
     assert (sizes[6][:2], sizes[12][1]) == ((small, "3 of 3"), "3 of 3")
     assert sizes[12][0] == format_count(ladder.rungs[1].model.num_params)
+    made = finished(ladder, lambda run: None if run.arm == "mixed" and run.rung == "larger" else 2.0)
+    monkeypatch.setattr(quality_module, "read_ladder", lambda _results, _name: made)
+    told = stack_quality(files, tmp_path)["mixed"]
+    assert told[-3:] == ("-", "-", "worse, 3 diverged")  # no smaller rung is told in its place

@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from hybridtrain.units import GB
 from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned, rows_of, scores
+from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, rows_of, scores
 from hybridvalidation.recorded.source import Role, Source, read_sources
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
@@ -65,9 +65,15 @@ def headline(rows: Sequence[Row]) -> str:
     if answers:
         right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
         told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
-    known = [each for each in scores(rows) if each.worst.role is Role.SEEN and each.quantity != "oom"]
-    also = [f"{each.count} {each.source} {each.quantity} {_percent(each.mean_absolute)}" for each in known]
-    return f"{told}. Seen before, off on average: {', '.join(also)}.".replace("_", " ") if also else f"{told}."
+    known = [_seen(each) for each in scores(rows) if each.worst.role is Role.SEEN]
+    return f"{told}. Seen before: {', '.join(known)}." if known else f"{told}."
+
+
+def _seen(score: Score) -> str:
+    if score.quantity == "oom":
+        return f"{round(score.count * (1 - score.mean_absolute))} of {score.count} {score.source} outcomes right"
+    what = f"{score.count} {score.source} {score.quantity}".replace("_", " ")
+    return f"{what} {_percent(score.mean_absolute)} off on average"
 
 
 def _spread(rows: Sequence[Row]) -> str:

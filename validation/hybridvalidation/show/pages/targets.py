@@ -73,7 +73,7 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
             holders: list[str] = []
             if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
                 holders = [] if verdict.status.is_met else joint.holders(verdict.target)
-            studied = elsewhere.get((verdict.target, verdict.stack)) is not None and verdict.is_of_scenario
+            studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
             yield Judged(place=name, verdict=verdict, is_registered=studied, held_alone_by=tuple(holders))
     for path in sorted((files.folder / "studies").glob("*.toml")):
         study = load_toml(StudyFile, path)

@@ -55,6 +55,16 @@ class Comparison:
         return sum(own.validation_loss is None and other.validation_loss is not None for own, other in self.pairs)
 
     @property
+    def diverged_text(self) -> str:
+        """The same as the end of a sentence, empty for none."""
+        return f", {self.num_diverged} diverged" if self.num_diverged else ""
+
+    @property
+    def size(self) -> tuple[int, float]:
+        """Parameters, and tokens a parameter from the start; what is fine-tuned was trained on so many before."""
+        return self.rung.model.num_params, self.rung.tokens_per_param
+
+    @property
     def is_finished(self) -> bool:
         """Whether every seed was run."""
         return len(self.pairs) == len(self.seeds)

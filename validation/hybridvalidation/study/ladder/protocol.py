@@ -276,6 +276,8 @@ class LadderRecord(Record):
     probe: Probe
     corpus: str
     corpus_digest: str
+    products: str = ""
+    """What multiplied bfloat16 matrices (``product_unit``); empty: float32, in attention's gradients torch's loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ def _row(ladder: LadderFile, made: Made, rung: Rung, arm: Arm, judged: Judged | 
         spread = sum((value - mean) ** 2 for value in comparison.differences) / (len(comparison.differences) - 1)
         deviation = f"{spread**0.5:.4f}"
     odds = ["-", "-"] if judged.finding is Finding.UNFINISHED else [_p(judged.p_equivalent), _p(judged.p_different)]
-    verdict = str(judged.finding) + (f", {comparison.num_diverged} diverged" if comparison.num_diverged else "")
+    verdict = f"{judged.finding}{comparison.diverged_text}"
     return [
         arm.name, comparison.other.name, *head, range_text(interval, "+.4f"), deviation, range_text(kept, ".2f"), *odds,
         verdict,

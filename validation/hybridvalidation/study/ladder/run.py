@@ -32,7 +32,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.program import current_program
-from hybridvalidation.study.bfloat16_products import fast_bfloat16
+from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 from hybridvalidation.study.ladder.protocol import (
     LadderFile,
     LadderJob,
@@ -129,7 +129,7 @@ def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True) -> La
         num_params=rung.model.num_params, num_tokens=rung.num_tokens, jumps=trial.jumps,
         cpu_seconds=round(time.process_time() - cpu_begin, 2),
         probe=replace(probe, first_losses=first or tuple(trial.losses[:_FIRST_STEPS])),
-        corpus=corpus.name, corpus_digest=corpus.digest,
+        corpus=corpus.name, corpus_digest=corpus.digest, products=product_unit(),
     )  # fmt: skip
 
 

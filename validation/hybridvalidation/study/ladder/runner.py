@@ -5,7 +5,6 @@ from pathlib import Path
 
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import HybridTrainError, RecordError
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child, run_side_by_side
@@ -111,7 +110,7 @@ def _replayed(record: LadderRecord, again: LadderRecord) -> ReplayRecord:
         key=record.key, run=record.run, outcome=Outcome.OK, started_at=again.started_at, duration_s=again.duration_s,
         environment=again.environment, program=again.program, is_equal=record.probe == again.probe,
         largest_difference=_apart(record.probe, again.probe),
-        same_machine=_machine(record.environment) == _machine(again.environment),
+        same_machine=_machine(record) == _machine(again),
     )  # fmt: skip
 
 
@@ -123,8 +122,9 @@ def _apart(one: Probe, other: Probe) -> float:
     return max(abs(own - its) for own, its in zip(losses[0], losses[1], strict=True))
 
 
-def _machine(environment: Environment) -> tuple[str, str, str]:
-    return environment.cpu, environment.torch, environment.int8_update
+def _machine(record: LadderRecord) -> tuple[str, ...]:
+    environment = record.environment
+    return environment.cpu, environment.torch, environment.int8_update, record.products
 
 
 def _replays(name: str) -> str:

@@ -60,7 +60,7 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     assert arm is not None and other is not None, "checked with the file"  # noqa: PT018  one reason
     rungs = [rung for rung in ladder.rungs if {arm.name, other.name} <= {each.name for each in ladder.arms_of(rung)}]
     found = [last_look(ladder, made, rung, arm, other) for rung in rungs]
-    done = sorted((one for one in found if one.is_finished and one.retention is not None), key=_size)
+    done = sorted((one for one in found if one.is_finished and one.retention is not None), key=lambda one: one.size)
     if not done:
         return None
     largest = done[-1]
@@ -79,24 +79,25 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
 
 def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison) -> str:
     """Say what the arms that must fail lose by the same ruler, and whether it tells them from the others at all."""
-    controls = [arm for arm in ladder.arms_of(shown.rung) if arm.family == "control" and arm is not shown.arm]
+    controls = [
+        arm for arm in ladder.arms_of(shown.rung)
+        if arm.family == "control" and arm is not shown.arm and arm.fine_tunes == shown.arm.fine_tunes
+    ]  # fmt: skip
     told = ""
     for found in (last_look(ladder, made, shown.rung, arm, shown.other) for arm in controls):
         if not found.is_finished or found.retention is None:
             continue
         value = _value(target, found.retention)
         passes = judge_metric(target, found.arm.name, Metric(value.mean, Evidence.EXECUTED, "%", interval=value))
-        word = ", so the bound is too wide to tell harm of its size" if passes.status.is_met else ""
-        told += f"; the control {found.arm.name}: {value.mean:.2f} % ({value.low:.2f} to {value.high:.2f}){word}"
+        is_blind = passes.status.is_met and not found.num_diverged
+        word = ", so the bound is too wide to tell harm of its size" if is_blind else ""
+        interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f})"
+        told += f"; the control {found.arm.name}: {interval}{found.diverged_text}{word}"
     return told
 
 
 def _value(target: Target, kept: Interval) -> Interval:
     return kept if target.metric == _RETENTION else Interval(100 - kept.mean, 100 - kept.high, 100 - kept.low)
-
-
-def _size(comparison: Comparison) -> tuple[int, float]:
-    return comparison.rung.model.num_params, comparison.rung.tokens_per_param
 
 
 def _named(comparison: Comparison) -> str:
