@@ -1,17 +1,14 @@
 """``hybridtrain recorded``: plan what others measured, and say how far off the plans are."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from tabulate import tabulate
 
+from hybridvalidation.recorded.job import PlannedFigures, RecordedJob
 from hybridvalidation.recorded.planned import (
-    PlannedFigures,
     PlannedRun,
-    RecordedJob,
     Row,
     append_planned,
     job_of,
@@ -100,12 +97,6 @@ def score_table(rows: Sequence[Row], style: str) -> str:
     return tabulate(table, headers=headers, tablefmt=style, disable_numparse=True)
 
 
-def work(job: RecordedJob) -> PlannedFigures:
-    """Plan one run; the child's side."""
-    engine = import_module(f"hybridvalidation.engines.{job.engine}")
-    return PlannedFigures(figures=engine.plan(json.loads(job.common), json.loads(job.config), job.card))
-
-
 def _jobs(name: str, source: Source) -> list[RecordedJob]:
     return [job_of(name, source, run) for run in source.runs if _is_planned(run)]
 
@@ -115,7 +106,7 @@ def _is_planned(run: RecordedRun) -> bool:
 
 
 def _start(job: RecordedJob) -> Child[PlannedFigures]:
-    return Child("hybridvalidation.recorded.command:work", job, PlannedFigures, limit_s=_LIMIT_S)
+    return Child("hybridvalidation.recorded.job:work", job, PlannedFigures, limit_s=_LIMIT_S)
 
 
 def _record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:

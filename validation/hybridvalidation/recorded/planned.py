@@ -5,37 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from hybridtrain.config.encode import digest
+from hybridvalidation.recorded.job import RecordedJob
 from hybridvalidation.recorded.source import RecordedRun, Role, Source
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = Path("recorded") / "planned.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedJob:
-    """What a child is asked to plan."""
-
-    source: str
-    run: str
-    engine: str
-    card: str
-    common: str
-    config: str
-
-    @property
-    def key(self) -> str:
-        """Digest of all of it."""
-        return digest(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFigures:
-    """What a child answers: quantity to value, as in ``RecordedRun.recorded``."""
-
-    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
