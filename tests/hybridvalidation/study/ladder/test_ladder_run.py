@@ -16,11 +16,18 @@ from hybridvalidation.runs.child import Ended
 from hybridvalidation.study.ladder import runner
 from hybridvalidation.study.ladder.order import next_runs
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderRecord, LadderRun
-from hybridvalidation.study.ladder.run import FinalWeights, Trial, make_run, nearest_rounding, recipe_of
-from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, replay_sentence, run_ladder
+from hybridvalidation.study.ladder.run import (
+    LOSSES_BEFORE_JUMP,
+    FinalWeights,
+    Trial,
+    make_run,
+    nearest_rounding,
+    recipe_of,
+)
+from hybridvalidation.study.ladder.runner import _replayed, holds, read_ladder, replay, replay_sentence, run_ladder
 from hybridvalidation.study.runner import record_path
 from inline_child import InlineChild
-from tiny_ladders import ladder_of
+from tiny_ladders import ladder_of, record_of
 
 TOML = Path(__file__).parents[4] / "scenarios"
 
@@ -173,6 +180,17 @@ def test_a_replay_holds_until_the_arithmetic_changes(
     elsewhere = replace(plain, same_machine=False)
     assert holds(elsewhere), "a millionth of a decay is within the rounding of another processor"
     assert not holds(replace(elsewhere, largest_difference=0.1))
+
+
+@pytest.mark.parametrize(("arm", "difference"), [("vanilla", 0.5), ("jumps", 0.0)])
+def test_behind_a_jump_only_the_same_machine_is_compared(ladder: LadderFile, arm: str, difference: float) -> None:
+    record = record_of(
+        ladder, LadderRun(rung="small", arm=arm, seed=0, lr=0.01, base_lr=0.01), 2.0, products="processor"
+    )
+    record = replace(record, probe=replace(record.probe, losses=(5.0,) * 8))
+    again = replace(record, probe=replace(record.probe, losses=(*(5.0,) * LOSSES_BEFORE_JUMP, *(5.5,) * 4)))
+    assert _replayed(ladder, record, again).largest_difference == 0.5
+    assert _replayed(ladder, replace(record, products="float32"), again).largest_difference == difference
 
 
 @pytest.mark.usefixtures("here")

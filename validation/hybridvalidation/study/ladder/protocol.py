@@ -113,6 +113,11 @@ class Arm:
         return _composed(self.optimizations)
 
     @property
+    def jumps(self) -> bool:
+        """Whether its plan keeps what a predictor remembers."""
+        return self.plan().for_phase(Phase.FULL).history_tensors > 0
+
+    @property
     def num_micro_batches(self) -> int:
         """Per step."""
         return self.plan().for_phase(Phase.FULL).grad_accum_steps
@@ -323,7 +328,7 @@ def run_key(ladder: LadderFile, run: LadderRun) -> str:
         replace(arm, name="any", says="", family="stack", lrs=(), against="", stacks=()), replace(run, arm="any"),
         ladder.optimizer, ladder.validation_batches,
     ]  # fmt: skip
-    if arm.plan().for_phase(Phase.FULL).history_tensors:
+    if arm.jumps:
         parts.append(ladder.hybrid)
     if arm.fine_tunes:
         parts.append(ladder.fine_tune_steps)

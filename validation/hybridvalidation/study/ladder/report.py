@@ -197,5 +197,5 @@ def _replays(ladder: LadderFile, made: Made, results: Path) -> str:
     return (
         f"Replays: of {len(replays)} records the first steps and a run in little were computed again, last by program "
         f"{latest.program} (commit {latest.environment.commit[:8] or 'of no checkout'}); {equal} equal to the bit, "
-        f"{fine} hold."
+        f"{fine} hold, within rounding on another processor (with predicted steps up to the first of them)."
     )

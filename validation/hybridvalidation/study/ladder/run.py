@@ -47,6 +47,8 @@ from hybridvalidation.study.ladder.protocol import (
 TEXT, OTHER_TEXT = "sympy", "networkx"
 """Of training, of fine-tuning."""
 _PROBE_STEPS, _PROBE_WARMUP, _PROBE_BLOCK = 8, 2, 2
+LOSSES_BEFORE_JUMP = _PROBE_WARMUP + _PROBE_BLOCK
+"""Of a run in little: its first jump follows them."""
 _FIRST_STEPS = 4
 _VALIDATION_SEED = 0
 _NUM_MEANS = 20

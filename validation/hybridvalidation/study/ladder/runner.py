@@ -21,7 +21,7 @@ from hybridvalidation.study.ladder.protocol import (
     Rung,
     record_of,
 )
-from hybridvalidation.study.ladder.run import OTHER_TEXT, TEXT
+from hybridvalidation.study.ladder.run import LOSSES_BEFORE_JUMP, OTHER_TEXT, TEXT
 from hybridvalidation.study.runner import record_path, study_file
 
 LARGEST_REPLAY_DIFFERENCE = 1e-2
@@ -79,7 +79,7 @@ def replay(
     for job, ended in run_side_by_side(work, _start_probe, jobs):
         if ended.answer is None:
             raise HybridTrainError(f"{ladder.name}: the probe of {job.run} has no record: {ended.fault}")
-        found = _replayed(next(record for record in chosen if record.run == job.run), ended.answer)
+        found = _replayed(ladder, next(record for record in chosen if record.run == job.run), ended.answer)
         append_record(results / "records", study_file(_replays(ladder.name)), found)
         replays.append(found)
         say(f"{_name(found.run)}: {replay_sentence(found)}")
@@ -105,18 +105,23 @@ def _first(ladder: LadderFile, made: Made, rung: Rung, arm: Arm) -> LadderRecord
     return next((record for record in records if record is not None), None)
 
 
-def _replayed(record: LadderRecord, again: LadderRecord) -> ReplayRecord:
+def _replayed(ladder: LadderFile, record: LadderRecord, again: LadderRecord) -> ReplayRecord:
+    """Compare all losses on the same machine; on another one those before the first jump.
+
+    Behind it, whether a jump is taken back is a yes or no, which the order of a sum may decide.
+    """
+    is_same = _machine(record) == _machine(again)
+    count = None if is_same or not ladder.arm(record.run.arm).jumps else LOSSES_BEFORE_JUMP
     return ReplayRecord(
         key=record.key, run=record.run, outcome=Outcome.OK, started_at=again.started_at, duration_s=again.duration_s,
         environment=again.environment, program=again.program, is_equal=record.probe == again.probe,
-        largest_difference=_apart(record.probe, again.probe),
-        same_machine=_machine(record) == _machine(again),
+        largest_difference=_apart(record.probe, again.probe, count), same_machine=is_same,
     )  # fmt: skip
 
 
-def _apart(one: Probe, other: Probe) -> float:
-    """Return the largest difference of a loss; a huge one where one of the two has more of them."""
-    losses = [(*probe.first_losses, *probe.losses) for probe in (one, other)]
+def _apart(one: Probe, other: Probe, count: int | None) -> float:
+    """Return the largest difference of a loss, of the run in little ``count`` or all; huge where one has more."""
+    losses = [(*probe.first_losses, *probe.losses[:count]) for probe in (one, other)]
     if len(losses[0]) != len(losses[1]):
         return 1e9
     return max(abs(own - its) for own, its in zip(losses[0], losses[1], strict=True))
