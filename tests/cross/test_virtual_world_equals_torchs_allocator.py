@@ -8,7 +8,7 @@ numbers and DDP's list of buckets (up to 64 bytes), cuBLAS's workspaces, and wha
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ SCRATCH = ("c10d::", "gloo:", "aten::_chunk_cat")
 """What gloo copies to and from, where NCCL has buffers of its own outside of torch's allocator; and what the CPU pads
 and concatenates by several ops, where CUDA has one kernel (aten/src/ATen/native/cuda/TensorShape.cu)."""
 KINDS = ("fsdp2", "fsdp2 mixed", "fsdp2 kept", "ddp")
+
+
+@pytest.fixture(autouse=True)
+def plain_products() -> Iterator[None]:
+    """Products without oneDNN: on a processor with bfloat16 instructions it packs factors into tensors of its own."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
 
 
 def build(kind: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
