@@ -1,6 +1,6 @@
 """What ladders on record say of a way's numbers: the verdict of the largest rung that an arm of the same has ended."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from hybridtrain.candidates import Candidate
@@ -10,10 +10,9 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
-from hybridvalidation.study.ladder.protocol import LadderFile, Made, ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import Weight, weight_of
-from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.ladder.equivalence import Finding, Judged
+from hybridvalidation.study.ladder.protocol import LadderFile
+from hybridvalidation.study.ladder.quality import all_judged, weight_of
 
 
 def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, str]:
@@ -23,9 +22,9 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     micro-batches it cuts a step into may differ (of one, nothing is summed), and a master in two halves is the master.
     """
     weighed = [
-        (judged.comparison.arm, weight, note)
-        for name in ladder_names(files.folder)
-        for judged, weight, note in _weighed(read_ladder_file(files.folder, name), read_ladder(results, name))
+        (judged.comparison.arm, weight_of(judged), _said(ladder, judged))
+        for ladder, judged in all_judged(files, results)
+        if not judged.comparison.arm.rounds_to_nearest
     ]
     numbers = {arm: _numbers(arm.plan()) for arm, _, _ in weighed}
     notes = {}
@@ -39,13 +38,6 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
         if found:
             notes[candidate.level.name] = max(found, key=lambda note: note[0])[1]
     return notes
-
-
-def _weighed(ladder: LadderFile, made: Made) -> Iterator[tuple[Judged, Weight, str]]:
-    """Yield what each arm says, with its weight."""
-    for judged in (one for rung in ladder.rungs for one in judge_rung(ladder, made, rung)):
-        if not judged.comparison.arm.rounds_to_nearest:
-            yield judged, weight_of(judged), _said(ladder, judged)
 
 
 def _said(ladder: LadderFile, judged: Judged) -> str:

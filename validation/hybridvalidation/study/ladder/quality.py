@@ -1,6 +1,6 @@
 """What ladders say of an arm, on the rung that tells most, and so of the stacks that share its runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -8,16 +8,23 @@ from hybridtrain.units import format_count
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.equivalence import Finding, Judged, judge_rung
-from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.protocol import LadderFile, ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
 
 Quality = Mapping[str, tuple[str, ...]]
 """Cells by stack: arm, parameters, tokens a parameter, seeds, against, difference of loss, top-1 kept, verdict."""
 NO_QUALITY: Quality = MappingProxyType({})
-Weight = tuple[float, float, float]
+_Weight = tuple[float, float, float]
 
 
-def weight_of(judged: Judged) -> Weight:
+def all_judged(files: ScenarioFiles, results: Path) -> Iterator[tuple[LadderFile, Judged]]:
+    """Yield every arm on every rung of every ladder, beside what it is compared with."""
+    for name in ladder_names(files.folder):
+        ladder, made = read_ladder_file(files.folder, name), read_ladder(results, name)
+        yield from ((ladder, judged) for rung in ladder.rungs for judged in judge_rung(ladder, made, rung))
+
+
+def weight_of(judged: Judged) -> _Weight:
     """Return how much a comparison tells: finished ones first, the largest of them; of others, that of most seeds."""
     params, tokens = judged.comparison.size
     if judged.finding is not Finding.UNFINISHED:
@@ -28,12 +35,9 @@ def weight_of(judged: Judged) -> Weight:
 def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, ...]]:
     """Return what is known of every stack that shares an arm's runs; the baseline's own have nothing to be told."""
     telling = dict[str, Judged]()
-    for name in ladder_names(files.folder):
-        ladder, made = read_ladder_file(files.folder, name), read_ladder(results, name)
-        for judged in (one for rung in ladder.rungs for one in judge_rung(ladder, made, rung)):
-            for stack in judged.comparison.arm.stacks if judged.comparison.pairs else ():
-                best = telling.get(stack)
-                telling[stack] = judged if best is None else max(best, judged, key=weight_of)
+    for _, judged in all_judged(files, results):
+        for stack in judged.comparison.arm.stacks if judged.comparison.pairs else ():
+            telling[stack] = max(telling.get(stack, judged), judged, key=weight_of)
     return {stack: _cells(judged) for stack, judged in telling.items()}
 
 
