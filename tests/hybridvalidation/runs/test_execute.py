@@ -205,7 +205,7 @@ def test_the_record_is_of_what_trained_and_not_of_who_called(command: Command) -
     program = RecordStore(Path("results/records")).programs()[run.program]
     parts = {path.split("/")[1] for path in program.files if path.startswith("hybridvalidation/")}
     assert {"runs", "records", "scenario.py"} <= parts
-    assert not parts & {"cli", "judge", "scenario_files.py", "show", "study"}
+    assert not parts & {"cli", "judge", "scenario_files.py", "show"}
     assert {"hybridtrain/trainer.py", "hybridtrain/memory/transfer.py"} <= set(program.files)
 
 

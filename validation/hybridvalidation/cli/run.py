@@ -136,7 +136,7 @@ def execute(
     from hybridvalidation.runs.execute import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
-    from hybridvalidation.show.report import TERMINAL
+    from hybridvalidation.show.tables import TERMINAL
 
     shape = find_model(model)
     chosen = scenario_folder(common.scenarios).stack(stack)

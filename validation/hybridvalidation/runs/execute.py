@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -35,13 +35,11 @@ from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
-from hybridvalidation.records.program import Program, current_program, remember_program
+from hybridvalidation.records.own_program import own_program
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
 
-_CALLERS = tuple(f"hybridvalidation/{part}" for part in ("cli/", "judge/", "scenario_files.py", "show/", "study/"))
-"""Read what is asked for, and show what came out: a change of theirs leaves a record as valid as it was."""
 _Event = tuple[int, int, str, str, int]
 """Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""
 
@@ -134,7 +132,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     """
     check_workload(spec.shape, spec.workload)
     started, begin = datetime.now(UTC), time.perf_counter()
-    environment, program = read_environment(), _own_program()  # now: nobody edits the sources that are loaded
+    environment, program = read_environment(), own_program()  # now: nobody edits the sources that are loaded
     ranks = [_execute_rank(spec, corpus, DirectGroup(), say)] if spec.world == 1 else _execute_ranks(spec, say)
     heaviest = max(ranks, key=lambda rank: rank.executed.device_bytes)
     plan = plan_figures(spec.plan) | ({"world": str(spec.world)} if spec.world > 1 else {})
@@ -156,15 +154,6 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         difference="; ".join(_of_rank(rank, spec.world) for rank in ranks if rank.difference),
         ranks=tuple(ranks) if spec.world > 1 else (),
     )  # fmt: skip
-
-
-def _own_program() -> Program:
-    """Return the program of this process without those who call this, whose every argument is in the record."""
-    program = current_program()
-    own = {path: content for path, content in program.files.items() if not path.startswith(_CALLERS)}
-    program = replace(program, files=own)
-    remember_program(program)
-    return program
 
 
 def _of_rank(rank: ExecutedRank, world: int) -> str:

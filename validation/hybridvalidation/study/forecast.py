@@ -23,7 +23,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.own_program import own_program
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
@@ -76,7 +76,7 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
             key=run.key, study=study.name, method=run.run.method, seed=run.run.seed, scores=scores,
             step_cpu_s=step_cpu_s, started_at=started.isoformat(timespec="seconds"),
             duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
-            program=current_program().digest,
+            program=own_program().digest,
         )  # fmt: skip
         append_record(results / "records", _FILE, record)
         known.append(record)
