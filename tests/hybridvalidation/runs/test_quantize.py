@@ -79,6 +79,17 @@ def test_fewer_bits_lose_more_and_bitnet_loses_nothing_in_three_values(runs: Pat
     assert bitnet["ternary"].loss < plain["ternary"].loss
 
 
+def test_fewer_bits_keep_weights_less_exactly() -> None:
+    weights = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    error = {name: float((each.rounded(weights) - weights).square().mean().sqrt()) for name, each in FORMATS.items()}
+    step = float(weights.view(-1, 256).abs().amax(1).mean()) / 127
+    scale = math.sqrt(2 / math.pi)  # mean magnitude; beyond half of it a value is 1, below it 0
+    density, beyond = math.exp(-(scale**2) / 8) / math.sqrt(2 * math.pi), math.erfc(scale / math.sqrt(8))
+    assert error["int8"] == pytest.approx(step / math.sqrt(12), rel=0.02)  # even steps, an even error
+    assert error["ternary"] == pytest.approx(math.sqrt(1 - 4 * scale * density + scale**2 * beyond), rel=0.01)
+    assert 0 < error["bfloat16"] < error["int8"] < error["nf4"] / 8 < error["ternary"] / 16
+
+
 def test_sizes_are_those_of_codes_and_scales(runs: Path) -> None:  # noqa: ARG001
     found = rows_of("plain", formats=("ternary", "nf4", "int8"))
     assert list(found) == ["as stored", "ternary", "nf4", "int8"]
