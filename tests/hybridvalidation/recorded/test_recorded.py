@@ -67,13 +67,25 @@ def test_figures_seen_before_stand_apart() -> None:
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
         "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
-        "%; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before: 1 t peak 50.0 % off on average, 0 of "
-        "1 t outcomes right."
+        "%, largest 3 %; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before: 1 t peak 50.0 % off on "
+        "average, 0 of 1 t outcomes right."
     )
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
         replace(blind, seen=("speed",))
-    with pytest.raises(ValueError, match="'seen' is of quantities"):
-        run("a", Role.SEEN, peak=1.0)
+
+
+def test_a_single_run_may_be_seen() -> None:
+    found = source(run("a", peak=100.0), run("b", Role.SEEN, peak=100.0))
+    plans = [planned(found, found.runs[0], peak=101.0), planned(found, found.runs[1], peak=150.0)]
+    rows = rows_of({"s": found}, plans)
+    assert {score.worst.role: round(score.mean_error, 2) for score in scores(rows)} == {
+        Role.PREDICT: 0.01,
+        Role.SEEN: 0.5,
+    }
+    assert headline(rows).startswith(
+        "1 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 1.00 %"
+    )
+    assert headline(rows).endswith("Seen before: 1 s peak 50.0 % off on average.")
 
 
 def test_a_plan_of_another_recipe_does_not_count() -> None:

@@ -44,6 +44,10 @@ class Metric:
     remark: str = ""
     """What a reader must know beside the value."""
     decider: Decider | None = None
+    decimal: float | None = None
+    """The value in GB of 10**9 bytes, where GB are stated and read as GiB."""
+    blunt: str = ""
+    """Why the bound tells no harm, if it does not: what must fail does not clearly miss it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,20 +62,23 @@ def _accuracy(run: ScenarioRun, stack: str) -> AccuracyFigures | None:
 
 
 def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
+    def figure(num_bytes: int, evidence: Evidence, *, fits: bool = True, remark: str = "") -> Metric:
+        decimal = None if divisor == GB else num_bytes / GB
+        return Metric(num_bytes / divisor, evidence, unit, fits=fits, remark=remark, decimal=decimal)
+
     def metric(case: Case) -> Metric | None:
         record, memory = case.run.get("measured", case.stack), case.memory
         if record is not None and record.measured is not None:
-            return Metric(record.measured.device_used_bytes / divisor, Evidence.MEASURED, unit)
+            return figure(record.measured.device_used_bytes, Evidence.MEASURED)
         if memory is None:
             return None
         if _was_refused(record):
-            value = memory.device_used_bytes / divisor
-            return Metric(value, Evidence.PLANNED, unit, fits=False, remark="the card refused it")
+            return figure(memory.device_used_bytes, Evidence.PLANNED, fits=False, remark="the card refused it")
         sizes = {"host": memory.host_peak_bytes, "disk": memory.disk_peak_bytes}
         remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
             f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
         )
-        return Metric(memory.device_used_bytes / divisor, Evidence.PLANNED, unit, fits=memory.fits, remark=remark)
+        return figure(memory.device_used_bytes, Evidence.PLANNED, fits=memory.fits, remark=remark)
 
     return metric
 

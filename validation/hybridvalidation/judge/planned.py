@@ -6,7 +6,7 @@ from dataclasses import replace
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Codec
-from hybridtrain.units import GIB, format_bytes, to_gib
+from hybridtrain.units import GB, GIB, format_bytes, to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric
 from hybridvalidation.judge.time_error import within_error
@@ -82,7 +82,7 @@ def predict_gib(case: Case) -> Metric | None:
         f"everything on the card; the peak of the whole cycle is {to_gib(memory.peak_allocated_bytes):.2f} GiB, host "
         f"{format_bytes(memory.host_peak_bytes)}"
     )
-    return Metric(predicted / GIB, Evidence.PLANNED, "GiB", fits=memory.fits, remark=remark)
+    return Metric(predicted / GIB, Evidence.PLANNED, "GiB", fits=memory.fits, remark=remark, decimal=predicted / GB)
 
 
 def delta_reduction(case: Case) -> Metric | None:
@@ -123,8 +123,12 @@ def _speed_of_equal_steps(case: Case, express: Callable[[float], float]) -> Metr
     plain = case.run.memory(BASELINE_STACK)
     if plain is None or case.baseline == BASELINE_STACK:
         return metric
-    tokens = "" if plain.tokens_per_step == own.tokens_per_step else f" with {plain.tokens_per_step:,} tokens a step"
-    beside = f"{express(own.tokens_per_s / plain.tokens_per_s):.2f} x against {BASELINE_STACK}{tokens}"
+    beside = f"{express(own.tokens_per_s / plain.tokens_per_s):.2f} x against {BASELINE_STACK}"
+    if plain.tokens_per_step != own.tokens_per_step:
+        beside += (
+            f" with {plain.tokens_per_step:,} tokens a step; at {own.tokens_per_step:,} tokens a step, a batch whose "
+            "quality is judged nowhere"
+        )
     return replace(metric, remark=f"{metric.remark}; {beside}")
 
 

@@ -47,6 +47,8 @@ class Row:
     reason: str
     is_outside: bool = False
     """Whether it is met from outside of the range that is stated."""
+    is_blunt: bool = False
+    """Whether what must fail does not clearly miss the bound."""
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
@@ -64,6 +66,8 @@ def counts(rows: Sequence[Row]) -> str:
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     outside = sum(row.is_outside for row in rows)
     also = f" Outside of the range that is stated, on its good side: {outside} of those that hold." if outside else ""
+    blunt = sum(row.is_blunt for row in rows)
+    also += f" By a bound that what must fail does not clearly miss: {blunt} of them." if blunt else ""
     return f"{len(rows)} stated targets: {told}.{also}"
 
 
@@ -88,7 +92,7 @@ def _row(target: Target, items: Sequence[Judged]) -> Row:
     return Row(
         target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
         place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
-        is_outside=verdict.is_outside,
+        is_outside=verdict.is_outside, is_blunt=verdict.is_blunt,
     )  # fmt: skip
 
 

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.judge.statistics import Interval
 
-TIME_ERROR = time_errors()["leave_one_card_out"].mean_absolute
-"""Mean absolute error, relative, of recorded steps on cards that the model was not fitted on (results/time-model.md).
-Of single speeds, so it is too wide for ratios of two runs on one card, whose errors have one sign."""
+_BEFORE_CHANGES = 0.088
+"""Of the first cross-validation. Two things were changed with its runs known, so what is told since is flattered
+(results/time-model.md, what is not independent)."""
+TIME_ERROR = max(time_errors()["leave_one_card_out"].mean_absolute, _BEFORE_CHANGES)
+"""Mean absolute error, relative, of recorded steps on cards that the model was not fitted on. It is no bound, and of
+single speeds: of two runs on one card that wait for the same, errors have one sign, and a ratio's is smaller."""
 
 
 def within_error(value: float, express: Callable[[float], float] = lambda rate: rate) -> Interval:

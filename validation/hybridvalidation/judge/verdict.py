@@ -27,7 +27,7 @@ class Status(StrEnum):
     BY_DEFINITION = "by definition"
     """It holds whatever a program does: the figure is how the recipe is written down."""
     UNDECIDED = "undecided"
-    """The difference is smaller than the time model's own error."""
+    """The difference is smaller than the time model's own error, or GB and GiB decide differently."""
     UNPROVEN = "unproven"
     """There is no record, or its interval lies on both sides."""
     MISLEADING = "misleading"
@@ -68,6 +68,8 @@ class Verdict:
     """File, kind and key of the record that shows it."""
     is_outside: bool = False
     """Whether the value keeps its bound from outside of the range that is stated."""
+    is_blunt: bool = False
+    """Whether it holds by a bound that what must fail does not clearly miss."""
     is_of_scenario: bool = False
     """Whether it is about the scenario: on that stack which does best on all such rows together."""
 
@@ -121,6 +123,7 @@ def judge_metric(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
         value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
         decider=metric.decider, record=record, is_outside=status is Status.HOLDS and _is_outside(target, metric.value),
+        is_blunt=status is Status.HOLDS and bool(metric.blunt),
     )  # fmt: skip
 
 
@@ -137,9 +140,12 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
+    if status is Status.HOLDS and metric.decimal is not None and not _keeps(target, metric.decimal):
+        status = Status.UNDECIDED
+        reason += f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which misses: the unit decides"
     if status is Status.HOLDS and _is_outside(target, metric.value):
         reason += f"; outside of the stated {target.low:g} to {target.high:g}"
-    return status, f"{reason}; {metric.remark}." if metric.remark else f"{reason}."
+    return status, "; ".join(filter(None, (reason, metric.remark, metric.blunt))) + "."
 
 
 def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
@@ -161,6 +167,11 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
 
 
+def _keeps(target: Target, value: float) -> bool:
+    low, high = _bounds(target)
+    return low <= value <= high
+
+
 def _is_outside(target: Target, value: float) -> bool:
     """Return whether a range is stated that does not hold the value."""
     return target.low is not None and target.high is not None and not target.low <= value <= target.high
@@ -178,8 +189,9 @@ def states_least_need(target: Target) -> bool:
 
 def _is_met(target: Target, decider: Decider) -> bool:
     """Return whether the figure that decides keeps the bound; a saving may be larger than a stated equality."""
-    low, high = _bounds(target)
-    return low <= decider.value and (decider.value <= high or (target.direction == "equal" and decider.is_saving))
+    low, _ = _bounds(target)
+    is_larger = target.direction == "equal" and decider.is_saving
+    return _keeps(target, decider.value) or (is_larger and low <= decider.value)
 
 
 def _told(decider: Decider, unit: str) -> str:

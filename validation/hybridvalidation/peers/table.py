@@ -77,7 +77,7 @@ def _evidence(row: Row, kind: Evidence) -> str:
     """Return how the figures of a line were got, and whether the recipe was seen to train."""
     if kind is Evidence.MEASURED:
         return "measured"
-    planned = "planned" if row.figures(kind) is not None else ""
+    planned = "planned, times estimated" if row.figures(kind) is not None else ""
     executed, record = row.figures(Evidence.EXECUTED), row.records.get(Evidence.EXECUTED)
     trained = "" if executed is None else f"executed small, loss {executed.losses[0]:.2f} to {executed.losses[-1]:.2f}"
     failed = f"execution failed: {record.message}" if record and record.outcome is not Outcome.OK else ""

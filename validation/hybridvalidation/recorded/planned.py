@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors of one quantity of one source, over its predicted runs."""
+    """Errors of one quantity of one source, over its predicted runs, blind ones or seen ones."""
 
     source: str
     quantity: str
@@ -109,10 +109,10 @@ def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> lis
 
 def scores(rows: Iterable[Row]) -> list[Score]:
     """Return the scores of all that was predicted."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, Role], list[Row]] = {}
     for row in rows:
         if row.is_predicted and row.error is not None:
-            groups.setdefault((row.source, row.quantity), []).append(row)
+            groups.setdefault((row.source, row.quantity, row.role), []).append(row)
     return [Score.of(group) for group in groups.values()]
 
 

@@ -16,7 +16,7 @@ class Role(StrEnum):
     """What its source does not say was fitted on it; at most one run of a source."""
     PREDICT = "predict"
     SEEN = "seen"
-    """Predicted by code that was written or changed when the figure was known: no blind prediction."""
+    """Predicted by code or a recipe that was written or changed when the figure was known: no blind prediction."""
     LEFT_OUT = "left_out"
     """Not planned; ``why`` says why."""
 
@@ -37,8 +37,6 @@ class RecordedRun:
     def __post_init__(self) -> None:
         if self.role is Role.LEFT_OUT and not self.why:
             raise ValueError("why: missing; say why the run is left out")
-        if self.role is Role.SEEN:
-            raise ValueError("role: 'seen' is of quantities; write 'predict', and name them in the source's `seen`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Source:
     packages: tuple[str, ...] = ()
     """What must be installed to plan it."""
     seen: tuple[str, ...] = ()
-    """Quantities of predicted runs that were known when what plans them was settled; the protocol says how."""
+    """Quantities that were known of all predicted runs when what plans them was settled; the protocol says how."""
     runs: tuple[RecordedRun, ...]
 
     def __post_init__(self) -> None:

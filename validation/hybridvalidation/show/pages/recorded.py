@@ -79,7 +79,7 @@ def _seen(score: Score) -> str:
 def _spread(rows: Sequence[Row]) -> str:
     errors = sorted(abs(row.error or 0.0) for row in rows)
     median, high = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
-    return f"median error {_percent(median, 2)}, nine in ten within {_percent(high)}"
+    return f"median error {_percent(median, 2)}, nine in ten within {_percent(high)}, largest {_percent(errors[-1], 0)}"
 
 
 def _percent(share: float, digits: int = 1) -> str:
@@ -105,9 +105,9 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Draw recorded against planned bytes on logarithmic axes."""
     axes = figure.subplots()
     shown = predicted(rows, are_times=False)
-    kinds = sorted({(row.source, row.quantity) for row in shown})
-    for number, (source, quantity) in enumerate(kinds):
-        points = [row for row in shown if (row.source, row.quantity) == (source, quantity)]
+    kinds = sorted({(row.source, row.quantity, row.role) for row in shown})
+    for number, kind in enumerate(kinds):
+        points = [row for row in shown if (row.source, row.quantity, row.role) == kind]
         axes.scatter(
             [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
             zorder=3, marker=_MARKERS[number % len(_MARKERS)],

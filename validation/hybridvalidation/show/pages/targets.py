@@ -9,6 +9,7 @@ from tabulate import tabulate
 from hybridtrain.config.decode import load_toml
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.judge.time_error import TIME_ERROR
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
@@ -19,7 +20,9 @@ from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.pages.profiler import judge_profiler
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
 from hybridvalidation.study.figures import judge_study
+from hybridvalidation.study.ladder.equivalence import Finding
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
+from hybridvalidation.study.ladder.quality import stack_quality
 from hybridvalidation.study.ladder.runner import read_ladder
 from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
 from hybridvalidation.study.protocol import StudyFile
@@ -31,7 +34,9 @@ _HOW = (
     "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
     "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
-    "cards that it was not fitted on. Unproven: no record, or an interval on both sides of the bound. Misleading: "
+    f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, of a first cross-validation; no bound), or GB and GiB "
+    "decide differently: GB of a card are read as GiB, as cards are sold. Unproven: no record, or an interval on both "
+    "sides of the bound. Misleading: "
     "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
     "decides stands behind the figure's own. Where a range is stated and its one end is what a user asks for, that "
     "end is the bound; a value on its good side and outside of the range is told so: the bound holds, the range "
@@ -41,7 +46,18 @@ _HOW = (
 
 def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
     """Return one row per stated figure, from records alone."""
-    return roll_up(files.targets(), _judged(files, results))
+    quality = stack_quality(files, results)
+    return [_with_quality(row, quality.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
+
+
+def _with_quality(row: Row, cells: tuple[str, ...] | None) -> Row:
+    """Say of what holds if a ladder tells its stack to train worse."""
+    if cells is None or not row.status.is_met or not cells[-1].startswith(Finding.WORSE):
+        return row
+    _, params, _, _, against, difference, *_ = cells
+    return replace(
+        row, reason=f"{row.reason} It trains worse than {against}: {difference} nats at {params} parameters."
+    )
 
 
 def targets_text(rows: Sequence[Row], style: str) -> str:

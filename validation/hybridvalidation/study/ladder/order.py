@@ -21,7 +21,7 @@ def next_runs(ladder: LadderFile, made: Made) -> list[LadderRun]:
             (_awaited_runs, rung),
             (_own_rates, rung),
             (first_runs, rung),
-            (_more_runs, before),
+            (more_runs, before),
         )
         if rung is not None
     ]
@@ -58,7 +58,8 @@ def first_runs(ladder: LadderFile, rung: Rung, made: Made) -> Iterator[LadderRun
             yield run_of(ladder, made, rung, arm, seed)
 
 
-def _more_runs(ladder: LadderFile, rung: Rung, made: Made) -> Iterator[LadderRun]:
+def more_runs(ladder: LadderFile, rung: Rung, made: Made) -> Iterator[LadderRun]:
+    """Yield the runs of a second look: of what the first one leaves inconclusive, and of what that is compared with."""
     pairs = undecided(ladder, made, rung)
     arms = dict.fromkeys(arm.name for pair in pairs for arm in pair)
     for seed in rung.more_seeds:

@@ -10,8 +10,15 @@ from hybridtrain.units import format_count
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
-from hybridvalidation.study.ladder.equivalence import Finding, Judged, extrapolate, judge_rung, last_look
-from hybridvalidation.study.ladder.order import first_runs, next_runs
+from hybridvalidation.study.ladder.equivalence import (
+    Finding,
+    Judged,
+    extrapolate,
+    judge_rung,
+    largest_deviation,
+    last_look,
+)
+from hybridvalidation.study.ladder.order import first_runs, more_runs, next_runs
 from hybridvalidation.study.ladder.protocol import (
     Arm,
     LadderFile,
@@ -22,6 +29,7 @@ from hybridvalidation.study.ladder.protocol import (
     read_ladder_file,
     record_of,
     run_key,
+    run_of,
 )
 from hybridvalidation.study.ladder.quality import range_text
 from hybridvalidation.study.ladder.runner import holds, read_ladder, read_replays
@@ -61,16 +69,18 @@ def ladder_sentence(ladder: LadderFile, made: Made) -> str:
 def ladder_text(ladder: LadderFile, made: Made, targets: Mapping[str, Target], results: Path, style: str) -> str:
     """Return verdict, registration and tables."""
     registration = (
-        f"Registered before the first run: {ladder.target}. Margin: {ladder.margin_nats:g} nats; odds of a wrong "
-        f"verdict in a family on a rung: {ladder.alpha:g}. {ladder.stop_rule}"
+        f"Registered: {ladder.target}. Margin: {ladder.margin_nats:g} nats; odds of a wrong verdict in a family on a "
+        f"rung: {ladder.alpha:g} of being told equivalent and as much of being told different, at most "
+        f"{2 * ladder.alpha:g} together. {ladder.stop_rule}"
     )
     if ladder.remarks:
-        registration += f"\n\nAfter the registration: {ladder.remarks}"
+        registration += f"\n\nOn the registration: {ladder.remarks}"
     begun = [rung for rung in ladder.rungs if _num_made(ladder, made, rung)]
-    tables = [f"{_title(rung, style)}\n\n{_rung_table(ladder, made, rung, style)}" for rung in begun]
+    tables = [part for rung in begun for part in _rung_parts(ladder, made, rung, style)]
     return "\n\n".join(
         [
-            ladder_sentence(ladder, made), registration, _texts(made), _progress(ladder, made, style), *tables, _HOW,
+            ladder_sentence(ladder, made), registration, _texts(made), _progress(ladder, made, style), _power(ladder),
+            *tables, _HOW,
             *([verdict_table(judge_ladder(ladder, made, targets), style)] if ladder.targets else []),
             _extrapolations(ladder, made), _shares(ladder, style), _replays(ladder, made, results),
         ]
@@ -116,13 +126,55 @@ def _progress(ladder: LadderFile, made: Made, style: str) -> str:
         rows.append([
             rung.name, f"{rung.model.num_params:,}", f"{rung.tokens_per_param:.0f}", format_count(rung.num_tokens),
             f"{rung.num_steps:,} x {rung.batch_size} x {rung.seq_len}", len(ladder.arms_of(rung)), len(rung.seeds),
-            f"{_num_made(ladder, made, rung)} of {total}", f"{hours:.1f}",
+            f"{_num_made(ladder, made, rung)} of {total}", _second_look(ladder, made, rung), f"{hours:.1f}",
         ])  # fmt: skip
     headers = [
         "rung", "parameters", "tokens a parameter", "tokens", "steps x rows x tokens", "arms", "seeds", "runs made",
-        "processor hours",
+        "second look", "processor hours",
     ]  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def _second_look(ladder: LadderFile, made: Made, rung: Rung) -> str:
+    """Return how many runs of it are made; a dash where none is registered, or the first look has not ended."""
+    if not rung.more_seeds or any(run_key(ladder, run) not in made for run in first_runs(ladder, rung, made)):
+        return "-"
+    owed = [run_key(ladder, run) for run in more_runs(ladder, rung, made)]
+    return f"{sum(key in made for key in owed)} of {len(owed)}"
+
+
+def _power(ladder: LadderFile) -> str:
+    """Say how much seeds may differ before a rung can call nothing equivalent."""
+    told = []
+    for rung in ladder.rungs:
+        seeds = [len(rung.seeds), *([len(rung.seeds) + len(rung.more_seeds)] if rung.more_seeds else [])]
+        most = [f"{largest_deviation(ladder, rung, count):.4f} with {count} seeds" for count in seeds]
+        told.append(f"{rung.name}: {', '.join(most)}")
+    return (
+        "What a rung can show: at a mean of zero an arm of family stack is told equivalent up to these deviations of "
+        f"its differences, in nats, and beside zero up to smaller ones. {'; '.join(told)}."
+    )
+
+
+def _rates(ladder: LadderFile, made: Made, rung: Rung) -> str:
+    """Return which rates were tried, with their losses at the tuning seed, and whether the chosen one lies between."""
+    told = []
+    for arm in ladder.arms_of(rung):
+        lrs = rung.lrs if arm is ladder.baseline else arm.lrs
+        runs = {lr: made.get(run_key(ladder, run_of(ladder, made, rung, arm, ladder.tuning_seed, lr))) for lr in lrs}
+        losses = {lr: run.validation_loss for lr, run in runs.items() if run is not None}
+        if len(losses) < 2:
+            continue
+        best = chosen_lr(ladder, made, rung, arm)
+        edge = ", the end of what was tried: another may be better" if best in {min(lrs), max(lrs)} else ""
+        tried = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.4f}'}" for lr, loss in losses.items())
+        told.append(f"{arm.name} {tried}; chosen {best:g}{edge}")
+    return f"Rates tried at seed {ladder.tuning_seed}, validation loss. {'. '.join(told)}." if told else ""
+
+
+def _rung_parts(ladder: LadderFile, made: Made, rung: Rung, style: str) -> list[str]:
+    rates = _rates(ladder, made, rung)
+    return [_title(rung, style), _rung_table(ladder, made, rung, style), *([rates] if rates else [])]
 
 
 def _title(rung: Rung, style: str) -> str:
