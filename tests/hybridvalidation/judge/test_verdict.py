@@ -241,6 +241,23 @@ def test_a_bound_kept_from_outside_of_the_stated_range_is_told(
     assert found.status is (Status.REFUTED if value > 7 else Status.HOLDS)
 
 
+@pytest.mark.parametrize(("decimal", "status"), [(6.9, Status.HOLDS), (7.1, Status.UNDECIDED), (None, Status.HOLDS)])
+def test_where_gb_and_gib_decide_differently_nothing_is_decided(
+    monkeypatch: pytest.MonkeyPatch, decimal: float | None, status: Status
+) -> None:
+    found = judged_one(monkeypatch, target("max", value=7.0), replace(planned(6.6), decimal=decimal))
+    assert found.status is status
+    assert ("in GB of 10^9 bytes 7.10, which misses: the unit decides" in found.reason) is (decimal == 7.1)
+
+
+@pytest.mark.parametrize("value", [6.0, 8.0])
+def test_a_bound_that_rejects_no_harm_is_told_of_what_holds(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    metric = replace(planned(value, remark="seen"), blunt="the control keeps it")
+    found = judged_one(monkeypatch, target("max", value=7.0), metric)
+    assert found.reason.endswith("; seen; the control keeps it.")
+    assert found.is_blunt is (value < 7)
+
+
 def test_the_error_of_an_overhead_is_that_of_the_ratio_behind_it() -> None:
     error = within_error(1 / 1.28, lambda ratio: 100 * (1 / ratio - 1))
     assert (error.mean, error.low) == pytest.approx((28.0, 100 * (1.28 / (1 + TIME_ERROR) - 1)))

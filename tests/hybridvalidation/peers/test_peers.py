@@ -295,7 +295,7 @@ def test_a_row_shows_each_kind_of_evidence_or_why_there_is_none(folder: Path) ->
     assert [line.split()[0] for line in lines] == ["torch", "torch", "hybridtrain", "torch", "deepspeed"]
     assert "1.00" in lines[0]  # of the newest record
     assert "64 " in lines[0]  # 2 x 16 tokens in half a second
-    assert "planned; executed small, loss 6.00 to 5.50" in lines[0]
+    assert "planned, times estimated; executed small, loss 6.00 to 5.50" in lines[0]
     assert "3 trainable parameters got no gradient" in lines[0]
     assert "NO" in lines[1]
     assert "measured" in lines[1]

@@ -1,6 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from hybridtrain.units import format_count
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.ladder import quality as quality_module
 from hybridvalidation.study.ladder.equivalence import (
     Finding,
@@ -15,6 +16,7 @@ from hybridvalidation.study.ladder.equivalence import (
     extrapolate,
     holm,
     judge_rung,
+    largest_deviation,
     last_look,
     t_test,
     tost,
@@ -22,6 +24,7 @@ from hybridvalidation.study.ladder.equivalence import (
 from hybridvalidation.study.ladder.order import next_runs
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderRun, Made
 from hybridvalidation.study.ladder.quality import stack_quality
+from hybridvalidation.study.ladder.report import ladder_text
 from hybridvalidation.study.ladder.targets import judge_ladder
 from tiny_ladders import ARMS, RUNG, finished, ladder_of
 
@@ -128,6 +131,33 @@ def test_more_arms_need_more_certainty() -> None:
     assert odds[1] == pytest.approx(12 * odds[0])
 
 
+def test_the_largest_deviation_is_where_an_arm_of_no_difference_just_passes() -> None:
+    ladder = ladder_of(**MORE)  # three arms of family stack, two looks
+    for count in (10, 40):
+        most = largest_deviation(ladder, ladder.rungs[0], count)
+        unit = [1.0 if seed % 2 else -1.0 for seed in range(count)]
+        for share, passes in ((0.999, True), (1.001, False)):
+            differences = [share * most * value / stdev(unit) for value in unit]
+            assert (3 * tost(differences, ladder.margin_nats) <= ladder.alpha / 2) is passes
+
+
+def test_the_table_tells_tried_rates_and_the_second_look(tmp_path: Path) -> None:
+    rung = MORE["rungs"][0] | {"lrs": [0.1, 0.2, 0.3]}
+    ladder = ladder_of(**(MORE | {"rungs": [rung]}))
+    losses = {0.1: 2.3, 0.2: 2.2, 0.3: 2.1}
+    made = finished(ladder, lambda run: losses[run.lr] if run.seed == ladder.tuning_seed else loss_of(run), max_runs=53)
+    text = ladder_text(ladder, made, {}, tmp_path, MARKDOWN)
+    assert (
+        "vanilla 0.1: 2.3000, 0.2: 2.2000, 0.3: 2.1000; chosen 0.3, the end of what was tried: another may be better"
+        in text
+    )
+    assert "| 0 of 60 " in text  # vanilla and noisy, thirty seeds each
+    made = finished(ladder, lambda run: abs(run.lr - 0.2) if run.seed == ladder.tuning_seed else 2.0, max_runs=52)
+    text = ladder_text(ladder, made, {}, tmp_path, MARKDOWN)
+    assert "chosen 0.2." in text
+    assert " of 60 " not in text
+
+
 def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
     models = [RUNG["model"] | {"width": width, "ffn_width": 2 * width} for width in (16, 32, 64)]
     rungs = [RUNG | {"name": f"w{index}", "model": model} for index, model in enumerate(models)]
@@ -151,16 +181,18 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
     assert near.interval.low < fmean(found[0].differences) + 0.01
 
 
-@pytest.mark.parametrize(("lost", "passes"), [(0.001, True), (0.1, False)])
-def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, *, passes: bool) -> None:
+@pytest.mark.parametrize(("lost", "spread", "is_blunt"), [(0.001, 0, True), (0.012, 0.01, True), (0.1, 0, False)])
+def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spread: float, *, is_blunt: bool) -> None:
     target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.0)
     stated = [{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}]
     ladder = ladder_of(rungs=[RUNG], arms=[*ARMS[:2], CONTROL], targets=stated)
     shifts = {"vanilla": 0.0, "mixed": 0.0, CONTROL["name"]: lost}
-    made = finished(ladder, lambda run: 2.0 + 0.0001 * wave(run.seed, 1) + shifts[run.arm])
+    spreads = {"vanilla": 0.0001, "mixed": 0.0001, CONTROL["name"]: spread}
+    made = finished(ladder, lambda run: 2.0 + spreads[run.arm] * wave(run.seed, 1) + shifts[run.arm])
     (found,) = judge_ladder(ladder, made, {"kept": target})
     assert f"the control {CONTROL['name']}: " in found.reason
-    assert ("so the bound is too wide to tell harm of its size" in found.reason) is passes
+    assert found.is_blunt is is_blunt
+    assert ("which does not clearly miss the bound, so that this tells no harm of its size" in found.reason) is is_blunt
 
 
 def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
