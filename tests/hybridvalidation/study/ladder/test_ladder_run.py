@@ -11,8 +11,10 @@ import torch
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import HybridTrainError, RecordError
 from hybridvalidation.cli.main import main
+from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.store import append_line
 from hybridvalidation.runs.child import Ended
+from hybridvalidation.study.ladder import run as run_module
 from hybridvalidation.study.ladder import runner
 from hybridvalidation.study.ladder.order import next_runs
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderRecord, LadderRun
@@ -137,13 +139,38 @@ def test_rounding_is_by_chance_again_afterwards() -> None:
 def test_fine_tuning_begins_where_the_baseline_ended(ladder: LadderFile) -> None:
     base = trial_of(ladder, "vanilla")
     base.train(6)
-    on = trial_of(ladder, "tuned", FinalWeights(base.trainer))
+    on = trial_of(ladder, "tuned", FinalWeights.of(base))
     for (name, own), (other_name, other) in zip(
         on.trainer.model.named_unit_parameters(), base.trainer.model.named_unit_parameters(), strict=True
     ):
         assert name == other_name
         assert torch.equal(own, other)
     assert on.validate(2) == base.validate(2)
+
+
+def test_fine_tuned_runs_of_a_seed_share_their_base_to_the_bit(
+    ladder: LadderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = replace(read_environment(), commit="0123456789", dirty=False)
+    monkeypatch.setattr(run_module, "read_environment", lambda: place)
+    alone = make_run(ladder, run_of("lora"))
+    trained = make_run(ladder, run_of("lora"), bases=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    baseline = make_run(ladder, run_of("vanilla"), bases=tmp_path)
+    assert list(tmp_path.iterdir()) == [kept], "the baseline's own run ends with the same weights, and is kept too"
+    begun, train = list[int](), Trial.train
+    monkeypatch.setattr(Trial, "train", lambda trial, steps: begun.append(steps) or train(trial, steps))
+    shared = make_run(ladder, run_of("lora"), bases=tmp_path)
+    assert ladder.rungs[0].num_steps not in begun, "the base is not trained again"
+    assert outcome(alone) == outcome(trained) == outcome(shared)
+    assert shared.probe.first_losses == baseline.probe.first_losses
+    make_run(ladder, run_of("lora", seed=1), bases=tmp_path)
+    place = replace(place, commit="another")
+    make_run(ladder, run_of("lora"), bases=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3, "another seed, another program"
+    place = replace(place, dirty=True)
+    make_run(ladder, run_of("tuned", seed=2), bases=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3, "of no commit"
 
 
 def test_validation_is_the_same_for_all_and_of_many_documents(ladder: LadderFile) -> None:
@@ -217,7 +244,7 @@ def test_the_command_runs_shows_and_reports(
     files = {name: Path(name).read_bytes() for name in told["files"]}
     (table,) = [content.decode() for name, content in files.items() if name.endswith(".md")]
     for text in (
-        "Registered before the first run: all are alike",
+        "Registered: all are alike",
         "checkpointing",
         "SHA-256",
         "18 of 18",

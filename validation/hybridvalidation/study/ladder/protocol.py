@@ -247,6 +247,8 @@ class LadderJob:
 
     ladder: LadderFile
     run: LadderRun
+    bases: Path | None = None
+    """Folder of weights that baselines ended with; None: what fine-tuned runs go on from is trained for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +279,7 @@ class LadderRecord(Record):
     num_tokens: int
     jumps: int = 0
     cpu_seconds: float
-    """Processor time of the training loop, one thread."""
+    """Processor time of the training loop, one thread; of a fine-tuned run without its base, where that was there."""
     probe: Probe
     corpus: str
     corpus_digest: str

@@ -1,18 +1,22 @@
 """One run of a ladder, executed on the CPU: train, validate, write down; and the probe that a later program repeats."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from tempfile import gettempdir
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.data.pinned_corpus import pinned_corpus
@@ -29,7 +33,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.program import current_program
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
@@ -52,6 +56,7 @@ LOSSES_BEFORE_JUMP = _PROBE_WARMUP + _PROBE_BLOCK
 _FIRST_STEPS = 4
 _VALIDATION_SEED = 0
 _NUM_MEANS = 20
+_FIRST_LOSSES = "first losses"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,7 @@ def recipe_of(ladder: LadderFile, plan: MemoryPlan, optimizer: str, lr: float, *
 
 def make_in_child(job: LadderJob) -> LadderRecord:
     """Train once, in a process of its own."""
-    return make_run(job.ladder, job.run)
+    return make_run(job.ladder, job.run, bases=job.bases)
 
 
 def probe_in_child(job: LadderJob) -> LadderRecord:
@@ -94,23 +99,35 @@ def probe_in_child(job: LadderJob) -> LadderRecord:
     return make_run(job.ladder, job.run, is_whole=False)
 
 
-def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True) -> LadderRecord:
-    """Train once on one thread and return the record; a run that diverges is an outcome."""
+def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True, bases: Path | None = None) -> LadderRecord:
+    """Train once on one thread and return the record; a run that diverges is an outcome.
+
+    Args:
+        ladder: Of the run.
+        run: What is made.
+        is_whole: Whether to train to the end and validate; else the first steps alone.
+        bases: Folder for the final weights of the baseline, which fine-tuned runs of its seed go on from.
+    """
     torch.set_num_threads(1)
     arm, rung = ladder.arm(run.arm), ladder.rung(run.rung)
     started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
     corpus = pinned_corpus(TEXT)
     recipe = recipe_of(ladder, arm.plan(), arm.optimizer, run.lr, to_nearest=arm.rounds_to_nearest)
     probe = run_probe(rung, recipe, run.seed, corpus)
-    source: WeightSource | None = None
+    source: FinalWeights | None = None
     message, loss, accuracy = "", None, None
     first: tuple[float, ...] = ()
+    environment = read_environment()
+    base_path = _base_path(ladder, run, environment, corpus, bases) if is_whole else None
     if arm.fine_tunes:
-        base = Trial(
-            rung, recipe_of(ladder, ladder.baseline.plan(), ladder.optimizer.kind, run.base_lr), run.seed, corpus
-        )
-        base.train(rung.num_steps if is_whole else _FIRST_STEPS)
-        first, source = tuple(base.losses[:_FIRST_STEPS]), FinalWeights(base.trainer)
+        source = None if base_path is None else read_weights(base_path)
+        if source is None:
+            recipe_of_base = recipe_of(ladder, ladder.baseline.plan(), ladder.optimizer.kind, run.base_lr)
+            base = Trial(rung, recipe_of_base, run.seed, corpus)
+            base.train(rung.num_steps if is_whole else _FIRST_STEPS)
+            source = FinalWeights.of(base)
+            _keep(source, base_path)
+        first = source.first_losses
         corpus, rung = pinned_corpus(OTHER_TEXT), _shortened(rung, ladder.fine_tune_steps)
     trial = Trial(rung, recipe, run.seed, corpus, source)
     try:
@@ -119,11 +136,13 @@ def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True) -> La
             loss, accuracy = trial.validate(ladder.validation_batches)
     except DivergenceError as error:
         message = str(error)
+    if arm is ladder.baseline and not message:
+        _keep(FinalWeights.of(trial), base_path)
     size = max(1, rung.num_steps // _NUM_MEANS)
     return LadderRecord(
         key=run_key(ladder, run), run=run, outcome=Outcome.DIVERGED if message else Outcome.OK, message=message,
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 2),
-        environment=read_environment(), program=current_program().digest,
+        environment=environment, program=current_program().digest,
         validation_loss=loss, validation_accuracy=accuracy,
         train_losses=tuple(
             round(fmean(trial.losses[at : at + size]), 4) for at in range(0, len(trial.losses), size)
@@ -244,15 +263,61 @@ class Trial:
             yield
 
 
+@dataclass(frozen=True, slots=True)
 class FinalWeights:
     """What a run in float32 on the device ended with, for another one to begin with."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._values = {name: value.detach().flatten() for name, value in trainer.model.named_unit_parameters()}
+    values: Mapping[str, Tensor]
+    """Flat, by parameter."""
+    first_losses: tuple[float, ...]
+
+    @classmethod
+    def of(cls, trial: Trial) -> "FinalWeights":
+        """Return those of a trial as it is."""
+        named = trial.trainer.model.named_unit_parameters()
+        return cls({name: value.detach().flatten() for name, value in named}, tuple(trial.losses[:_FIRST_STEPS]))
 
     def read(self, name: str, part: slice) -> Tensor:
         """Return elements of a parameter."""
-        return self._values[name][part]
+        return self.values[name][part]
+
+    def write(self, path: Path) -> None:
+        """Write them to a file, whole or not at all."""
+        content = BytesIO()
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in self.values.items()}
+        arrays[_FIRST_LOSSES] = np.array(self.first_losses)
+        np.savez(content, **arrays)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content.getvalue())
+
+
+def read_weights(path: Path) -> FinalWeights | None:
+    """Return what ``FinalWeights.write`` wrote, to the bit; None where there is no such file."""
+    if not path.exists():
+        return None
+    with np.load(path, allow_pickle=False) as file:
+        values = {name: torch.from_numpy(file[name]) for name in file.files if name != _FIRST_LOSSES}
+        return FinalWeights(values, tuple(file[_FIRST_LOSSES].tolist()))
+
+
+def _base_path(
+    ladder: LadderFile, run: LadderRun, environment: Environment, corpus: Corpus, folder: Path | None
+) -> Path | None:
+    """Return where the baseline's final weights for a run are kept, by all that decides them; None: nowhere.
+
+    A program that no commit names may be any.
+    """
+    if folder is None or environment.dirty or not environment.commit:
+        return None
+    base = replace(run, arm=ladder.baseline.name, lr=run.base_lr)
+    place = (environment.commit, environment.torch, environment.cpu, product_unit())
+    parts = (run_key(ladder, base), corpus.digest, *place)
+    return folder / f"{sha256(' '.join(parts).encode()).hexdigest()[:16]}.npz"
+
+
+def _keep(weights: FinalWeights, path: Path | None) -> None:
+    if path is not None:
+        weights.write(path)
 
 
 @contextmanager

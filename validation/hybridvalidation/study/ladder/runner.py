@@ -24,6 +24,7 @@ from hybridvalidation.study.ladder.protocol import (
 from hybridvalidation.study.ladder.run import LOSSES_BEFORE_JUMP, OTHER_TEXT, TEXT
 from hybridvalidation.study.runner import record_path, study_file
 
+_BASES = Path("runs") / "ladder-bases"
 LARGEST_REPLAY_DIFFERENCE = 1e-2
 """Of a loss in nats, on another processor or torch, after at most eight steps: sums have another order there, and the
 first steps of AdamW move a weight by a whole learning rate whichever sign its gradient has, however small that is."""
@@ -55,7 +56,8 @@ def run_ladder(
         raise RecordError(f"{path}: its runs had the texts {sorted(others)}; begin anew with other --results")
     while runs := next_runs(ladder, made)[: None if max_runs is None else max_runs - count]:
         say(f"{ladder.name}: {len(runs)} runs of this stage ({runs[0].rung}) are missing")
-        for job, ended in run_side_by_side([LadderJob(ladder=ladder, run=run) for run in runs], _start, jobs):
+        work = [LadderJob(ladder=ladder, run=run, bases=_BASES / ladder.name) for run in runs]
+        for job, ended in run_side_by_side(work, _start, jobs):
             if ended.answer is None:
                 raise HybridTrainError(
                     f"{ladder.name}: {job.run} has no record: {ended.fault}; runs that ended are kept, the same "
