@@ -86,6 +86,7 @@ def run_rank(kind: str, rank: int, file: Path) -> list[int]:
     try:
         parts = build(kind, "cpu")
         if rank:
+            torch.set_num_threads(1)  # a forked process has none of the threads that its parent's pool counts on
             train(*parts, "cpu")
             return []
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
