@@ -79,6 +79,8 @@ def summary(changes: Iterable[int]) -> tuple[dict[int, int], int, int]:
 
 def run_rank(kind: str, rank: int, file: Path) -> list[int]:
     """Train as one rank; return what rank 0 allocated and freed."""
+    if rank:
+        torch.set_num_threads(1)  # a forked process has none of the threads that its parent's pool counts on
     if kind == "ddp":
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
     else:
@@ -86,7 +88,6 @@ def run_rank(kind: str, rank: int, file: Path) -> list[int]:
     try:
         parts = build(kind, "cpu")
         if rank:
-            torch.set_num_threads(1)  # a forked process has none of the threads that its parent's pool counts on
             train(*parts, "cpu")
             return []
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
