@@ -88,6 +88,7 @@ def test_the_peak_is_what_the_device_shows(name: str, divisor: int, unit: str) -
     assert found is not None
     assert (found.value, found.unit, found.evidence, found.fits) == (5.0, unit, Evidence.PLANNED, True)
     assert found.remark == f"allocated 4.00 {unit}"
+    assert found.decimal == (5 * GIB / GB if unit == "GiB" else None)  # of GB that are stated, GiB is one reading
 
 
 def test_a_peak_tells_what_lies_elsewhere() -> None:

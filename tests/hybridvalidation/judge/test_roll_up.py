@@ -65,6 +65,13 @@ def test_figures_outside_of_a_stated_range_are_counted() -> None:
     assert counts([row_of(outside)]).endswith(told)
 
 
+def test_bounds_that_reject_no_harm_are_counted() -> None:
+    found = judged(Status.HOLDS)
+    blunt = replace(found, verdict=replace(found.verdict, is_blunt=True))
+    assert "what must fail" not in counts([row_of(found)])
+    assert counts([row_of(blunt)]).endswith("does not clearly miss: 1 of those that hold.")
+
+
 @pytest.mark.parametrize("status", Status)
 def test_every_verdict_is_counted(status: Status) -> None:
     rows = roll_up(TARGETS, [judged(status)])

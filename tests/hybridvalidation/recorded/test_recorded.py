@@ -12,7 +12,7 @@ from hybridvalidation.recorded.planned import PlannedRun, job_of, rows_of, score
 from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.show.pages.recorded import headline
+from hybridvalidation.show.pages.recorded import by_kind, headline, label_of
 
 SCENARIOS = Path("scenarios")
 
@@ -86,6 +86,7 @@ def test_a_single_run_may_be_seen() -> None:
         "1 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 1.00 %"
     )
     assert headline(rows).endswith("Seen before: 1 s peak 50.0 % off on average.")
+    assert [label_of(points) for points in by_kind(rows)] == ["s: peak (1)", "s: peak (1, seen before)"]
 
 
 def test_a_plan_of_another_recipe_does_not_count() -> None:

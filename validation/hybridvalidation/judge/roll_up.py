@@ -67,7 +67,7 @@ def counts(rows: Sequence[Row]) -> str:
     outside = sum(row.is_outside for row in rows)
     also = f" Outside of the range that is stated, on its good side: {outside} of those that hold." if outside else ""
     blunt = sum(row.is_blunt for row in rows)
-    also += f" By a bound that what must fail does not clearly miss: {blunt} of them." if blunt else ""
+    also += f" By a bound that what must fail does not clearly miss: {blunt} of those that hold." if blunt else ""
     return f"{len(rows)} stated targets: {told}.{also}"
 
 

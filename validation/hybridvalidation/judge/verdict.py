@@ -129,6 +129,9 @@ def judge_metric(
 
 def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     status, reason = _sure_of(target, stack, metric)
+    if metric.decimal is not None and _keeps(target, metric.value) is not _keeps(target, metric.decimal):
+        status, word = Status.UNDECIDED, "meets" if _keeps(target, metric.decimal) else "misses"
+        reason += f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it: the unit decides"
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
         if not status.is_missed and not _states_need(target):
             status = Status.REFUTED
@@ -140,12 +143,10 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
-    if status is Status.HOLDS and metric.decimal is not None and not _keeps(target, metric.decimal):
-        status = Status.UNDECIDED
-        reason += f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which misses: the unit decides"
     if status is Status.HOLDS and _is_outside(target, metric.value):
         reason += f"; outside of the stated {target.low:g} to {target.high:g}"
-    return status, "; ".join(filter(None, (reason, metric.remark, metric.blunt))) + "."
+    blunt = metric.blunt if status is Status.HOLDS else ""
+    return status, "; ".join(filter(None, (reason, metric.remark, blunt))) + "."
 
 
 def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:

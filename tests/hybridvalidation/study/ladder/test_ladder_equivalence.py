@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from hybridtrain.units import format_count
+from hybridvalidation.judge.roll_up import Row
+from hybridvalidation.judge.verdict import Status
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.pages.targets import _with_quality
 from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.ladder import quality as quality_module
 from hybridvalidation.study.ladder.equivalence import (
@@ -141,6 +144,26 @@ def test_the_largest_deviation_is_where_an_arm_of_no_difference_just_passes() ->
             assert (3 * tost(differences, ladder.margin_nats) <= ladder.alpha / 2) is passes
 
 
+def test_what_holds_says_that_its_stack_trains_worse() -> None:
+    ladder = ladder_of(**MORE)
+    found = judged(ladder, finished(ladder, loss_of, max_runs=50))
+    row = Row(
+        target="t",
+        says="s",
+        status=Status.HOLDS,
+        evidence="planned",
+        stack="far",
+        place="p",
+        record="r",
+        reason="It fits.",
+    )
+    told = _with_quality(row, found["far"]).reason
+    assert told.startswith("It fits. Executed at ")
+    assert " it trains worse than vanilla: +0.0200 [" in told
+    for other, judged_one in ((row, found["near"]), (row, None), (replace(row, status=Status.REFUTED), found["far"])):
+        assert _with_quality(other, judged_one) is other
+
+
 def test_the_table_tells_tried_rates_and_the_second_look(tmp_path: Path) -> None:
     rung = MORE["rungs"][0] | {"lrs": [0.1, 0.2, 0.3]}
     ladder = ladder_of(**(MORE | {"rungs": [rung]}))
@@ -192,7 +215,7 @@ def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spre
     (found,) = judge_ladder(ladder, made, {"kept": target})
     assert f"the control {CONTROL['name']}: " in found.reason
     assert found.is_blunt is is_blunt
-    assert ("which does not clearly miss the bound, so that this tells no harm of its size" in found.reason) is is_blunt
+    assert (f"{CONTROL['name']}, known to do harm, does not clearly miss the bound either." in found.reason) is is_blunt
 
 
 def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:

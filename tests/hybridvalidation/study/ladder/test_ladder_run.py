@@ -47,6 +47,12 @@ def ladder() -> LadderFile:
     return ladder_of()
 
 
+@pytest.fixture(autouse=True)
+def _bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave nothing where this is run, and find nothing that another test left."""
+    monkeypatch.setattr(runner, "_BASES", tmp_path / "bases")
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Child", InlineChild)

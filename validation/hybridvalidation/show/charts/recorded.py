@@ -9,7 +9,7 @@ from hybridvalidation.recorded.source import read_sources
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import TEXT, Drawing, Trace, figure_of, log_axis
 from hybridvalidation.show.kinds import PageChart
-from hybridvalidation.show.pages.recorded import headline, label_of, predicted
+from hybridvalidation.show.pages.recorded import by_kind, headline, label_of, predicted
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#999999")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "star")
@@ -40,8 +40,7 @@ def _draw(files: ScenarioFiles, results: Path) -> Mapping[str, Sequence[Drawing]
 
 def _traces(rows: Sequence[Row], unit: str, size: float) -> list[Trace]:
     traces: list[Trace] = []
-    for number, kind in enumerate(sorted({(row.source, row.quantity) for row in rows})):
-        points = [row for row in rows if (row.source, row.quantity) == kind]
+    for number, points in enumerate(by_kind(rows)):
         traces.append({
             "type": "scatter", "mode": "markers", "name": label_of(points),
             "x": [figure_of(row.recorded / size, 4) for row in points],

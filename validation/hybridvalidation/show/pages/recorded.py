@@ -94,6 +94,12 @@ def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
     ]
 
 
+def by_kind(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return what a picture shows as one: rows of one source and quantity, blind ones or seen ones."""
+    kinds = sorted({(row.source, row.quantity, row.role) for row in rows})
+    return [[row for row in rows if (row.source, row.quantity, row.role) == kind] for kind in kinds]
+
+
 def label_of(rows: Sequence[Row]) -> str:
     """Return what a picture calls figures of one source and quantity."""
     first = rows[0]
@@ -105,9 +111,7 @@ def draw(rows: Sequence[Row], figure: Figure) -> None:
     """Draw recorded against planned bytes on logarithmic axes."""
     axes = figure.subplots()
     shown = predicted(rows, are_times=False)
-    kinds = sorted({(row.source, row.quantity, row.role) for row in shown})
-    for number, kind in enumerate(kinds):
-        points = [row for row in shown if (row.source, row.quantity, row.role) == kind]
+    for number, points in enumerate(by_kind(shown)):
         axes.scatter(
             [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
             zorder=3, marker=_MARKERS[number % len(_MARKERS)],

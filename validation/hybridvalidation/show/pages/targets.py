@@ -7,6 +7,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
+from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
 from hybridvalidation.judge.time_error import TIME_ERROR
@@ -21,8 +22,9 @@ from hybridvalidation.show.pages.profiler import judge_profiler
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
 from hybridvalidation.study.figures import judge_study
 from hybridvalidation.study.ladder.equivalence import Finding
+from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import stack_quality
+from hybridvalidation.study.ladder.quality import range_text, telling_of_stacks
 from hybridvalidation.study.ladder.runner import read_ladder
 from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
 from hybridvalidation.study.protocol import StudyFile
@@ -34,7 +36,7 @@ _HOW = (
     "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
     "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
-    f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, of a first cross-validation; no bound), or GB and GiB "
+    f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound), or GB and GiB "
     "decide differently: GB of a card are read as GiB, as cards are sold. Unproven: no record, or an interval on both "
     "sides of the bound. Misleading: "
     "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
@@ -46,18 +48,18 @@ _HOW = (
 
 def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
     """Return one row per stated figure, from records alone."""
-    quality = stack_quality(files, results)
-    return [_with_quality(row, quality.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
+    telling = telling_of_stacks(files, results)
+    return [_with_quality(row, telling.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
 
 
-def _with_quality(row: Row, cells: tuple[str, ...] | None) -> Row:
+def _with_quality(row: Row, judged: LadderVerdict | None) -> Row:
     """Say of what holds if a ladder tells its stack to train worse."""
-    if cells is None or not row.status.is_met or not cells[-1].startswith(Finding.WORSE):
+    if judged is None or not row.status.is_met or judged.finding is not Finding.WORSE:
         return row
-    _, params, _, _, against, difference, *_ = cells
-    return replace(
-        row, reason=f"{row.reason} It trains worse than {against}: {difference} nats at {params} parameters."
-    )
+    found = judged.comparison
+    loss = f"{range_text(found.interval, '+.4f')} nats{found.diverged_text}"
+    size = f"{format_count(found.size[0])} parameters"
+    return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {found.other.name}: {loss}.")
 
 
 def targets_text(rows: Sequence[Row], style: str) -> str:

@@ -165,13 +165,15 @@ def _judge(family: Sequence[Comparison], ladder: LadderFile, rung: Rung) -> list
 
 
 def largest_deviation(ladder: LadderFile, rung: Rung, num_seeds: int) -> float:
-    """Return up to which deviation of paired differences, in nats, an arm without any would be told equivalent.
+    """Return above which deviation of paired differences, in nats, no arm of family stack is told equivalent.
 
-    The first of family stack by Holm's order, at a mean of exactly zero; of others, and beside zero, it is less.
+    At a mean of zero, for the first arm by Holm's order; each that passes lets the next spread a little more.
     """
     arms = [arm for arm in ladder.arms_of(rung) if arm.family == "stack" and ladder.other_of(arm) is not None]
     alpha = ladder.alpha / 2 if any(_has_second_look(arm, rung) for arm in arms) else ladder.alpha
-    return ladder.margin_nats * math.sqrt(num_seeds) / -float(stdtrit(num_seeds - 1, alpha / max(1, len(arms))))
+    if not arms:
+        return 0.0
+    return ladder.margin_nats * math.sqrt(num_seeds) / -float(stdtrit(num_seeds - 1, alpha / len(arms)))
 
 
 def _counts(comparison: Comparison) -> bool:

@@ -140,14 +140,15 @@ class LadderFile:
     name: str
     says: str
     target: str
-    """The claim that is judged, registered before the first run."""
+    """The claim that is judged."""
     stop_rule: str
     remarks: str = ""
-    """What a reader must know of what came after the registration."""
+    """What a reader must know of the registration, and of what came after it."""
     margin_nats: float
     """A mean difference of validation loss within plus and minus this is none that matters."""
     alpha: float = 0.05
-    """Odds of a wrong verdict over a family of arms of a rung together; each of two looks has half of them."""
+    """Odds of a wrong "equivalent" over a family of arms of a rung, and of a wrong "different"; of two looks each has
+    half of them."""
     tuning_seed: int
     validation_batches: int
     """Of as many rows as a step has."""

@@ -33,12 +33,17 @@ def weight_of(judged: Judged) -> _Weight:
 
 
 def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, ...]]:
-    """Return what is known of every stack that shares an arm's runs; the baseline's own have nothing to be told."""
+    """Return ``telling_of_stacks`` as a table's cells."""
+    return {stack: _cells(judged) for stack, judged in telling_of_stacks(files, results).items()}
+
+
+def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Judged]:
+    """Return what tells most of every stack that shares an arm's runs; the baseline's own have nothing to be told."""
     telling = dict[str, Judged]()
     for _, judged in all_judged(files, results):
         for stack in judged.comparison.arm.stacks if judged.comparison.pairs else ():
             telling[stack] = max(telling.get(stack, judged), judged, key=weight_of)
-    return {stack: _cells(judged) for stack, judged in telling.items()}
+    return telling
 
 
 def _cells(judged: Judged) -> tuple[str, ...]:

@@ -151,8 +151,9 @@ def _power(ladder: LadderFile) -> str:
         most = [f"{largest_deviation(ladder, rung, count):.4f} with {count} seeds" for count in seeds]
         told.append(f"{rung.name}: {', '.join(most)}")
     return (
-        "What a rung can show: at a mean of zero an arm of family stack is told equivalent up to these deviations of "
-        f"its differences, in nats, and beside zero up to smaller ones. {'; '.join(told)}."
+        "What a rung cannot show: where the differences of all arms of family stack deviate by more than so many nats, "
+        "it calls none of them equivalent, even at a mean of zero (the first by Holm's order; each that passes lets "
+        f"the next deviate a little more). {'; '.join(told)}."
     )
 
 
@@ -163,10 +164,12 @@ def _rates(ladder: LadderFile, made: Made, rung: Rung) -> str:
         lrs = rung.lrs if arm is ladder.baseline else arm.lrs
         runs = {lr: made.get(run_key(ladder, run_of(ladder, made, rung, arm, ladder.tuning_seed, lr))) for lr in lrs}
         losses = {lr: run.validation_loss for lr, run in runs.items() if run is not None}
+        if len(lrs) == 1:
+            told.append(f"{arm.name} {lrs[0]:g}, not tuned")
         if len(losses) < 2:
             continue
         best = chosen_lr(ladder, made, rung, arm)
-        edge = ", the end of what was tried: another may be better" if best in {min(lrs), max(lrs)} else ""
+        edge = ", the end of what was tried: another may be better" if best in {min(losses), max(losses)} else ""
         tried = ", ".join(f"{lr:g}: {'diverged' if loss is None else f'{loss:.4f}'}" for lr, loss in losses.items())
         told.append(f"{arm.name} {tried}; chosen {best:g}{edge}")
     return f"Rates tried at seed {ladder.tuning_seed}, validation loss. {'. '.join(told)}." if told else ""

@@ -111,13 +111,12 @@ def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True, bases
     torch.set_num_threads(1)
     arm, rung = ladder.arm(run.arm), ladder.rung(run.rung)
     started, begin, cpu_begin = datetime.now(UTC), time.perf_counter(), time.process_time()
-    corpus = pinned_corpus(TEXT)
+    corpus, environment = pinned_corpus(TEXT), read_environment()  # now: later another commit may stand there
     recipe = recipe_of(ladder, arm.plan(), arm.optimizer, run.lr, to_nearest=arm.rounds_to_nearest)
     probe = run_probe(rung, recipe, run.seed, corpus)
     source: FinalWeights | None = None
     message, loss, accuracy = "", None, None
     first: tuple[float, ...] = ()
-    environment = read_environment()
     base_path = _base_path(ladder, run, environment, corpus, bases) if is_whole else None
     if arm.fine_tunes:
         source = None if base_path is None else read_weights(base_path)
@@ -307,10 +306,11 @@ def _base_path(
 
     A program that no commit names may be any.
     """
-    if folder is None or environment.dirty or not environment.commit:
+    is_needed = any(arm.fine_tunes for arm in ladder.arms_of(ladder.rung(run.rung)))
+    if folder is None or not is_needed or environment.dirty or not environment.commit:
         return None
     base = replace(run, arm=ladder.baseline.name, lr=run.base_lr)
-    place = (environment.commit, environment.torch, environment.cpu, product_unit())
+    place = (environment.commit, environment.python, environment.torch, np.__version__, environment.cpu, product_unit())
     parts = (run_key(ladder, base), corpus.digest, *place)
     return folder / f"{sha256(' '.join(parts).encode()).hexdigest()[:16]}.npz"
 

@@ -73,27 +73,28 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     remark += f" (smaller ones: {smaller})" if smaller else ""
     if largest.num_diverged:
         remark += f"; {largest.num_diverged} seeds diverged, which no mean holds"
-    told, is_blunt = _of_controls(ladder, made, target, largest)
-    blunt = "which does not clearly miss the bound, so that this tells no harm of its size" if is_blunt else ""
+    told, blunt = _of_controls(ladder, made, target, largest)
     return Metric(values[-1].mean, Evidence.EXECUTED, "%", interval=values[-1], remark=f"{remark}{told}", blunt=blunt)
 
 
-def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison) -> tuple[str, bool]:
-    """Say what the arms that must fail lose by the same ruler, and whether one of them does not clearly miss it."""
+def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison) -> tuple[str, str]:
+    """Say what the arms that must fail lose by the same ruler, and which of them do not clearly miss the bound."""
     controls = [
         arm for arm in ladder.arms_of(shown.rung)
         if arm.family == "control" and arm is not shown.arm and arm.fine_tunes == shown.arm.fine_tunes
     ]  # fmt: skip
-    told, is_blunt = "", False
+    told, keeping = "", list[str]()
     for found in (last_look(ladder, made, shown.rung, arm, shown.other) for arm in controls):
         if not found.is_finished or found.retention is None:
             continue
         value = _value(target, found.retention)
         judged = judge_metric(target, found.arm.name, Metric(value.mean, Evidence.EXECUTED, "%", interval=value))
-        is_blunt |= not judged.status.is_missed and not found.num_diverged
+        if not judged.status.is_missed and not found.num_diverged:
+            keeping.append(found.arm.name)
         interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f})"
         told += f"; the control {found.arm.name}: {interval}{found.diverged_text}"
-    return told, is_blunt
+    names = " and ".join(keeping)
+    return told, f"{names}, known to do harm, does not clearly miss the bound either" if names else ""
 
 
 def _value(target: Target, kept: Interval) -> Interval:
