@@ -23,7 +23,8 @@ _HOW = (
     " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
     "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
-_MARKERS = "os^Dv"
+_MARKERS = "os^DvPX"
+"""As many as share no divisor with the colors, which repeat after ten."""
 _SECONDS = "seconds"
 
 

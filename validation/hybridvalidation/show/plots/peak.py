@@ -1,6 +1,7 @@
 """Peak by class, stack beside stack, against the card; below it what lies in host memory, against the machine's."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +19,8 @@ LEAST_SHOWN_GIB = 0.1
 """Less on the host is the batch on its way, and needs no panel and no figure."""
 _ROOM = 0.87
 """Share of the axis up to which a bar leaves room for its figure above it."""
+_LONGEST_LABEL = 14
+"""Letters below a bar; a longer name goes on below, behind one of its hyphens."""
 _PALE = 0.35
 """Opacity of stacks that do not fit."""
 
@@ -81,6 +84,7 @@ def _draw(axes: Axes, stacks: Stacks, parts: Sequence[Mapping[str, float]], limi
         for bar, (_, memory) in zip(bars, stacks, strict=True):
             bar.set_alpha(1.0 if memory.fits else _PALE)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    axes.set_xticks(range(len(names)), ["\n".join(wrap(name, _LONGEST_LABEL)) for name in names])
     ceiling = float("inf") if limit_bytes is None else LARGEST_SHARE * to_gib(int(limit_bytes))
     highest = max(bottoms, default=0.0)
     is_cut = highest > ceiling
