@@ -1,7 +1,9 @@
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hybridtrain.dry_runs import dry_run
@@ -18,7 +20,7 @@ from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario
 from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.plots import timeline
-from hybridvalidation.show.plots.peak import plot_peak
+from hybridvalidation.show.plots.peak import PLOT, plot_peak
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
@@ -56,6 +58,18 @@ def test_a_stack_that_fits_is_seen_beside_one_many_times_the_card(vanilla_gib: i
     assert ("cut off" in axes.get_ylabel()) is is_cut
     assert [text.get_text() for text in axes.texts] == ["12.4", f"{vanilla_gib}.4\ndoes not fit"]  # with the context
     assert all(0 < text.xy[1] < top for text in axes.texts)  # type: ignore[attr-defined]
+
+
+def test_names_below_bars_do_not_overlap() -> None:
+    names = [f"very-long-name-of-{number}" for number in range(10)]
+    run = replace(run_of(**dict.fromkeys(names, 12)), scenario=replace(SCENARIO, stacks=tuple(names)))
+    figure = Figure(figsize=PLOT.size(run))
+    plot_peak(run, figure)
+    FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert len(boxes) == 10
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_host_memory_has_a_panel_of_its_own_with_its_limit() -> None:
