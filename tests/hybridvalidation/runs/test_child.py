@@ -125,7 +125,8 @@ def test_however_the_parent_ends_its_child_does_and_leaves_no_file(tmp_path: Pat
     pid, temporary = tmp_path / "pid", tmp_path / "tmp"
     temporary.mkdir()
     program = (
-        "import sys; from hybridvalidation.runs.child import Child; from child_work import Numbers; "
+        "import signal, sys; from hybridvalidation.runs.child import Child; from child_work import Numbers; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background jobs ignore it
         "Child('child_work:sleep', Numbers(values=(), name=sys.argv[1]), Numbers).wait()"
     )
     environment = os.environ | {"PYTHONPATH": str(SUPPORT), "TMPDIR": str(temporary)}
