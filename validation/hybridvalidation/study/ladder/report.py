@@ -122,11 +122,12 @@ def _progress(ladder: LadderFile, made: Made, style: str) -> str:
     rows = []
     for rung in ladder.rungs:
         hours = sum(record.cpu_seconds for record in made.values() if record.run.rung == rung.name) / 3600
-        total = len(ladder.arms_of(rung)) * len(rung.seeds)
+        total, count = len(ladder.arms_of(rung)) * len(rung.seeds), _num_made(ladder, made, rung)
+        again = _second_look(ladder, made, rung) if count == total and rung.more_seeds else "-"
         rows.append([
             rung.name, f"{rung.model.num_params:,}", f"{rung.tokens_per_param:.0f}", format_count(rung.num_tokens),
             f"{rung.num_steps:,} x {rung.batch_size} x {rung.seq_len}", len(ladder.arms_of(rung)), len(rung.seeds),
-            f"{_num_made(ladder, made, rung)} of {total}", _second_look(ladder, made, rung), f"{hours:.1f}",
+            f"{count} of {total}", again, f"{hours:.1f}",
         ])  # fmt: skip
     headers = [
         "rung", "parameters", "tokens a parameter", "tokens", "steps x rows x tokens", "arms", "seeds", "runs made",
@@ -136,9 +137,7 @@ def _progress(ladder: LadderFile, made: Made, style: str) -> str:
 
 
 def _second_look(ladder: LadderFile, made: Made, rung: Rung) -> str:
-    """Return how many runs of it are made; a dash where none is registered, or the first look has not ended."""
-    if not rung.more_seeds or any(run_key(ladder, run) not in made for run in first_runs(ladder, rung, made)):
-        return "-"
+    """Return how many of the runs that a first look leaves to it are made."""
     owed = [run_key(ladder, run) for run in more_runs(ladder, rung, made)]
     return f"{sum(key in made for key in owed)} of {len(owed)}"
 
