@@ -1,7 +1,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from hybridtrain.config.encode import to_toml
+from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast import FORECASTERS
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.store import append_line
+from hybridvalidation.runs.child import Child, Ended
 from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study import forecast as study_forecast
-from hybridvalidation.study.forecast import (
-    forecast_text,
-    read_forecasts,
-    score_study,
-    signals_of,
-    write_forecasts,
-)
+from hybridvalidation.study import forecast_run
+from hybridvalidation.study.forecast import forecast_text, read_forecasts, score_study, write_forecasts
+from hybridvalidation.study.forecast_run import ForecastJob, ForecastRecord, score_in_child, signals_of
 from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun
 from hybridvalidation.study.runner import record_path
 from tiny_studies import METHOD, finished, study_of
@@ -33,6 +31,7 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 QUICK = ("ema", "power_law")
 STEP_CPU_S = 2.0
+WORK = "hybridvalidation.study.forecast_run:score_in_child"
 
 
 def loss_after(step: int, seed: int) -> float:
@@ -48,9 +47,20 @@ def with_losses(study: StudyFile) -> dict[str, StudyRecord]:
     return {key: told(record) for key, record in finished(study, lambda _: 2.0).items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A child's place: the same function, in this process."""
+
+    job: ForecastJob
+
+    def wait(self) -> Ended[ForecastRecord]:
+        answer = score_in_child(self.job)
+        return Ended(answer=answer, fault="", program=None, seconds=0.0, peak_rss_bytes=0, log="")
+
+
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Leave the slow out: one step of a real model, and forecasters that learn; return the steps asked for."""
+    """Leave out processes, a step of a real model, and forecasters that learn; return the steps asked for."""
     steps: list[float] = []
 
     def step_cpu_s() -> float:
@@ -58,7 +68,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return STEP_CPU_S
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(study_forecast, "_step_cpu_s", step_cpu_s)
+    monkeypatch.setattr(forecast_run, "_step_cpu_s", step_cpu_s)
+    monkeypatch.setattr(study_forecast, "_start", Here)
     monkeypatch.setattr(study_forecast, "FORECASTERS", {kind: FORECASTERS[kind] for kind in QUICK})
     yield steps
     torch.set_num_threads(before)
@@ -94,6 +105,34 @@ def test_only_what_is_new_is_scored(tmp_path: Path) -> None:
     records = score_study(study, made, tmp_path, said.append)
     assert said == [f"forecasts of {method}, seed 1: scored" for method in ("adamw", "slow_gradient")]
     assert len({record.key for record in records}) == len(records) == 6
+
+
+def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = study_of(**LONG)
+
+    def start(job: ForecastJob) -> Child[ForecastRecord] | Here:
+        broken = replace(job, kinds=("oracle",), step_cpu_s=STEP_CPU_S)
+        return Child(WORK, broken, ForecastRecord) if job.run.run.seed == 1 else Here(job)
+
+    monkeypatch.setattr(study_forecast, "_start", start)
+    with pytest.raises(HybridTrainError, match=r"adamw, seed 1 has no record: .*oracle.*; those that ended are kept"):
+        score_study(study, with_losses(study), tmp_path, lambda _: None)
+    assert [record.seed for record in read_forecasts(tmp_path)] == [0]
+
+
+def test_a_score_depends_on_no_ladder_and_no_table() -> None:
+    # of a record's program: what is imported to score must be what decides the scores
+    study = study_of(**LONG)
+    run = next(record for record in with_losses(study).values() if record.step_losses)
+    job = ForecastJob(study=study, run=run, kinds=QUICK, step_cpu_s=STEP_CPU_S)
+    ended = Child(WORK, job, ForecastRecord).wait()
+    assert ended.program is not None, ended.fault
+    assert ended.answer is not None
+    assert ended.answer.program == ended.program.digest
+    files = set(ended.program.files)
+    assert "hybridvalidation/study/forecast_run.py" in files
+    others = ("study/ladder/", "cli/", "judge/", "show/", "study/forecast.py")
+    assert not [path for path in files if path.startswith(tuple(f"hybridvalidation/{other}" for other in others))]
 
 
 def test_a_run_without_losses_is_not_scored(tmp_path: Path, slow: list[float]) -> None:
