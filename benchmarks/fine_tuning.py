@@ -44,8 +44,11 @@ from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
 from hybridtrain.weights.adapters import export_adapter, has_adapters
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import ONE_FILE, open_folder
-from hybridvalidation.records.environment import Environment, read_environment, uncommitted_files
-from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.records.environment import read_environment, uncommitted_files
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.program import current_program, watch_files
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_record, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE, BATCH, SEQ_LEN = 1024, 8, 128
@@ -104,7 +107,7 @@ _COSTS = """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Record):
     """A line of the records. Losses are nats per token."""
 
     recipe: str
@@ -136,8 +139,7 @@ class Run:
     """Of all steps together, without evaluations."""
     weights: str
     """Digest of the weights that came out, merged."""
-    started_at: str
-    environment: Environment
+    evidence: Evidence = Evidence.EXECUTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,10 @@ class Study:
         """Return what tells runs of this program, machine and base from others."""
         return self.base_recipe if method == PRETRAINED else _digest(self.base_recipe, _file_digest(self.base))
 
+    def append(self, run: Run) -> None:
+        """Add a run to the records, behind the program that made it."""
+        append_record(self.records.parent, self.records.name, run)
+
     def find(self, method: str, lr: float, seed: int) -> Run | None:
         """Return a run that is done."""
         wanted = (self.recipe(method), method, lr, seed)
@@ -197,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps and one seed, below runs/")
     is_quick = parser.parse_args().quick
+    watch_files()
     changed = uncommitted_files()
     if changed and not is_quick:
         raise SystemExit(
@@ -307,7 +314,7 @@ def pretrain(study: Study) -> None:
     rmtree(study.base, ignore_errors=True)
     found = train(study, PRETRAINED, PRETRAIN_LR, 0, study.work / "made", study.pretrain_steps, keep=study.base)
     if done is None:
-        append_line(study.records, found)
+        study.append(found)
     elif done.weights != found.weights:
         raise SystemExit(f"{study.records}: pre-training came out otherwise than recorded; remove the file, start anew")
 
@@ -328,7 +335,7 @@ def tune(study: Study, method: str, lr: float, seed: int) -> Run:
     found = study.find(method, lr, seed)
     if found is None:
         found = train(study, method, lr, seed, study.base, study.tune_steps)
-        append_line(study.records, found)
+        study.append(found)
     return found
 
 
@@ -337,7 +344,7 @@ def unchanged(study: Study) -> Run:
     found = study.find(NONE, 0.0, 0)
     if found is None:
         found = train(study, NONE, 0.0, 0, study.base, 0)
-        append_line(study.records, found)
+        study.append(found)
     return found
 
 
@@ -345,7 +352,7 @@ def train(
     study: Study, method: str, lr: float, seed: int, source: Path, num_steps: int, *, keep: Path | None = None
 ) -> Run:
     """Train from a folder, look at both texts, export, compare with transformers; return all of it."""
-    started_at = datetime.now(tz=UTC).isoformat(timespec="seconds")
+    started_at, began = datetime.now(tz=UTC).isoformat(timespec="seconds"), time.perf_counter()
     make = partial(_trainer, source, METHODS.get(method, []), lr or 1e-3, seed, num_steps)
     text = study.old if method == PRETRAINED else study.new
     sampler = BatchSampler(text.train, micro_batch_size=BATCH, seq_len=SEQ_LEN, seed=seed)
@@ -367,7 +374,8 @@ def train(
     if has_adapters(trainer):
         saved = next(path for path in export_adapter(trainer, adapters, base="") if path.suffix == ".safetensors")
     found = Run(
-        recipe=study.recipe(method), method=method, lr=lr, seed=seed, num_steps=num_steps,
+        key=f"{method} lr {lr:g} seed {seed}", recipe=study.recipe(method), method=method, lr=lr, seed=seed,
+        num_steps=num_steps,
         num_params=trainer.model.config.num_params,
         trained_params=sum(p.numel() for _, p in trainer.model.named_unit_parameters() if p.requires_grad),
         curve_steps=tuple(curve), curve_losses=tuple(curve.values()),
@@ -376,7 +384,8 @@ def train(
         sample=sample_text(trainer, PROMPT, num_tokens=SAMPLE_TOKENS, seed=0, tokenizer=study.tokenizer),
         kept_bytes=kept_bytes, peak_bytes=peak_bytes, peak_by_class=by_class, saved_bytes=saved.stat().st_size,
         logit_gap=_logit_gap(trainer, out, text.choose[0]), step_seconds=seconds, weights=_file_digest(out),
-        started_at=started_at, environment=read_environment(),
+        started_at=started_at, environment=read_environment(), program=current_program().digest,
+        duration_s=round(time.perf_counter() - began, 3),
     )  # fmt: skip
     print(
         f"{method:12} lr {lr:g} seed {seed}: {found.curve_losses[0]:.4f} -> {found.curve_losses[-1]:.4f}, "
