@@ -98,6 +98,8 @@ def harm_sentence(study: StudyFile, made: Made) -> str:
 def harm_text(study: StudyFile, made: Made, style: str) -> str:
     """Return verdict, registration and table."""
     registration = f"Registered before the first run: {study.target}. {study.stop_rule}"
+    if study.remarks:
+        registration += f"\n\nAfter the registration: {study.remarks}"
     assert study.largest_harm_pct is not None, "a study of harm"
     rows = [_row(harm, study.largest_harm_pct) for harm in harms(study, made)]
     table = tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
