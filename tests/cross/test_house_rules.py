@@ -3,13 +3,14 @@
 import importlib.util
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from matplotlib.figure import Figure
 
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.cli.main import main
-from hybridvalidation.judge.time_error import TIME_ERROR
+from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING, TIME_ERROR, WAITING_ERROR
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))
@@ -51,6 +52,15 @@ def test_the_time_models_error_is_that_of_its_table() -> None:
     assert float(card_out.strip(" %")) / 100 == pytest.approx(told, abs=0.0005)  # told with one decimal
     assert told < TIME_ERROR == 0.088
     assert "5.9 % (size out) and 8.8 % (card out)" in "\n".join(lines)  # before changes that had seen the runs
+
+
+def test_the_error_of_steps_that_wait_is_that_of_its_table() -> None:
+    table = (ROOT / "results" / "time-model.md").read_text().split("## ")[4]
+    assert table.startswith("Runs bound by transfer")
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| mdf-")]
+    errors, waits = ([float(row[place].strip(" %")) / 100 for row in rows] for place in (5, 6))
+    assert fmean(map(abs, errors)) == pytest.approx(WAITING_ERROR, abs=0.0005)
+    assert (min(waits), max(waits)) == (LEAST_WAITING, MOST_WAITING)
 
 
 def test_committed_tables_follow_from_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

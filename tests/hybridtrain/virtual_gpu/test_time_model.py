@@ -206,7 +206,7 @@ def synthetic(time_model: ModuleType, peers: ModuleType, name: str, shares: Effi
     rates = Rates(run.card, run.host, shares)
     seconds = sum(rates.duration(kernel, ())[0] * count for kernel, count in kernels)
     facts = run.facts | {"recorded_tokens_per_s": run.facts["tokens_per_step"] / seconds}
-    return time_model.Timed(replace(run, facts=facts), None, tuple(kernels), 0.0)
+    return time_model.Timed(replace(run, facts=facts), None, tuple(kernels), 0.0, None)
 
 
 def test_the_fit_finds_the_shares_that_made_the_runs(peers: ModuleType, time_model: ModuleType) -> None:

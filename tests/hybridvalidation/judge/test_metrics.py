@@ -11,8 +11,10 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.roofline import Bound
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
+from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun, Timeline
@@ -118,6 +120,18 @@ def test_speed_is_estimated_until_it_is_measured() -> None:
     assert found is not None
     assert (estimated.value, estimated.evidence) == (77.0, Evidence.ESTIMATED)
     assert (found.value, found.evidence) == (123.0, Evidence.MEASURED)
+
+
+@pytest.mark.parametrize(("waits", "error"), [(0.04, TIME_ERROR), (0.06, WAITING_ERROR), (0.5, WAITING_ERROR)])
+def test_a_step_that_waits_has_the_error_of_recorded_ones_that_do(waits: float, error: float) -> None:
+    times = {Bound.COMPUTE.value: 2 * (1 - waits), Bound.TRANSFER.value: waits, Bound.DISK.value: waits}
+    lean = planned("lean", tokens_per_s=30.0, step_time_s=2.0, time_by_bound=times)
+    plain = planned("vanilla", tokens_per_s=40.0, step_time_s=2.0, time_by_bound={Bound.COMPUTE.value: 2.0})
+    for found in (asked(run_of(lean, plain), name, "lean") for name in ("tokens_per_s", "relative_throughput_x")):
+        assert found is not None
+        assert found.error is not None
+        assert found.error.high / found.value == pytest.approx(1 + error, rel=ROUNDING)
+        assert ("waits 50% of its step, recorded steps that test this 5% to 18%" in found.remark) is (waits == 0.5)
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -72,6 +72,16 @@ def test_bounds_that_reject_no_harm_are_counted() -> None:
     assert counts([row_of(blunt)]).endswith("does not clearly miss: 1 of those that hold.")
 
 
+@pytest.mark.parametrize(
+    ("other", "is_missed"), [(Status.REFUTED, True), (Status.MISLEADING, True), (Status.HOLDS, False)]
+)
+def test_what_one_stack_holds_and_another_misses_is_counted(other: Status, *, is_missed: bool) -> None:
+    row = row_of(judged(Status.HOLDS, of_scenario=True), judged(other, "there"))
+    told = counts([row])
+    assert row.status is Status.HOLDS
+    assert told.endswith("another that is asked does not meet it: 1 of those that hold.") is is_missed
+
+
 @pytest.mark.parametrize("status", Status)
 def test_every_verdict_is_counted(status: Status) -> None:
     rows = roll_up(TARGETS, [judged(status)])

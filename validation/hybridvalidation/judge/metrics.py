@@ -7,7 +7,7 @@ from hybridtrain.units import GB, GIB
 from hybridvalidation.judge import arithmetic, planned
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.statistics import Interval, mean_interval
-from hybridvalidation.judge.time_error import within_error
+from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
@@ -90,8 +90,10 @@ def _tokens_per_s(case: Case) -> Metric | None:
     if memory is None:
         return None
     fits = memory.fits and not _was_refused(record)
-    error = within_error(memory.tokens_per_s)
-    return Metric(memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", error=error, fits=fits)
+    error = within_error(memory.tokens_per_s, error=time_error_of(memory))
+    return Metric(
+        memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", error=error, fits=fits, remark=waiting_text(memory)
+    )
 
 
 def _was_refused(record: StackRun | None) -> bool:

@@ -9,7 +9,7 @@ from hybridtrain.plan.placement import Codec
 from hybridtrain.units import GB, GIB, format_bytes, to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric
-from hybridvalidation.judge.time_error import within_error
+from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.scenario import BASELINE_STACK
@@ -137,8 +137,8 @@ def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric |
     if case.memories is None:
         return None
     own, baseline = case.memories
-    remarks = [_against(case), "" if baseline.fits else f"{case.baseline} {_OVERSIZE}"]
-    error = within_error(own.tokens_per_s / baseline.tokens_per_s, express)
+    remarks = [_against(case), "" if baseline.fits else f"{case.baseline} {_OVERSIZE}", waiting_text(own)]
+    error = within_error(own.tokens_per_s / baseline.tokens_per_s, express, error=time_error_of(own, baseline))
     return Metric(
         error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, remark="; ".join(filter(None, remarks))
     )

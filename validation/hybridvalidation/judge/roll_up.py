@@ -49,6 +49,8 @@ class Row:
     """Whether it is met from outside of the range that is stated."""
     is_blunt: bool = False
     """Whether what must fail does not clearly miss the bound."""
+    is_missed_too: bool = False
+    """Whether it holds by one stack, and another one that it is asked of does not meet it."""
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
@@ -66,6 +68,10 @@ def counts(rows: Sequence[Row]) -> str:
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     outside = sum(row.is_outside for row in rows)
     also = f" Outside of the range that is stated, on its good side: {outside} of those that hold." if outside else ""
+    missed = sum(row.is_missed_too for row in rows)
+    also += (
+        f" By one stack, where another that is asked does not meet it: {missed} of those that hold." if missed else ""
+    )
     blunt = sum(row.is_blunt for row in rows)
     also += f" By a bound that what must fail does not clearly miss: {blunt} of those that hold." if blunt else ""
     return f"{len(rows)} stated targets: {told}.{also}"
@@ -75,6 +81,7 @@ _WORDS = {
     Status.HOLDS: "hold", Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
     Status.UNPROVEN: "unproven", Status.MISLEADING: "misleading", Status.REFUTED: "refuted",
 }  # fmt: skip
+_MISSED = (Status.MISLEADING, Status.REFUTED)
 
 
 def _row(target: Target, items: Sequence[Judged]) -> Row:
@@ -93,6 +100,7 @@ def _row(target: Target, items: Sequence[Judged]) -> Row:
         target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
         place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
         is_outside=verdict.is_outside, is_blunt=verdict.is_blunt,
+        is_missed_too=verdict.status is Status.HOLDS and any(item.verdict.status in _MISSED for item in others),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.links import World
-from hybridvalidation.judge.time_error import TIME_ERROR
+from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.recommend.command import ask
 from hybridvalidation.scenario import Stack
 from hybridvalidation.scenario_files import RESULTS, ScenarioFiles, default_folder, evidence_folder
@@ -140,7 +140,7 @@ class FitReport:
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
                 f"others are {self._confirmed()}; times are estimated (roofline): recorded full training on cards that "
-                f"were left out of its fit was {TIME_ERROR:.1%} off on average"
+                f"were left out of its fit was {TIME_ERROR:.1%} off on average, {WAITING_ERROR:.1%} where it waits"
             ),
             (
                 "bound: what most of a step's time goes to; micro-batch: sequences, times how often a step; kept: "
