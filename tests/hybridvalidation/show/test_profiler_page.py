@@ -34,7 +34,7 @@ def write(records: Path, *cases: ProfiledCase) -> None:
 def test_the_largest_model_is_judged_and_a_cards_step_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card_step_s: float | None, status: Status
 ) -> None:
-    monkeypatch.setattr(profiler, "_card_step_s", lambda _records: card_step_s)
+    monkeypatch.setattr(profiler, "card_step_s", lambda _records: card_step_s)
     write(tmp_path / "records", case(10, 0.5), case(1000, 0.0004))
     (found,) = judge_profiler(tmp_path / "records", FILES.targets())
     assert (found.target, found.status, found.evidence) == (TARGET, status, Evidence.EXECUTED)

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore
+from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child
 from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
@@ -33,8 +34,8 @@ _HOW = (
     "Executed on the CPU: each forecaster saw a recorded run step by step and, every 50 steps from step 300 on, told "
     f"the mean training loss of the last {WINDOW} steps of the horizon; coming learning rates are known. Error: "
     "mean absolute, nats per token. Width and coverage are of the 90 % interval. Every forecaster starts anew in every "
-    "run; their settings were chosen on other runs of the same model and corpus. Share of a step: processor time of "
-    f"learning and forecasting per training step, over that of one {STEP_MODEL} step of {STEP_SEQ_LEN} tokens."
+    "run; their settings were chosen on other runs of the same model and corpus. Share: processor time of learning and "
+    f"forecasting per training step, over that of one {STEP_MODEL} step of {STEP_SEQ_LEN} tokens on the processor"
 )
 
 
@@ -73,22 +74,30 @@ def read_forecasts(results: Path) -> list[ForecastRecord]:
     return read_lines(results / "records" / _FILE, ForecastRecord)
 
 
-def forecast_text(records: Sequence[ForecastRecord], style: str) -> str:
-    """Return one row per forecaster and horizon, means over runs."""
+def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: float | None = None) -> str:
+    """Return one row per forecaster and horizon, means over runs.
+
+    Args:
+        records: Of the runs that were scored.
+        style: Of tabulate.
+        of_card_s: Seconds of a card's step, estimated, for the share that counts where a card trains.
+    """
     rows = []
     for kind in FORECASTERS:
         for horizon in HORIZONS:
             scores = [s for record in records for s in record.scores if (s.kind, s.horizon) == (kind, horizon)]
             if scores:
-                rows.append(_row(kind, horizon, scores, fmean(record.step_cpu_s for record in records)))
-    headers = ["forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share of a step %"]
+                rows.append(_row(kind, horizon, scores, fmean(record.step_cpu_s for record in records), of_card_s))
+    headers = ["forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share %"]
+    if of_card_s is not None:
+        headers.append("of a card's %")
     if not rows:
         return (
             f"No run to score: forecasts need the losses of at least {_SHORTEST} true steps, which a study keeps for "
             "runs of its own length without validations on their way."
         )
     table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-    return f"{_sentence(records)}\n\n{table}\n\n{_HOW}"
+    return f"{_sentence(records)}\n\n{table}\n\n{_HOW}{_of_card(of_card_s)}"
 
 
 def write_forecasts(results: Path) -> list[Path]:
@@ -96,7 +105,8 @@ def write_forecasts(results: Path) -> list[Path]:
     records = read_forecasts(results)
     if not records:
         return []
-    parts = ["# Forecasts of the loss", forecast_text(records, MARKDOWN), made_by(("", record) for record in records)]
+    text = forecast_text(records, MARKDOWN, card_step_s(results / "records"))
+    parts = ["# Forecasts of the loss", text, made_by(("", record) for record in records)]
     return [write_page(results, "forecasts", "\n\n".join(parts))]
 
 
@@ -111,10 +121,22 @@ def _sentence(records: Sequence[ForecastRecord]) -> str:
     return f"Smallest mean error over all horizons and {len(records)} runs: {order[0]} ({told}); {default}."
 
 
-def _row(kind: str, horizon: int, scores: Sequence[ForecastScore], step_cpu_s: float) -> list[str]:
+def _of_card(step_s: float | None) -> str:
+    if step_s is None:
+        return "."
+    return (
+        f"; a card's step is far shorter, so the share is told of the one that is estimated for {CARD_STEP_OF}, "
+        f"{1000 * step_s:.0f} ms, too, as if nothing hid the processor's work."
+    )
+
+
+def _row(
+    kind: str, horizon: int, scores: Sequence[ForecastScore], step_cpu_s: float, of_card_s: float | None
+) -> list[str]:
     cpu_s = fmean(score.cpu_s_per_step for score in scores)
     return [
         kind, str(horizon), f"{fmean(s.mean_absolute_error for s in scores):.4f}",
         f"{fmean(s.mean_width for s in scores):.3f}", f"{100 * fmean(s.coverage for s in scores):.0f}",
         str(sum(s.num_forecasts for s in scores)), f"{1000 * cpu_s:.2f}", f"{100 * cpu_s / step_cpu_s:.3f}",
+        *([] if of_card_s is None else [f"{100 * cpu_s / of_card_s:.2f}"]),
     ]  # fmt: skip

@@ -7,15 +7,15 @@ from tabulate import tabulate
 
 from hybridvalidation.judge.case import Decider, Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric
+from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfilerRecord, read_profiled
-from hybridvalidation.records.store import RecordStore
-from hybridvalidation.scenario import BASELINE_STACK, Target
+from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
-TARGET, _SCENARIO = "profiler-overhead", "gpt2-small"
+TARGET = "profiler-overhead"
 _HEADERS = (
     "model",
     "parameters",
@@ -33,7 +33,7 @@ _HOW = (
     "it takes a snapshot, its share of the step at that interval. With / without is the ratio of the steps' medians, "
     "noise that ratio between steps without it: too coarse for a share this small, which is why the snapshot is timed "
     "itself. A card's step is far shorter than a processor's, so the share is told of the step that is estimated for "
-    f"{_SCENARIO} too."
+    f"{CARD_STEP_OF} too."
 )
 
 
@@ -45,7 +45,7 @@ def judge_profiler(records: Path, targets: Mapping[str, Target]) -> list[Verdict
     if not found:
         return [judge_metric(targets[TARGET], "memory profiler", None, missing="no record of its benchmark")]
     record, case = found[-1], found[-1].judged
-    step_s = _card_step_s(records)
+    step_s = card_step_s(records)
     decider = None
     if step_s is not None and record.evidence is Evidence.EXECUTED:
         decider = Decider(
@@ -58,16 +58,6 @@ def judge_profiler(records: Path, targets: Mapping[str, Target]) -> list[Verdict
     )
     metric = Metric(case.overhead_pct, record.evidence, "%", remark=remark, decider=decider)
     return [judge_metric(targets[TARGET], "memory profiler", metric, record=f"profiler {record.started_at}")]
-
-
-def _card_step_s(records: Path) -> float | None:
-    """Return the estimated seconds of the scenario's unoptimised step."""
-    steps = [
-        record.memory.step_time_s
-        for record in RecordStore(records).read(_SCENARIO)
-        if record.stack == BASELINE_STACK and record.memory is not None
-    ]
-    return steps[-1] if steps else None
 
 
 def _write(files: ScenarioFiles, results: Path) -> list[Path]:
