@@ -117,10 +117,8 @@ def record(run: PeerRun, protocol: Tables, keep: Path | None) -> Timed:
                 counts[kind] += weight
                 example[kind] = op
     kernels = tuple((example[kind], count) for kind, count in counts.items() if count)
-    timed, assumed = (
-        Timed(run, steps, kernels, 0.0, own),
-        replace(DEFAULT_EFFICIENCY, matmul=ASSUMED.get(run.family, 0.7)),
-    )
+    timed = Timed(run, steps, kernels, 0.0, own)
+    assumed = replace(DEFAULT_EFFICIENCY, matmul=ASSUMED.get(run.family, 0.7))
     return replace(timed, waiting_s=timed.recorded_s / (1 + timed.error(assumed)) - timed.compute_s(assumed))
 
 

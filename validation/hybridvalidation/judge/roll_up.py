@@ -66,14 +66,12 @@ def counts(rows: Sequence[Row]) -> str:
     """Return how many figures have which verdict, in a sentence."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
-    outside = sum(row.is_outside for row in rows)
-    also = f" Outside of the range that is stated, on its good side: {outside} of those that hold." if outside else ""
-    missed = sum(row.is_missed_too for row in rows)
-    also += (
-        f" By one stack, where another that is asked does not meet it: {missed} of those that hold." if missed else ""
+    remarks = (
+        ("Outside of the range that is stated, on its good side", sum(row.is_outside for row in rows)),
+        ("By one stack, where another that is asked does not meet it", sum(row.is_missed_too for row in rows)),
+        ("By a bound that what must fail does not clearly miss", sum(row.is_blunt for row in rows)),
     )
-    blunt = sum(row.is_blunt for row in rows)
-    also += f" By a bound that what must fail does not clearly miss: {blunt} of those that hold." if blunt else ""
+    also = "".join(f" {says}: {number} of those that hold." for says, number in remarks if number)
     return f"{len(rows)} stated targets: {told}.{also}"
 
 

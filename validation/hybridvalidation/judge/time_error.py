@@ -32,12 +32,12 @@ def time_error_of(*memories: MemoryFigures) -> float:
     return WAITING_ERROR if is_waiting else TIME_ERROR
 
 
-def waiting_text(*memories: MemoryFigures) -> str:
-    """Say that a step waits more than any recorded one that tests it; empty where none does."""
-    most = max(map(waiting_share, memories))
-    if most <= MOST_WAITING:
+def waiting_text(memory: MemoryFigures) -> str:
+    """Say that a step waits more than any recorded one that tests it; empty where it does not."""
+    share = waiting_share(memory)
+    if share <= MOST_WAITING:
         return ""
-    return f"waits {most:.0%} of its step, recorded steps that test this {LEAST_WAITING:.0%} to {MOST_WAITING:.0%}"
+    return f"waits {share:.0%} of its step, recorded steps that test this {LEAST_WAITING:.0%} to {MOST_WAITING:.0%}"
 
 
 def within_error(
