@@ -174,10 +174,10 @@ def test_adamws_rates_are_shown_when_other_betas_are_best() -> None:
 
 def test_times_are_of_a_true_step() -> None:
     study = study_of()
-    made = finished(study, losses_at({0: 13, 1: 14, 2: 15}), cpu_seconds=18.0, duration_s=24.0)
+    made = finished(study, losses_at({0: 13, 1: 14, 2: 15}), cpu_seconds=18.0)
     figures = method_figures(study, made, "slow_gradient")
     assert figures is not None
-    assert (figures.cpu_ratio, figures.wall_ratio) == (1.5, 2.0)
+    assert figures.cpu_ratio == 1.5
     assert fmean(figures.losses) == pytest.approx(fmean(figures.test_losses))
 
 

@@ -1,4 +1,5 @@
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,25 @@ def test_probes_do_not_count_twice() -> None:
 
 def test_a_ratio_of_times_below_one_is_noise() -> None:
     assert verdicts(20.4, 20.6, 20.8, seconds=6.0, horizons=WIDE)[0].value == pytest.approx(100 * (20.6 / 12 - 1))
+
+
+def test_noise_of_the_times_is_in_the_interval() -> None:
+    study = study_of(targets=JUDGED_TARGETS, horizons=WIDE)
+    made = finished(study, reaching(20.4, 20.6, 20.8))
+    uneven = {
+        key: record
+        if record.run.method == BASELINE
+        else replace(record, cpu_seconds=record.cpu_seconds * (0.8, 1.0, 1.2)[record.run.seed])
+        for key, record in made.items()
+    }
+    calm, noisy = (judge_study(study, records, TARGETS)[0].reason for records in (made, uneven))
+    assert calm.endswith("by seed 1.00, 1.00, 1.00.")
+    assert noisy.endswith("by seed 0.80, 1.00, 1.20.")
+    widths = []
+    for reason in (calm, noisy):
+        low, high = re.findall(r"interval (\S+) to (\S+)\)", reason)[0]
+        widths.append(float(high) - float(low))
+    assert widths[1] > 10 * widths[0]
 
 
 def test_a_speedup_beyond_the_longest_horizon_is_not_refuted() -> None:
