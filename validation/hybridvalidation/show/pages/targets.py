@@ -8,7 +8,6 @@ from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.units import format_count
-from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
@@ -38,8 +37,8 @@ _HOW = (
     "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
     f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound; {100 * WAITING_ERROR:.1f} % where "
-    f"{LEAST_WAITING:.0%} of a step or more are spent waiting, as over {time_errors()['waiting'].runs} recorded runs "
-    "that wait), or GB and GiB "
+    f"{LEAST_WAITING:.0%} of a step or more are spent waiting: before a rule was added, over recorded runs that wait, "
+    "of cards that it was fitted on), or GB and GiB "
     "decide differently: GB of a card are read as GiB, as cards are sold. Unproven: no record, or an interval on both "
     "sides of the bound. Misleading: "
     "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
