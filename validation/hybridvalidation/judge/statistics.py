@@ -1,4 +1,4 @@
-"""Means of paired runs with their 95 % intervals."""
+"""Means of paired runs with their intervals."""
 
 import math
 from collections.abc import Sequence
@@ -10,17 +10,19 @@ from scipy.special import stdtrit
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and the 95 % interval around it."""
+    """A mean and the interval around it."""
 
     mean: float
     low: float
     high: float
+    level: float = 0.95
+    """Odds that such intervals hold the true mean."""
 
 
-def mean_interval(samples: Sequence[float]) -> Interval:
+def mean_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
     """Return mean and Student's t interval of at least two samples."""
     assert len(samples) >= 2, "an interval needs two samples"
     mean = fmean(samples)
-    quantile = round(float(stdtrit(len(samples) - 1, 0.975)), 3)  # as printed tables of Student's t have it
+    quantile = round(float(stdtrit(len(samples) - 1, (1 + level) / 2)), 3)  # as printed tables of Student's t have it
     half = quantile * stdev(samples) / math.sqrt(len(samples))
-    return Interval(mean, mean - half, mean + half)
+    return Interval(mean, mean - half, mean + half, level)

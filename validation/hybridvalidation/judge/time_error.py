@@ -17,7 +17,7 @@ _WAITING_BEFORE_CHANGES = 0.22
 """Of four recorded runs that wait, predicted at -20, -20, +2 and +46 % before a rule was added with them known
 (results/time-model.md, runs bound by transfer)."""
 WAITING_ERROR: Final = max(time_errors()["waiting"].mean_absolute, _WAITING_BEFORE_CHANGES)
-"""That of recorded steps in which the card waits for copies. None of them was fitted, other runs on their cards were."""
+"""That of recorded steps in which the card waits for copies. None was fitted; other runs on their cards were."""
 LEAST_WAITING, MOST_WAITING = 0.05, 0.18
 """Shares of a step in which these wait (results/time-model.md, runs bound by transfer)."""
 _WAITING = (Bound.TRANSFER, Bound.HOST, Bound.DISK, Bound.LINK)

@@ -155,7 +155,9 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     shown, sure = f"{stack}: {short_number(metric.value)} {metric.unit}", metric.interval or metric.error
     sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
     if metric.interval is not None:
-        shown += f" (95 % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
+        shown += (
+            f" ({100 * metric.interval.level:g} % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
+        )
     elif sure is not None:
         shown += f" ({short_number(sure_low)} to {short_number(sure_high)} by the time model's own error)"
     if low <= sure_low and sure_high <= high:

@@ -218,6 +218,16 @@ def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spre
     assert (f"{CONTROL['name']}, known to do harm, does not clearly miss the bound either." in found.reason) is is_blunt
 
 
+@pytest.mark.parametrize(("more_seeds", "level"), [([], "95 %"), ([20, 21, 22], "97.5 %")])
+def test_a_stated_figure_takes_half_of_the_odds_where_there_is_a_second_look(more_seeds: list[int], level: str) -> None:
+    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.0)
+    stated = [{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}]
+    ladder = ladder_of(rungs=[RUNG | {"more_seeds": more_seeds}], arms=[*ARMS[:2], CONTROL], targets=stated)
+    made = finished(ladder, lambda run: 2.0 + 0.01 * wave(run.seed, len(run.arm)))
+    (found,) = judge_ladder(ladder, made, {"kept": target})
+    assert f"({level} interval " in found.reason
+
+
 def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
     target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.5)
     rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]

@@ -77,12 +77,16 @@ class Comparison:
     @property
     def retention(self) -> Interval | None:
         """Top-1 accuracy over the other's in percent, as ``interval``."""
+        return self.retention_at(0.95)
+
+    def retention_at(self, level: float) -> Interval | None:
+        """Return the same with an interval of another level."""
         ratios = [
             100 * own.validation_accuracy / other.validation_accuracy
             for own, other in self.pairs
             if own.validation_accuracy is not None and other.validation_accuracy
         ]
-        return mean_interval(ratios) if len(ratios) > 1 else None
+        return mean_interval(ratios, level) if len(ratios) > 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,11 @@ def undecided(ladder: LadderFile, made: Made, rung: Rung) -> list[tuple[Arm, Arm
 def _is_open(first: Judged) -> bool:
     """Return whether a second look is asked for."""
     return first.finding is Finding.INCONCLUSIVE and _has_second_look(first.comparison.arm, first.comparison.rung)
+
+
+def level_of(ladder: LadderFile, rung: Rung, arm: Arm) -> float:
+    """Return the level of an interval that decides by itself: half of the odds for an arm that has a second look."""
+    return 1 - (ladder.alpha / 2 if _has_second_look(arm, rung) else ladder.alpha)
 
 
 def _has_second_look(arm: Arm, rung: Rung) -> bool:

@@ -1,6 +1,7 @@
 """Stated figures of quality, judged by a ladder: on the largest rung that is finished, told with its size."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hybridtrain.errors import ConfigError, unknown_name
@@ -10,7 +11,7 @@ from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import Comparison, last_look
+from hybridvalidation.study.ladder.equivalence import Comparison, last_look, level_of
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderTarget, Made, ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
 
@@ -64,8 +65,8 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     if not done:
         return None
     largest = done[-1]
-    kept = [one.retention for one in done if one.retention is not None]
-    values = [_value(target, interval) for interval in kept]
+    kept = (one.retention_at(level_of(ladder, one.rung, arm)) for one in done)
+    values = [_value(target, interval) for interval in kept if interval is not None]
     smaller = "; ".join(f"{_named(one)}: {value.mean:.2f}" for one, value in zip(done[:-1], values[:-1], strict=True))
     remark = (
         f"top-1 accuracy against {stated.baseline}, {_named(largest)}, {len(largest.pairs)} seeds, not the stated size"
@@ -98,7 +99,11 @@ def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparis
 
 
 def _value(target: Target, kept: Interval) -> Interval:
-    return kept if target.metric == _RETENTION else Interval(100 - kept.mean, 100 - kept.high, 100 - kept.low)
+    return (
+        kept
+        if target.metric == _RETENTION
+        else replace(kept, mean=100 - kept.mean, low=100 - kept.high, high=100 - kept.low)
+    )
 
 
 def _named(comparison: Comparison) -> str:
