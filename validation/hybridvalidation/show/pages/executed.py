@@ -18,8 +18,8 @@ _HEADERS = (
 _HOW = (
     "Executed: the real model, trained with real arithmetic on the CPU. Device: most bytes at once that a card would "
     "have held, counted by the ledger as requested, the building of the model included; process: largest resident set, "
-    "device and host bytes included. Step: median. The dry run of the same steps is compared event by event: every "
-    "allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of several ranks, "
+    "device and host bytes included. Step: median of the true ones. The dry run of the same steps is compared event by "
+    "event: every allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of several ranks, "
     "each a process, the figures are those of the one that held the most, and each is compared with its own dry run."
 )
 
@@ -78,12 +78,14 @@ def rank_table(run: ExecutedRun, style: str) -> str:
 
 
 def _row(run: ExecutedRun) -> list[str]:
+    true_steps = [step.seconds for step in run.steps if step.loss is not None]
+    phases = len(run.steps) - len(true_steps)
+    told = f"{len(true_steps)}, {phases} phases PREDICT" if phases else str(len(true_steps))
     return [
         f"{run.model} ({format_count(run.num_params)})", _stack(run),
-        f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", str(len(run.steps)),
-        _span(run), f"{to_gib(run.executed.device_bytes):.2f}",
-        f"{to_gib(run.executed.host_bytes):.2f}", f"{to_gib(run.executed.disk_bytes):.2f}",
-        f"{to_gib(run.process_peak_bytes):.2f}", f"{median(step.seconds for step in run.steps):.1f}",
+        f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", told, _span(run),
+        f"{to_gib(run.executed.device_bytes):.2f}", f"{to_gib(run.executed.host_bytes):.2f}",
+        f"{to_gib(run.executed.disk_bytes):.2f}", f"{to_gib(run.process_peak_bytes):.2f}", f"{median(true_steps):.1f}",
         f"yes, {run.num_events} events" if run.is_equal else "NO",
     ]  # fmt: skip
 
