@@ -163,7 +163,7 @@ A step took {step_s:.2f} s.
 - Moment statistics are of all moments and the slow average of 124M weights; the state is encoded once a tick.
 - The whole forecast holds the roll-out and three seen ticks; a roll-out of 16 ticks looks 400 steps ahead. They are in
   no sum, as is the update of the model, which is training in plain torch.
-- A card's step is far shorter (gpt2-small: estimated 123 ms at 4,096 tokens), and there these kernels run on it too:
+- A card's step is far shorter (gpt2-small in bf16, 4,096 tokens: estimated 78 ms), and these kernels run on it there:
   the share says nothing of a card. What stays on the processor is told of a card's step in tables/forecasts.md."""
 
 

@@ -3,17 +3,18 @@
 from pathlib import Path
 
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.scenario import BASELINE_STACK
+from hybridvalidation.scenario import RATE_BASELINE
 
-CARD_STEP_OF = "gpt2-small"
-"""Scenario."""
+_SCENARIO = "gpt2-small"
+CARD_STEP_OF = f"{_SCENARIO} in bf16, of that scenario's card and 4 x 1024 tokens"
+"""Whose step it is, in words."""
 
 
 def card_step_s(records: Path) -> float | None:
-    """Return the estimated seconds of the scenario's unoptimised step; None without its record."""
+    """Return the estimated seconds of the step in bf16, unoptimised otherwise; None without its record."""
     steps = [
         record.memory.step_time_s
-        for record in RecordStore(records).read(CARD_STEP_OF)
-        if record.stack == BASELINE_STACK and record.memory is not None
+        for record in RecordStore(records).read(_SCENARIO)
+        if record.stack == RATE_BASELINE and record.memory is not None
     ]
     return steps[-1] if steps else None

@@ -19,8 +19,9 @@ _HOW = (
     "Executed: the real model, trained with real arithmetic on the CPU. Device: most bytes at once that a card would "
     "have held, counted by the ledger as requested, the building of the model included; process: largest resident set, "
     "device and host bytes included. Step: median of the true ones. The dry run of the same steps is compared event by "
-    "event: every allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of several ranks, "
-    "each a process, the figures are those of the one that held the most, and each is compared with its own dry run."
+    "event: every allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of "
+    "several ranks, each a process, the figures are those of the one that held the most, and each is compared with its "
+    "own dry run."
 )
 
 

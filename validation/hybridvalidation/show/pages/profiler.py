@@ -50,7 +50,7 @@ def judge_profiler(records: Path, targets: Mapping[str, Target]) -> list[Verdict
     if step_s is not None and record.evidence is Evidence.EXECUTED:
         decider = Decider(
             100 * case.snapshot_s / step_s, Evidence.ESTIMATED, "is of a processor's step",
-            f"of a card's, {1000 * step_s:.0f} ms",
+            f"of a card's in bf16, {1000 * step_s:.0f} ms",
         )  # fmt: skip
     remark = (
         f"{case.model} at {case.batch_size} x {case.seq_len} tokens, a snapshot of {1000 * case.snapshot_s:.2f} ms at "
