@@ -137,7 +137,11 @@ def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric |
     if case.memories is None:
         return None
     own, baseline = case.memories
-    remarks = [_against(case), "" if baseline.fits else f"{case.baseline} {_OVERSIZE}", waiting_text(own)]
+    remarks = [
+        _against(case) or f"against {case.baseline}",
+        "" if baseline.fits else f"{case.baseline} {_OVERSIZE}",
+        waiting_text(own),
+    ]
     error = within_error(own.tokens_per_s / baseline.tokens_per_s, express, error=time_error_of(own, baseline))
     return Metric(
         error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, remark="; ".join(filter(None, remarks))

@@ -140,7 +140,8 @@ class FitReport:
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
                 f"others are {self._confirmed()}; times are estimated (roofline): recorded full training on cards that "
-                f"were left out of its fit was {TIME_ERROR:.1%} off on average, {WAITING_ERROR:.1%} where it waits"
+                f"were left out of its fit was {TIME_ERROR:.1%} off on average; where a step waits, "
+                f"{WAITING_ERROR:.1%} on cards of the fit"
             ),
             (
                 "bound: what most of a step's time goes to; micro-batch: sequences, times how often a step; kept: "
