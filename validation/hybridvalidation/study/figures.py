@@ -272,7 +272,7 @@ def _speedup(study: StudyFile, figures: MethodFigures) -> Metric:
     holds the noise of the times: the runs were made one after the other on a machine with other work. Ratios that are
     below one on average are noise, and are raised to one.
     """
-    steps_to_time = figures.cost / study.num_steps / max(1.0, 1 / figures.cpu_ratio)
+    steps_to_time = figures.cost / study.num_steps * min(1.0, figures.cpu_ratio)
     samples = [
         100 * (factor.value * steps_to_time / ratio - 1)
         for factor, ratio in zip(figures.factors, figures.cpu_ratios, strict=True)

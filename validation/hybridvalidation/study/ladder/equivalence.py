@@ -144,7 +144,12 @@ def _is_open(first: Judged) -> bool:
 
 def level_of(ladder: LadderFile, rung: Rung, arm: Arm) -> float:
     """Return the level of an interval that decides by itself: half of the odds for an arm that has a second look."""
-    return 1 - (ladder.alpha / 2 if _has_second_look(arm, rung) else ladder.alpha)
+    return 1 - _odds(ladder, rung, [arm])
+
+
+def _odds(ladder: LadderFile, rung: Rung, arms: Sequence[Arm]) -> float:
+    """Return the odds of a wrong verdict that one look at some arms may have."""
+    return ladder.alpha / 2 if any(_has_second_look(arm, rung) for arm in arms) else ladder.alpha
 
 
 def _has_second_look(arm: Arm, rung: Rung) -> bool:
@@ -164,7 +169,7 @@ def _first_look(ladder: LadderFile, made: Made, rung: Rung) -> list[list[Judged]
 
 
 def _judge(family: Sequence[Comparison], ladder: LadderFile, rung: Rung) -> list[Judged]:
-    alpha = ladder.alpha / 2 if any(_has_second_look(one.arm, rung) for one in family) else ladder.alpha
+    alpha = _odds(ladder, rung, [one.arm for one in family])
     equivalent = holm([tost(one.differences, ladder.margin_nats) if _counts(one) else 1.0 for one in family])
     different = holm([t_test(one.differences) if _counts(one) else 1.0 for one in family])
     return [
@@ -179,7 +184,7 @@ def largest_deviation(ladder: LadderFile, rung: Rung, num_seeds: int) -> float:
     At a mean of zero, for the first arm by Holm's order; each that passes lets the next spread a little more.
     """
     arms = [arm for arm in ladder.arms_of(rung) if arm.family == "stack" and ladder.other_of(arm) is not None]
-    alpha = ladder.alpha / 2 if any(_has_second_look(arm, rung) for arm in arms) else ladder.alpha
+    alpha = _odds(ladder, rung, arms)
     if not arms:
         return 0.0
     return ladder.margin_nats * math.sqrt(num_seeds) / -float(stdtrit(num_seeds - 1, alpha / len(arms)))
