@@ -309,7 +309,21 @@ def test_no_stack_picks_another_stacks_cherries(monkeypatch: pytest.MonkeyPatch)
     assert {verdict.stack for verdict in verdicts} == {found.best}
     assert sum(verdict.status is Status.REFUTED for verdict in verdicts) == 1
     missed = next(verdict.target for verdict in verdicts if verdict.status is Status.REFUTED)
-    assert len(found.holders(missed)) == 2
+    assert [len(stacks) for stacks in found.alone(missed).values()] == [2]
+
+
+def test_a_stack_that_may_hold_all_rows_is_nearer_than_one_that_surely_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_row = replace(planned(3.9), evidence=Evidence.ESTIMATED, error=Interval(3.9, 3.5, 4.3))
+    rows: dict[str, dict[str, Metric | None]] = {
+        "a": {"vanilla": planned(9), "lean": planned(1), "tight": open_row},
+        "b": {"vanilla": planned(9), "lean": planned(1), "tight": open_row},
+        "c": {"vanilla": planned(9), "lean": planned(5), "tight": planned(3)},
+    }
+    found, _ = jointly(monkeypatch, rows)
+    assert found.sentence == "No stack holds all 3 rows: nearest is tight, which lacks a (undecided), b (undecided)."
+    assert found.alone("a") == {Status.HOLDS: ["lean"]}
 
 
 def test_the_stack_that_holds_all_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from hybridvalidation.peers.table import peer_table, row_mapping, versions_lines
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.pages.peers import write_peers
+from hybridvalidation.show.pages.peers import spread_text, write_peers
 from hybridvalidation.show.tables import TERMINAL
 from inline_child import InlineChild
 from tiny_runs import MEASURED
@@ -348,3 +348,11 @@ def test_the_committed_pages_are_what_the_records_give(tmp_path: Path) -> None:
     assert [path.name for path in committed] == sorted(path.name for path in written)
     for path in written:
         assert path.read_text() == (Path("results/tables") / path.name).read_text()
+
+
+def test_two_recipes_are_told_apart_by_the_spread_of_recorded_ones() -> None:
+    assert spread_text([]) == ""
+    told = spread_text([-0.1, 0.0, 0.1])
+    assert "of 3 recorded steps" in told
+    assert "-10 to +10 % off, with a deviation of 10 %" in told
+    assert "come out 14 % apart" in told

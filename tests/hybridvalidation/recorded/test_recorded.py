@@ -67,7 +67,8 @@ def test_figures_seen_before_stand_apart() -> None:
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
         "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
-        "%, largest 3 %; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). Seen before: 1 t peak 50.0 % off on "
+        "%, largest 3 %; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). With those that were seen before, 2 "
+        "figures: median error 50.00 %, nine in ten within 50.0 %, largest 50 %. Seen before: 1 t peak 50.0 % off on "
         "average, 0 of 1 t outcomes right."
     )
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):

@@ -134,6 +134,18 @@ def test_stated_figures_of_a_gain() -> None:
     assert quality.value < 0
 
 
+def test_a_loss_without_skipped_steps_is_not_the_loss_at_the_stated_speed() -> None:
+    quality = verdicts(12.4, 12.5, 12.6, horizons=[9, 12, 48])[1]
+    assert quality.status is Status.MISLEADING
+    assert quality.decider is not None
+    assert quality.decider.value == pytest.approx(
+        100 * ((12 / 9) ** 0.2 - 1), rel=1e-2
+    )  # the curve falls as steps^-0.2
+    assert "worth 8 of AdamW's steps" in quality.reason  # 12.5 / 1.6
+    enough = verdicts(19.2, 19.3, 19.4, horizons=[11, 12, 48])[1]  # 19.3 / 1.6 is what AdamW has at 12
+    assert (enough.status, enough.decider) == (Status.HOLDS, None)
+
+
 def test_stated_figures_of_a_loss() -> None:
     speedup, quality = verdicts(9, 9.1, 9.2, horizons=WIDE)
     assert (speedup.status, quality.status) == (Status.REFUTED, Status.REFUTED)

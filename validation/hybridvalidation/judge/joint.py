@@ -28,10 +28,14 @@ class Joint:
         """Return the best stack's verdict on a row."""
         return self.stacks[self.best][self.rows.index(row)]
 
-    def holders(self, row: str) -> list[str]:
-        """Return the stacks that hold a row, whatever they do on the others."""
-        place = self.rows.index(row)
-        return [stack for stack, verdicts in self.stacks.items() if verdicts[place].status.is_met]
+    def alone(self, row: str) -> dict[Status, list[str]]:
+        """Return what the other stacks do on a row, whatever they do on the others, if better than the best one."""
+        place, found = self.rows.index(row), dict[Status, list[str]]()
+        for stack, verdicts in self.stacks.items():
+            status = verdicts[place].status
+            if _BEST_FIRST.index(status) < _BEST_FIRST.index(self.verdict(row).status):
+                found.setdefault(status, []).append(stack)
+        return found
 
     @property
     def sentence(self) -> str:
@@ -51,7 +55,8 @@ class Joint:
 def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> Joint | None:
     """Return every stack that fits on every row that names none; where nothing fits, every stack. None without rows.
 
-    The best stack holds most rows, then misses fewest, then has the widest of the narrowest margins.
+    The best stack misses fewest rows, one that nothing is known of among them, then holds most, then has the widest
+    of the narrowest margins: one that may hold all of them is nearer to that than one that surely does not.
     """
     items = [item for item in run.scenario.targets if is_joint(item, targets)]
     if not items:
@@ -94,6 +99,7 @@ def _fits(run: ScenarioRun, stack: str) -> bool:
     return memory is not None and (memory.fits if record is None else record.measured is not None)
 
 
-def _rank(verdicts: Sequence[Verdict]) -> tuple[int, int, float]:
+def _rank(verdicts: Sequence[Verdict]) -> tuple[int, int, int, float]:
     met, missed = (sum(getattr(verdict.status, name) for verdict in verdicts) for name in ("is_met", "is_missed"))
-    return -met, missed, -min(verdict.margin for verdict in verdicts)
+    unknown = sum(verdict.evidence is None for verdict in verdicts)
+    return missed + unknown, missed, -met, -min(verdict.margin for verdict in verdicts)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
@@ -19,8 +19,8 @@ class Judged:
     verdict: Verdict
     is_registered: bool = False
     """Whether a study was registered to judge it."""
-    held_alone_by: tuple[str, ...] = ()
-    """Stacks that hold the row, where the one that does best on all rows does not."""
+    alone: Mapping[Status, Sequence[str]] = field(default_factory=dict)
+    """Stacks that do better on the row than the one that does best on all rows together."""
 
     @property
     def weight(self) -> int:
@@ -66,13 +66,18 @@ def counts(rows: Sequence[Row]) -> str:
     """Return how many figures have which verdict, in a sentence."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
+    held = [row for row in rows if row.status is Status.HOLDS]
     remarks = (
         ("Outside of the range that is stated, on its good side", sum(row.is_outside for row in rows)),
         ("By one stack, where another that is asked does not meet it", sum(row.is_missed_too for row in rows)),
         ("By a bound that what must fail does not clearly miss", sum(row.is_blunt for row in rows)),
+        ("Without any of these remarks", sum(not (r.is_outside or r.is_missed_too or r.is_blunt) for r in held)),
     )
-    also = "".join(f" {says}: {number} of those that hold." for says, number in remarks if number)
-    return f"{len(rows)} stated targets: {told}.{also}"
+    also = "".join(f" {says}: {number}." for says, number in remarks if number)
+    kinds = Counter(row.evidence for row in held)
+    by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    of_these = f" Of those that hold, by evidence: {by_kind}.{also}" if held else ""
+    return f"{len(rows)} stated targets: {told}.{of_these}"
 
 
 _WORDS = {
@@ -93,7 +98,7 @@ def _row(target: Target, items: Sequence[Judged]) -> Row:
     counting = [item for item in known if item.weight == weight]
     worst = max(counting, key=lambda item: _BEST_FIRST.index(item.verdict.status))
     verdict, others = worst.verdict, [item for item in known if item is not worst]
-    alone = f" Alone it is held by {', '.join(worst.held_alone_by)}." if worst.held_alone_by else ""
+    alone = f" By this row alone {_by_status(worst.alone)}." if worst.alone else ""
     return Row(
         target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
         place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
@@ -106,5 +111,8 @@ def _told(others: Sequence[Judged]) -> str:
     places: dict[Status, list[str]] = {}
     for item in others:
         places.setdefault(item.verdict.status, []).append(f"{item.verdict.stack} in {item.place}")
-    told = "; ".join(f"{status}: {', '.join(places[status])}" for status in Status if status in places)
-    return f" Also {told}." if told else ""
+    return f" Also {_by_status(places)}." if places else ""
+
+
+def _by_status(found: Mapping[Status, Sequence[str]]) -> str:
+    return "; ".join(f"{status}: {', '.join(found[status])}" for status in Status if status in found)

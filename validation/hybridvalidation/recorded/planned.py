@@ -116,6 +116,12 @@ def scores(rows: Iterable[Row]) -> list[Score]:
     return [Score.of(group) for group in groups.values()]
 
 
+def recipe_errors(rows: Iterable[Row]) -> list[float]:
+    """Return the errors, relative, of planned steps of recipes that run on one card: what they differ by in speed."""
+    errors = (row.error for row in rows if row.source == "peft" and row.quantity == "step_seconds" and row.is_predicted)
+    return [error for error in errors if error is not None]
+
+
 def read_planned(records: Path) -> list[PlannedRun]:
     """Return all records, oldest first."""
     return read_lines(records / _FILE, PlannedRun)

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from scipy.optimize import isotonic_regression
 
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.case import Decider, Metric
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.outcome import Evidence
@@ -32,6 +32,8 @@ from hybridvalidation.study.protocol import (
 )
 
 _TRUE_STEP_COST = 3.0
+_STATED_SPEED = 1.6
+"""The lower end of what target hybrid-speedup states, beside the loss of quality at that speed (hybrid-quality)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
     compute = METRICS.get(target.metric)
     if figures is None or compute is None:
         return None
-    metric = compute(study, figures)
+    metric = compute(study, made, figures)
     lost = lost_seeds(study, made, JUDGED)
     if not lost:
         return metric
@@ -265,7 +267,7 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
     return replace(metric, interval=Interval(metric.value, -inf, inf), remark=remark)
 
 
-def _speedup(study: StudyFile, figures: MethodFigures) -> Metric:
+def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
     """Return by how much sooner the method is where AdamW ends as well: AdamW's steps to there, in its time of a step.
 
     Probes are in the time of a step, so they must not count in the cost as well. Seed by seed, so that the interval
@@ -290,10 +292,36 @@ def _speedup(study: StudyFile, figures: MethodFigures) -> Metric:
     return replace(metric, interval=figures.opened(interval_of(samples), least=-100.0), remark=remark)
 
 
-def _quality_loss(study: StudyFile, figures: MethodFigures) -> Metric:
-    """Return by how much validation perplexity is above AdamW's after as many true steps; negative: below."""
+def _quality_loss(study: StudyFile, made: Made, figures: MethodFigures) -> Metric:
+    """Return by how much validation perplexity is above AdamW's after as many true steps; negative: below.
+
+    That skips no true step, and the stated loss is the price of skipping them: at the stated speed decides.
+    """
     samples = [100 * (exp(-gain) - 1) for gain in figures.gains]
-    return _of(samples, "%", f"validation perplexity over AdamW's after {study.num_steps:,} true steps each")
+    metric = _of(samples, "%", f"validation perplexity over AdamW's after {study.num_steps:,} true steps each")
+    return replace(metric, decider=_loss_at_stated_speed(study, made, figures))
+
+
+def _loss_at_stated_speed(study: StudyFile, made: Made, figures: MethodFigures) -> Decider | None:
+    """Return what AdamW loses at the length that a method cut to the stated speed would reach at most.
+
+    If the compute factor stays what it is, true steps cut by the speed take the method as far as AdamW gets in the
+    factor times as many. None without a horizon of AdamW from there to the study's length.
+    """
+    worth = figures.factor.mean * study.num_steps / _STATED_SPEED
+    losses: dict[float, list[float]] = {}
+    for seed in figures.seeds:
+        for steps, loss in horizon_curve(study, made, seed):
+            losses.setdefault(steps, []).append(100 * (exp(loss - _loss_at(study, made, seed)) - 1))
+    known = [steps for steps, found in losses.items() if len(found) == len(figures.seeds)]
+    within = [steps for steps in known if worth <= steps < study.num_steps]
+    if figures.bounds or not within:
+        return None
+    return Decider(
+        fmean(losses[min(within)]), Evidence.EXECUTED, "is at equal true steps, none of them skipped",
+        f"at {_STATED_SPEED:g} times the speed, worth {worth:,.0f} of AdamW's steps if the compute factor stays, "
+        f"more than AdamW loses with {min(within):,.0f}", is_saving=False,
+    )  # fmt: skip
 
 
 def _of(samples: list[float], unit: str, remark: str) -> Metric:
@@ -301,7 +329,7 @@ def _of(samples: list[float], unit: str, remark: str) -> Metric:
     return Metric(interval.mean, Evidence.EXECUTED, unit, interval=interval, remark=remark)
 
 
-METRICS: dict[str, Callable[[StudyFile, MethodFigures], Metric]] = {
+METRICS: dict[str, Callable[[StudyFile, Made, MethodFigures], Metric]] = {
     "time_to_loss_speedup_pct": _speedup,
     "accuracy_loss_pct": _quality_loss,
 }

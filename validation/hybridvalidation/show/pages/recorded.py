@@ -67,7 +67,11 @@ def headline(rows: Sequence[Row]) -> str:
         right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
         told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
     known = [_seen(each) for each in scores(rows) if each.worst.role is Role.SEEN]
-    return f"{told}. Seen before: {', '.join(known)}." if known else f"{told}."
+    every = predicted(rows, are_times=False)
+    both = (
+        f". With those that were seen before, {len(every)} figures: {_spread(every)}" if len(every) > len(sizes) else ""
+    )
+    return f"{told}{both}. Seen before: {', '.join(known)}." if known else f"{told}."
 
 
 def _seen(score: Score) -> str:

@@ -1,6 +1,6 @@
 """All stated figures on one page, each with the verdict that stands."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
+from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
@@ -32,8 +33,9 @@ from hybridvalidation.study.runner import read_study
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
-    "Of several places a registered study counts first, then a scenario, judged on one stack that must hold all rows "
-    "about it, then single stacks; of those that count, the least favourable verdict stands, and the others are told "
+    "Of several places a registered study counts first, then a scenario, each of its rows judged on the one stack that "
+    "does best on all rows about it (misses fewest, then holds most), whether or not that holds them all, then single "
+    "stacks; of those that count, the least favourable verdict stands, and the others are told "
     "behind it. Holds: on the kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
     f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound; {100 * WAITING_ERROR:.1f} % where "
@@ -90,11 +92,11 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         joint = judge_jointly(run, targets, elsewhere)
         for verdict in judge_all(run, targets, elsewhere):
-            holders: list[str] = []
+            alone: Mapping[Status, Sequence[str]] = {}
             if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
-                holders = [] if verdict.status.is_met else joint.holders(verdict.target)
+                alone = joint.alone(verdict.target)
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
-            yield Judged(place=name, verdict=verdict, is_registered=studied, held_alone_by=tuple(holders))
+            yield Judged(place=name, verdict=verdict, is_registered=studied, alone=alone)
     for path in sorted((files.folder / "studies").glob("*.toml")):
         study = load_toml(StudyFile, path)
         for verdict in judge_study(study, read_study(results, study.name), targets):

@@ -6,7 +6,8 @@ from hybridvalidation.show.tables import joint_table, verdict_table
 
 _TOGETHER = (
     "Rows about the scenario are judged together: every stack that fits, on all of them; below, such a row has the "
-    "verdict of the stack that comes first. Others are about the stacks that they name."
+    "verdict of the stack that comes first: it misses fewest, then holds most. Others are about the stacks that they "
+    "name."
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.statistics import Interval
-from hybridvalidation.judge.verdict import Verdict, judge_metric
+from hybridvalidation.judge.verdict import Status, Verdict, judge_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -67,7 +67,11 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     largest = done[-1]
     kept = (one.retention_at(level_of(ladder, one.rung, arm)) for one in done)
     values = [_value(target, interval) for interval in kept if interval is not None]
-    smaller = "; ".join(f"{_named(one)}: {value.mean:.2f}" for one, value in zip(done[:-1], values[:-1], strict=True))
+    smaller = "; ".join(
+        f"{_named(one)}: {value.mean:.2f}, {100 * value.level:g} % interval {value.low:.2f} to {value.high:.2f}, "
+        f"{_status(target, arm.name, value)}"
+        for one, value in zip(done[:-1], values[:-1], strict=True)
+    )
     remark = (
         f"top-1 accuracy against {stated.baseline}, {_named(largest)}, {len(largest.pairs)} seeds, not the stated size"
     )
@@ -89,13 +93,16 @@ def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparis
         if not found.is_finished or found.retention is None:
             continue
         value = _value(target, found.retention)
-        judged = judge_metric(target, found.arm.name, Metric(value.mean, Evidence.EXECUTED, "%", interval=value))
-        if not judged.status.is_missed and not found.num_diverged:
+        if not _status(target, found.arm.name, value).is_missed and not found.num_diverged:
             keeping.append(found.arm.name)
         interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f})"
         told += f"; the control {found.arm.name}: {interval}{found.diverged_text}"
     names = " and ".join(keeping)
     return told, f"{names}, known to do harm, does not clearly miss the bound either" if names else ""
+
+
+def _status(target: Target, arm: str, value: Interval) -> Status:
+    return judge_metric(target, arm, Metric(value.mean, Evidence.EXECUTED, "%", interval=value)).status
 
 
 def _value(target: Target, kept: Interval) -> Interval:
