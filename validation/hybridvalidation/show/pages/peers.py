@@ -51,8 +51,8 @@ def spread_text(errors: Sequence[float]) -> str:
         f"Between recipes: of {len(errors)} recorded steps of PEFT's on one card, the nearest to these trainers that "
         f"are published, planned ones were {100 * min(errors):+.0f} to {100 * max(errors):+.0f} % off, with a "
         f"deviation of {100 * deviation:.0f} %, so two recipes that are equally fast come out "
-        f"{100 * sqrt(2) * deviation:.0f} % apart (standard deviation) by that alone: smaller differences decide nothing. No recorded run "
-        "tests the speed of a step with 4-bit weights, or of a trainer of ours."
+        f"{100 * sqrt(2) * deviation:.0f} % apart (standard deviation) by that alone: smaller differences decide "
+        "nothing. No recorded run tests the speed of a step with 4-bit weights, or of a trainer of ours."
     )
 
 

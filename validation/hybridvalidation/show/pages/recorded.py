@@ -68,10 +68,9 @@ def headline(rows: Sequence[Row]) -> str:
         told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
     known = [_seen(each) for each in scores(rows) if each.worst.role is Role.SEEN]
     every = predicted(rows, are_times=False)
-    both = (
-        f". With those that were seen before, {len(every)} figures: {_spread(every)}" if len(every) > len(sizes) else ""
-    )
-    return f"{told}{both}. Seen before: {', '.join(known)}." if known else f"{told}."
+    if len(every) > len(sizes):
+        told += f". With those that were seen before, {len(every)} figures: {_spread(every)}"
+    return f"{told}. Seen before: {', '.join(known)}." if known else f"{told}."
 
 
 def _seen(score: Score) -> str:
