@@ -23,7 +23,8 @@ _HOW = (
     "there. Peaks are of allocated and of reserved bytes, host bytes those of tensors. Where a recipe does not fit, "
     "they are what it would take of a larger card, and the remark says where it was refused. Steps are timed by a "
     f"roofline of eager ops (estimated), which was {100 * TIME_ERROR:.1f} % off on average over recorded runs, all of "
-    f"them full training by LLMQ and ml_dataflow, {100 * WAITING_ERROR:.0f} % where a step waits for copies."
+    f"them full training by LLMQ and ml_dataflow, {100 * WAITING_ERROR:.0f} % where a step waits for copies. Not among "
+    "the recipes: kernels of Unsloth and Liger, compiled models, torchtune; any of them may be faster than all rows."
 )
 _TRAINED = (
     "Executed small: the same recipe trained five steps on the CPU, at a size for that; the loss is finite and falls."
