@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -179,6 +180,15 @@ def test_the_table_tells_tried_rates_and_the_second_look(tmp_path: Path) -> None
     text = ladder_text(ladder, made, {}, tmp_path, MARKDOWN)
     assert "chosen 0.2." in text
     assert " of 60 " not in text
+
+
+def test_seeds_that_cannot_settle_it_are_told(tmp_path: Path) -> None:
+    texts = []
+    for more in (range(10, 40), [10]):
+        ladder = ladder_of(**(MORE | {"rungs": [RUNG | {"seeds": SEEDS, "more_seeds": list(more)}]}))
+        texts.append(ladder_text(ladder, finished(ladder, loss_of, max_runs=50), {}, tmp_path, MARKDOWN))
+    assert "too few, as they deviate" not in texts[0]
+    assert re.search(r"with 11 seeds, too few, as they deviate now, to call equivalent noisy \(0\.\d{4}\)\.", texts[1])
 
 
 def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:

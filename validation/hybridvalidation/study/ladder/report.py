@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from tabulate import tabulate
 
@@ -79,7 +79,8 @@ def ladder_text(ladder: LadderFile, made: Made, targets: Mapping[str, Target], r
     tables = [part for rung in begun for part in _rung_parts(ladder, made, rung, style)]
     return "\n\n".join(
         [
-            ladder_sentence(ladder, made), registration, _texts(made), _progress(ladder, made, style), _power(ladder),
+            ladder_sentence(ladder, made), registration, _texts(made), _progress(ladder, made, style),
+            _power(ladder, made),
             *tables, _HOW,
             *([verdict_table(judge_ladder(ladder, made, targets), style)] if ladder.targets else []),
             _extrapolations(ladder, made), _shares(ladder, style), _replays(ladder, made, results),
@@ -142,13 +143,22 @@ def _second_look(ladder: LadderFile, made: Made, rung: Rung) -> str:
     return f"{sum(key in made for key in owed)} of {len(owed)}"
 
 
-def _power(ladder: LadderFile) -> str:
-    """Say how much seeds may differ before a rung can call nothing equivalent."""
+def _power(ladder: LadderFile, made: Made) -> str:
+    """Say how much seeds may differ before a rung can call nothing equivalent, and which open arms differ by more."""
     told = []
     for rung in ladder.rungs:
         seeds = [len(rung.seeds), *([len(rung.seeds) + len(rung.more_seeds)] if rung.more_seeds else [])]
         most = [f"{largest_deviation(ladder, rung, count):.4f} with {count} seeds" for count in seeds]
-        told.append(f"{rung.name}: {', '.join(most)}")
+        limit = largest_deviation(ladder, rung, seeds[-1])
+        far = [
+            f"{judged.comparison.arm.name} ({deviation:.4f})"
+            for judged in judge_rung(ladder, made, rung)
+            if judged.finding is Finding.INCONCLUSIVE
+            and judged.comparison.arm.family == "stack"
+            and (deviation := stdev(judged.comparison.differences)) > limit
+        ]
+        beyond = f", too few, as they deviate now, to call equivalent {', '.join(far)}" if far else ""
+        told.append(f"{rung.name}: {', '.join(most)}{beyond}")
     return (
         "What a rung cannot show: where the differences of all arms of family stack deviate by more than so many nats, "
         "it calls none of them equivalent, even at a mean of zero (the first by Holm's order; each that passes lets "
