@@ -39,6 +39,23 @@ def test_the_readmes_table_is_the_reports() -> None:
     assert set(stacks) <= set(report)
 
 
+def test_the_readme_tells_the_fastest_of_others_beside_our_fastest() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = sorted((ROOT / "results" / "tables").glob("peers-*.md"))
+    assert len(pages) == 5
+    for page in pages:
+        text = page.read_text()
+        assert "not planned yet" not in text, page.name
+        cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| ")]
+        rates = {True: [0.0], False: [0.0]}
+        for row in cells[1:]:
+            trains_adapters = row[1] in {"peft", "litgpt"} and "lora" not in page.name  # beside full training
+            if row[6] == "yes" and row[8] != "-" and not trains_adapters:
+                rates[row[1] == "hybridtrain"].append(float(row[8].replace(",", "")))
+        assert page.name in readme
+        assert f"{100 * max(rates[False]) / max(rates[True]):.0f} %" in readme, page.name
+
+
 def test_the_readme_states_how_many_targets_have_which_verdict() -> None:
     counts = (ROOT / "results" / "tables" / "targets.md").read_text().splitlines()[2]
     assert counts.startswith("51 stated targets: ")
