@@ -65,6 +65,14 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "get_rng_state_all",
                  "set_rng_state_all"):  # fmt: skip
         yield torch.cuda.random, name, cuda[name]
+    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
+        yield torch.cuda.nvtx, name, _do_nothing
+    yield torch.cuda.nvtx, "range", cuda["stream"]
+    yield torch.cuda.memory, "_record_memory_history", _do_nothing
+    yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
+    for module in (torch.nn.functional, torch._C._nn):
+        yield module, "one_hot", _one_hot
+    yield torch.utils.data.DataLoader, "_get_iterator", _load_here
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.cuda, "is_built", lambda: True
     yield torch.accelerator, "is_available", lambda: True
@@ -139,6 +147,35 @@ def _counted_resize(ledger: VirtualLedger) -> Callable[[torch.UntypedStorage, in
     return resize
 
 
+def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what reads the arguments of ``Module.to`` where a number alone is a card."""
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (_as_device(args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = _as_device(kwargs["device"])
+        return parse(*args, **kwargs)
+
+    return parse_to
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Return ones where CUDA's kernel puts them; on the meta device torch compares with numbers that nobody knows."""
+    count = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
+    zeros = torch.zeros((*tensor.shape, count), dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _load_here(loader: Any) -> Any:
+    """Return the iterator of a loader without workers: what they make could not be sent here, for it has no bytes."""
+    workers, timeout, loader.num_workers, loader.timeout = loader.num_workers, loader.timeout, 0, 0
+    try:
+        return torch.utils.data.dataloader._SingleProcessDataLoaderIter(loader)
+    finally:
+        loader.num_workers, loader.timeout = workers, timeout
+
+
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """Take anything."""
 
@@ -182,6 +219,7 @@ class _TensorMethods:
         self._true_to, self._true_type, self._true_repr = torch.Tensor.to, torch.Tensor.type, torch.Tensor.__repr__
         self._true_numpy, self._true_tolist = torch.Tensor.numpy, torch.Tensor.tolist
         self._true_array, self._true_new = torch.Tensor.__array__, torch.Tensor.new_tensor
+        self._true_legacy_new: Any = torch.Tensor.new
         self._true_data: Any = torch.Tensor.data
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
         self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
@@ -200,6 +238,8 @@ class _TensorMethods:
             ),
             "cpu": lambda tensor, **_kwargs: tensor.to("cpu"),
             "type": _method(self._type),
+            "type_as": lambda tensor, other: tensor.to(other.device, other.dtype),
+            "new": _method(self._new),
             "numpy": _method(self._numpy),
             "tolist": lambda tensor: self._true_tolist(self._real(tensor)),
             "__array__": lambda tensor, *args, **kwargs: self._true_array(self._real(tensor), *args, **kwargs),
@@ -265,7 +305,7 @@ class _TensorMethods:
 
     def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and ".cuda." in dtype:
-            return tensor.cuda().type(dtype.replace(".cuda", ""))
+            return tensor.to(_CARD, getattr(torch, dtype.rpartition(".")[2]).dtype)
         if dtype is not None:
             return self._true_type(tensor, dtype, *args, **kwargs)
         name, here = self._true_type(tensor).replace("torch.meta.", "torch."), self._place(tensor)
@@ -294,6 +334,14 @@ class _TensorMethods:
             return self._true_new(tensor, data, **kwargs)
         target = kwargs.pop("device", None) or tensor.device
         return torch.tensor(data, dtype=kwargs.pop("dtype", tensor.dtype), device=target, **kwargs)
+
+    def _new(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return a tensor of the same place and type, of a size or of data; the old name of ``new_empty``."""
+        if self._place(tensor) is None or (args and isinstance(args[0], Tensor | torch.UntypedStorage)):
+            return self._true_legacy_new(tensor, *args, **kwargs)
+        if args and not isinstance(args[0], int | torch.Size):
+            return tensor.new_tensor(args[0])
+        return tensor.new_empty(args[0] if args and isinstance(args[0], torch.Size) else args)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.overrides.has_torch_function_unary(tensor):  # a subclass has a say
@@ -425,7 +473,7 @@ class _CudaModule:
                 found[f"{name}.all.peak"] = getattr(allocator, f"peak_{name}")
             return found | {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
 
-        def memory_info(*_args: Any) -> tuple[int, int]:
+        def memory_info(*_args: Any, **_kwargs: Any) -> tuple[int, int]:
             return card.allocator_capacity_bytes - allocator.reserved_bytes, card.memory_bytes
 
         def state(*_args: Any) -> Tensor:
@@ -443,25 +491,25 @@ class _CudaModule:
             "device": context,
             "device_of": context,
             "_DeviceGuard": context,
-            "get_device_name": lambda *_args: card.name,
-            "get_device_capability": lambda *_args: capability,
-            "get_device_properties": lambda *_args: properties,
+            "get_device_name": lambda *_args, **_kwargs: card.name,
+            "get_device_capability": lambda *_args, **_kwargs: capability,
+            "get_device_properties": lambda *_args, **_kwargs: properties,
             "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
             "is_bf16_supported": lambda *_args, **_kwargs: capability[0] >= 8,
             "is_tf32_supported": lambda: capability[0] >= 8,
-            "memory_allocated": lambda *_args: allocator.allocated_bytes,
-            "max_memory_allocated": lambda *_args: allocator.peak_allocated_bytes,
-            "memory_reserved": lambda *_args: allocator.reserved_bytes,
-            "max_memory_reserved": lambda *_args: allocator.peak_reserved_bytes,
-            "memory_cached": lambda *_args: allocator.reserved_bytes,
-            "max_memory_cached": lambda *_args: allocator.peak_reserved_bytes,
+            "memory_allocated": lambda *_args, **_kwargs: allocator.allocated_bytes,
+            "max_memory_allocated": lambda *_args, **_kwargs: allocator.peak_allocated_bytes,
+            "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
+            "max_memory_reserved": lambda *_args, **_kwargs: allocator.peak_reserved_bytes,
+            "memory_cached": lambda *_args, **_kwargs: allocator.reserved_bytes,
+            "max_memory_cached": lambda *_args, **_kwargs: allocator.peak_reserved_bytes,
             "memory_stats": stats,
             "memory_summary": lambda *_args, **_kwargs: "\n".join(f"{k}: {v}" for k, v in stats().items()),
             "mem_get_info": memory_info,
-            "reset_peak_memory_stats": lambda *_args: allocator.reset_peaks(),
-            "reset_max_memory_allocated": lambda *_args: allocator.reset_peaks(),
-            "reset_max_memory_reserved": lambda *_args: allocator.reset_peaks(),
-            "reset_max_memory_cached": lambda *_args: allocator.reset_peaks(),
+            "reset_peak_memory_stats": lambda *_args, **_kwargs: allocator.reset_peaks(),
+            "reset_max_memory_allocated": lambda *_args, **_kwargs: allocator.reset_peaks(),
+            "reset_max_memory_reserved": lambda *_args, **_kwargs: allocator.reset_peaks(),
+            "reset_max_memory_cached": lambda *_args, **_kwargs: allocator.reset_peaks(),
             "reset_accumulated_memory_stats": _do_nothing,
             "set_per_process_memory_fraction": self._set_fraction,
             "empty_cache": ledger.release_cache,
@@ -482,7 +530,7 @@ class _CudaModule:
             "get_rng_state_all": lambda: [state()],
             "set_rng_state": _do_nothing,
             "set_rng_state_all": _do_nothing,
-            "utilization": lambda *_args: 100,
+            "utilization": lambda *_args, **_kwargs: 100,
             "is_current_stream_capturing": lambda: False,
         }
 

@@ -63,6 +63,10 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         chooser = _AttentionChoice(ledger)
         paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
+        assert paths.m is not None
+        for name, kernel in _CUDA_KERNELS.items():
+            if _overload(name) is not None:
+                paths.m.impl(name, "Meta", kernel, False)  # Library.impl refuses to replace a composite
         ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
             chooser.efficient_backward
         )
@@ -79,6 +83,27 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         autocast.enable(is_enabled=False)
         paths._destroy()
         fallback._destroy()
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002  torch's names
+    normalized_shape: Sequence[int],
+    _weight: Tensor | None,
+    _eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and a number of each row, fp32 of halves: all that CUDA keeps (layer_norm_kernel.cu)."""
+    rows = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    dtype = torch.float32 if input.dtype in _HALVES else input.dtype
+    return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(rows, dtype=dtype)
+
+
+_CUDA_KERNELS: dict[str, Callable[..., Any]] = {
+    "_fused_rms_norm": _rms_norm,
+    "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
+    "_fused_sgd_": lambda *_args, **_kwargs: None,
+    "_fused_sgd_.tensor_lr": lambda *_args, **_kwargs: None,
+}
+"""Ops that are one kernel on CUDA, and none or several on the meta device (native_functions.yaml)."""
 
 
 def _overload(name: str) -> torch._ops.OpOverload | None:

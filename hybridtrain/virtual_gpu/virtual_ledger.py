@@ -121,6 +121,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             _ATEN._amp_foreach_non_finite_check_and_unscale_.default: lambda *_: None,
             _ATEN._amp_update_scale_.default: lambda _func, args, _kwargs: args[0],
             _ATEN.record_stream.default: lambda *_: None,
+            _ATEN.allclose.default: self._are_close,
+            _ATEN.set_.source_Storage: self._set_storage,
+            _ATEN.set_.source_Storage_storage_offset: self._set_storage,
+            _ATEN.set_.source_Tensor: self._set_storage,
+            _ATEN.set_.default: self._set_storage,
         }
 
     # What the facade asks for.
@@ -174,14 +179,17 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Count a storage that gets other bytes: FSDP frees what it gathered by resizing it to nothing."""
+        self._count_resize(storage, storage.nbytes(), size)
+
+    def _count_resize(self, storage: torch.UntypedStorage, old: int, size: int) -> None:
         address = storage._cdata
         place = self._places.get(address)
-        if place is None or size == storage.nbytes():
+        if place is None or size == old:
             return
         self._values.pop(address, None)
         self._fills.pop(address, None)
         if place is Place.HOST:
-            self.host_bytes += size - storage.nbytes()
+            self.host_bytes += size - old
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
             self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
             return
@@ -268,6 +276,9 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if func in DATA_DEPENDENT:
             if results is not None:
                 return _like(results)
+            if func in _PUTS and args[2].numel() == 1 and not (len(args) > 3 and args[3]):
+                # masked_fill, on CUDA as well: no shape depends on the mask (TensorAdvancedIndexing.cpp)
+                return args[0] if func._schema.is_mutable else torch.empty_like(args[0])
             args = self._resolve_masks(func, args)
         kwargs = _without_generator(kwargs)
         if device is not None:
@@ -416,7 +427,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         kwargs = _without_generator(kwargs)
         if "device" in kwargs:
             kwargs["device"] = _CPU
-        return _on_cpu(func, args, kwargs, values)
+        found = _on_cpu(func, args, kwargs, values)
+        return () if found is None else found  # of lists that are written in place; None says that nothing is known
 
     def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
@@ -437,6 +449,20 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if one is None or other is None:
             return bool(self.stand_ins.number(func, torch.bool))
         return torch.equal(one, other)
+
+    def _are_close(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        one, other = self.known(args[0]), self.known(args[1])
+        if one is None or other is None:
+            return bool(self.stand_ins.number(func, torch.bool))
+        return torch.allclose(one, other, *args[2:], **kwargs)
+
+    def _set_storage(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""
+        place = self._place(func, list(tensors_in(args)))
+        out = func(*args, **kwargs)
+        if place is not None:
+            self._enter_at(out, place)
+        return out
 
     def _write_to_host(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], written: Sequence[Tensor], results: Any
@@ -503,6 +529,10 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._places:
+            if self._places[address] is Place.DEVICE:  # resize_, or an out= that was too small
+                known = self._alive[address][1] if address in self._alive else 0
+                if storage.nbytes() > known:
+                    self._count_resize(storage, known, storage.nbytes())
             return
         self._places[address] = place
         if place is Place.DEVICE:
@@ -676,7 +706,8 @@ _QUESTIONS = frozenset(
 _INTO_ZEROS = frozenset(
     {_ATEN.index_put.default, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.index_add.default}
 )
-_ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default})
+_PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
+_ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
 _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops after which nothing is left of what a tensor held."""
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import boundless
@@ -30,19 +31,25 @@ _COUNTED_STEPS = 5
 def work(job: PeerJob) -> PeerFigures:
     """Run one row; the child's side."""
     if job.evidence is Evidence.PLANNED:
-        return plan(job.task, job.card.resolve(), job.host)
-    return execute(job.task) if job.evidence is Evidence.EXECUTED else measure(job.task, job.card.resolve())
+        return plan(
+            job.task, job.card.resolve(), job.host, AllocatorConfig(expandable_segments=job.expandable_segments)
+        )
+    if job.evidence is Evidence.EXECUTED:
+        return execute(job.task)
+    if job.expandable_segments:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    return measure(job.task, job.card.resolve())
 
 
-def plan(task: Task, card: Card, host: Host) -> PeerFigures:
+def plan(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None = None) -> PeerFigures:
     """Run two steps on the virtual card; where they do not fit, say where, and what they would take of a larger one."""
     if task.stack is not None:  # our own: a dry run, which knows host, disk and the copies between
         run = ours.run_dry(task, card, host)
         shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "host memory or disk is too small"
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
-    gpu, shortage = _on_virtual_card(task, card, host)
+    gpu, shortage = _on_virtual_card(task, card, host, allocator)
     if shortage:
-        gpu, _ = _on_virtual_card(task, boundless(card), Host())
+        gpu, _ = _on_virtual_card(task, boundless(card), Host(), allocator)
     found = _figures(gpu.report(), shortage, host_peak_bytes=gpu.host_peak_bytes, num_params=gpu.num_params)
     return replace(found, without_gradient=len(gpu.without_gradient))
 
@@ -102,10 +109,10 @@ def _measure_ours(task: Task, card: Card) -> PeerFigures:
     )  # fmt: skip
 
 
-def _on_virtual_card(task: Task, card: Card, host: Host) -> tuple[VirtualGpu, str]:
+def _on_virtual_card(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None) -> tuple[VirtualGpu, str]:
     """Return the card after the steps, and what it was too small for."""
     memory = None if host.memory_gib is None else host.tensor_bytes
-    gpu = VirtualGpu(card, host_memory=memory)
+    gpu = VirtualGpu(card, host_memory=memory, allocator=allocator)
     try:
         with suppress(torch.OutOfMemoryError), gpu:
             train(task)

@@ -30,6 +30,8 @@ class PeerRun:
     """None: the scenario's."""
     micro_batches: int = 1
     """Parts that the batch is cut into; our stacks have their own number."""
+    expandable_segments: bool = False
+    """Whether torch's allocator grows its segments (``PYTORCH_ALLOC_CONF``); not for our stacks."""
     needs: tuple[str, ...] = ()
     """Packages beside those that the engine always needs."""
     remark: str = ""
@@ -43,6 +45,8 @@ class PeerRun:
             faults.append(f"engine: {unknown_name('engine', self.engine, ENGINES)}")
         if self.micro_batches < 1:
             faults.append(f"micro_batches: {self.micro_batches} must be at least 1; give the parts of a batch")
+        if self.expandable_segments and self.engine == "hybridtrain":
+            faults.append("expandable_segments: our own stacks are planned without; leave it out")
         faults += self._config_faults()
         if faults:
             raise ValueError("\n".join(faults))
@@ -123,6 +127,7 @@ class PeerJob:
     """Planned, executed (at small size) or measured."""
     card: CardSpec
     host: Host
+    expandable_segments: bool
     task: Task
 
     @property
@@ -150,7 +155,7 @@ def jobs_of(scenario: PeerScenario, files: ScenarioFiles, kinds: Iterable[Eviden
     return [
         (run, PeerJob(
             scenario=scenario.name, run=run.id, evidence=kind, card=scenario.card, host=scenario.host,
-            task=task.small() if kind is Evidence.EXECUTED else task,
+            expandable_segments=run.expandable_segments, task=task.small() if kind is Evidence.EXECUTED else task,
         ))
         for run in scenario.runs if not run.left_out
         for task in [_task(scenario, run, files)]

@@ -1,0 +1,163 @@
+"""What ordinary training scripts do besides training: each as it goes on CUDA, to the byte."""
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset
+
+from hybridtrain.virtual_gpu import VirtualGpu, find_card
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(find_card("rtx-4090")) as opened:
+        yield opened
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated()
+
+
+def test_a_deep_copy_has_bytes_and_known_values_of_its_own(gpu: VirtualGpu) -> None:
+    first = torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+    before, known = allocated(), gpu.ledger.trace()
+    second = copy.deepcopy(first)
+    assert allocated() - before == 512
+    first.zero_()
+    assert second.tolist() == [1.0, 2.0, 3.0, 4.0]
+    large = torch.empty(MIB, device="cuda")
+    before = allocated()
+    other = copy.deepcopy(large)
+    assert (other.device, allocated() - before) == (large.device, 4 * MIB)
+    names = [op.name for op in gpu.ledger.trace().ops[len(known.ops) :]]
+    assert not any("set_" in name for name in names), "no byte moves when a tensor gets another storage"
+    del other
+    assert allocated() == before
+
+
+def test_aliases_stay_aliases_in_a_deep_copy() -> None:
+    base = torch.arange(6, device="cuda")
+    whole, part = copy.deepcopy([base, base[2:4]])
+    whole.fill_(7)
+    assert part.tolist() == [7, 7]
+
+
+def test_models_with_buffers_are_averaged() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+    averaged = AveragedModel(model, use_buffers=True)
+    averaged.update_parameters(model)
+    assert averaged.module[1].running_mean.is_cuda
+
+
+def test_rms_norm_keeps_its_result_and_a_number_of_each_row() -> None:
+    norm = nn.RMSNorm(4096, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = allocated()
+    out = norm(rows)
+    assert allocated() - before == out.nbytes + 8192 * 4
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(torch.empty_like(out))
+    assert rows.grad is not None
+    assert norm.weight.grad is not None
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(np.ones((3, 8, 8), np.float32)), index
+
+
+def test_a_loader_with_workers_loads() -> None:
+    loader = DataLoader(Pictures(), 4, num_workers=2, pin_memory=True, persistent_workers=True, timeout=5)
+    for _ in range(2):
+        labels = [each for pictures, indices in loader for each in indices.cuda().tolist() if pictures.cuda().is_cuda]
+        assert labels == list(range(8))
+    assert loader.num_workers == 2
+
+
+def test_a_number_goes_where_an_unknown_mask_says() -> None:
+    scores = torch.randn(100, 100, device="cuda")
+    before = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    scores[scores < 0] = -float("inf")
+    assert allocated() == before
+    assert torch.cuda.max_memory_allocated() - before <= 10_240 + 512  # the mask, and the number
+
+
+def test_a_tensor_of_another_ones_kind_lies_where_that_lies() -> None:
+    like = torch.ones(1, device="cuda")
+    before = allocated()
+    made = torch.arange(MIB // 4).type_as(like)
+    new, old = like.new(256, 1024), torch.ones(3).type("torch.cuda.HalfTensor")
+    assert made.is_cuda
+    assert new.is_cuda
+    assert allocated() - before == 2 * MIB + 512
+    assert (old.device.type, old.dtype) == ("cuda", torch.float16)
+    assert like.new([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+
+def test_a_device_is_named_by_keyword_and_by_number() -> None:
+    layer = nn.Linear(256, 256).to(0)
+    assert layer.weight.is_cuda
+    assert nn.Linear(3, 3).to(device=0).weight.is_cuda
+    assert torch.cuda.max_memory_allocated(device="cuda:0") >= layer.weight.nbytes
+    torch.cuda.reset_peak_memory_stats(device=0)
+    assert torch.cuda.mem_get_info(device=0)[1] == torch.cuda.get_device_properties(device=0).total_memory
+
+
+def test_what_grows_is_counted() -> None:
+    before = allocated()
+    grown = torch.empty(0, device="cuda")
+    grown.resize_(1024, 1024)
+    assert allocated() - before == 4 * MIB
+    out = torch.empty(0, device="cuda")
+    torch.cat([grown, grown], out=out)
+    assert allocated() - before == 12 * MIB
+    del grown, out
+    assert allocated() == before
+
+
+def test_experts_are_found_by_one_hot() -> None:
+    chosen = nn.functional.one_hot(torch.tensor([0, 1, 2, 1], device="cuda"), 4)
+    assert torch.where(chosen[:, 1] == 1)[0].tolist() == [1, 3]
+    assert nn.functional.one_hot(torch.tensor([0, 2], device="cuda")).shape == (2, 3)
+
+
+def test_lists_that_are_written_in_place_stay_known() -> None:
+    count = torch.zeros((), device="cuda")
+    torch._foreach_add_([count], 1)
+    torch._foreach_add_([count], 1)
+    assert count.item() == 2
+
+
+def test_anomalies_are_looked_for() -> None:
+    layer = nn.Linear(8, 8, device="cuda")
+    with torch.autograd.set_detect_anomaly(True):
+        layer(torch.randn(2, 8, device="cuda")).sum().backward()
+    assert torch.allclose(torch.tensor([1.0], device="cuda"), torch.tensor([1.0 + 1e-9], device="cuda"))
+    assert not torch.allclose(torch.tensor([1.0], device="cuda"), torch.tensor([1.1], device="cuda"))
+
+
+def test_fused_sgd_updates() -> None:
+    layer = nn.Linear(256, 256, bias=False, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, fused=True)
+    layer(torch.randn(2, 256, device="cuda")).sum().backward()
+    before = allocated()
+    optimizer.step()
+    assert allocated() - before == layer.weight.nbytes
+
+
+def test_ranges_for_a_profiler_are_no_fault() -> None:
+    with torch.cuda.nvtx.range("step"):
+        torch.cuda.nvtx.range_push("forward")
+        torch.cuda.nvtx.range_pop()
+    torch.cuda.memory._record_memory_history(max_entries=10)
