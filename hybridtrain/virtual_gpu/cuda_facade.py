@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any, Self
 from unittest import mock
 
@@ -67,11 +68,11 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
         yield torch.cuda.random, name, cuda[name]
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         yield torch.cuda.nvtx, name, _do_nothing
-    yield torch.cuda.nvtx, "range", cuda["stream"]
+    yield torch.cuda.nvtx, "range", _no_range
     yield torch.cuda.memory, "_record_memory_history", _do_nothing
     yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
     for module in (torch.nn.functional, torch._C._nn):
-        yield module, "one_hot", _one_hot
+        yield module, "one_hot", _one_hot(ledger)
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.cuda, "is_built", lambda: True
@@ -160,20 +161,50 @@ def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:
     return parse_to
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """Return ones where CUDA's kernel puts them; on the meta device torch compares with numbers that nobody knows."""
-    count = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
-    zeros = torch.zeros((*tensor.shape, count), dtype=tensor.dtype, device=tensor.device)
-    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+def _one_hot(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return what puts ones as CUDA's kernel does; on the meta device torch compares with numbers that nobody knows."""
+    true_one_hot: Callable[..., Tensor] = torch.nn.functional.one_hot
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # vmap and the like take it apart
+        if is_wrapped or tensor.dtype is not torch.int64 or ledger.place_of(tensor) is None:
+            return true_one_hot(tensor, num_classes)
+        count = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
+        zeros = torch.zeros((*tensor.shape, count), dtype=tensor.dtype, device=tensor.device)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
+class _LoaderHere(torch.utils.data.dataloader._SingleProcessDataLoaderIter):
+    """Loads in the script's process; begins anew where a loader of persistent workers does."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._dataset_fetcher = torch.utils.data._DatasetKind.create_fetcher(
+            self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+        )
 
 
 def _load_here(loader: Any) -> Any:
     """Return the iterator of a loader without workers: what they make could not be sent here, for it has no bytes."""
     workers, timeout, loader.num_workers, loader.timeout = loader.num_workers, loader.timeout, 0, 0
     try:
-        return torch.utils.data.dataloader._SingleProcessDataLoaderIter(loader)
+        made = _LoaderHere(loader)
     finally:
         loader.num_workers, loader.timeout = workers, timeout
+    if workers and loader.worker_init_fn is not None:  # as the only worker
+        info = torch.utils.data._utils.worker.WorkerInfo(
+            id=0, num_workers=1, seed=int(made._base_seed), dataset=loader.dataset
+        )  # fmt: skip
+        with mock.patch.object(torch.utils.data._utils.worker, "_worker_info", info):
+            loader.worker_init_fn(0)
+    return made
+
+
+@contextmanager
+def _no_range(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -339,9 +370,12 @@ class _TensorMethods:
         """Return a tensor of the same place and type, of a size or of data; the old name of ``new_empty``."""
         if self._place(tensor) is None or (args and isinstance(args[0], Tensor | torch.UntypedStorage)):
             return self._true_legacy_new(tensor, *args, **kwargs)
-        if args and not isinstance(args[0], int | torch.Size):
+        size = kwargs.get("size", args)
+        if args and isinstance(args[0], torch.Size):
+            return tensor.new_empty(args[0])
+        if args and not isinstance(args[0], Integral):
             return tensor.new_tensor(args[0])
-        return tensor.new_empty(args[0] if args and isinstance(args[0], torch.Size) else args)
+        return tensor.new_empty(tuple(size) or (0,))
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.overrides.has_torch_function_unary(tensor):  # a subclass has a say

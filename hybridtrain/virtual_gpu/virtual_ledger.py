@@ -97,6 +97,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._values: dict[int, torch.UntypedStorage] = {}
         self._fills: dict[int, bool] = {}
         self._host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._host_sizes: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
         self._streams: list[int] = []
         self.links: Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], float | None] | None = None
@@ -191,20 +192,23 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if place is Place.HOST:
             self.host_bytes += size - old
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-            self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
+            self._watch_host(storage, size)
             return
+        index = -1
+        if size:  # the new bytes are there before the old ones go (resize_bytes_cuda)
+            self._stage = self._stage_now()
+            index = self._allocate(size, self._stage)
         found = self._alive.pop(address, None)
         if found is not None:
             self._kept_labels[address] = self._classes[found[0]], self._units[found[0]]
             self._release(found[0], found[1])
         if not size:
-            self._host_storages[address] = weakref.ref(storage, self._forget(address, 0))
+            self._watch_host(storage, 0)
             return
-        self._stage = self._stage_now()
-        index = self._allocate(size, self._stage)
         if address in self._kept_labels:
             self._classes[index], self._units[index] = self._kept_labels[address]
         self._host_storages.pop(address, None)
+        self._host_sizes.pop(address, None)
         self._alive[address] = index, size, weakref.ref(storage, self._on_release(address))
 
     def release_cache(self) -> None:
@@ -276,8 +280,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if func in DATA_DEPENDENT:
             if results is not None:
                 return _like(results)
-            if func in _PUTS and args[2].numel() == 1 and not (len(args) > 3 and args[3]):
-                # masked_fill, on CUDA as well: no shape depends on the mask (TensorAdvancedIndexing.cpp)
+            if func in _PUTS and self._is_masked_fill(args):
                 return args[0] if func._schema.is_mutable else torch.empty_like(args[0])
             args = self._resolve_masks(func, args)
         kwargs = _without_generator(kwargs)
@@ -427,8 +430,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         kwargs = _without_generator(kwargs)
         if "device" in kwargs:
             kwargs["device"] = _CPU
-        found = _on_cpu(func, args, kwargs, values)
-        return () if found is None else found  # of lists that are written in place; None says that nothing is known
+        return _on_cpu(func, args, kwargs, values)
 
     def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
@@ -476,6 +478,16 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         if len(written) == 1:
             return args[0] if isinstance(args[0], Tensor) else written[0]
         return None
+
+    def _is_masked_fill(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a put needs no positions: one mask, a number from the host (TensorAdvancedIndexing.cpp)."""
+        masks = [(place, index) for place, index in enumerate(args[1]) if index is not None]
+        if len(masks) != 1 or args[2].numel() != 1 or (len(args) > 3 and args[3]):
+            return False
+        place, mask = masks[0]
+        is_of_host = not args[2].is_meta or self._places.get(args[2].untyped_storage()._cdata) is Place.HOST
+        fits = mask.shape == args[0].shape[place : place + mask.dim()]
+        return is_of_host and fits and mask.dtype in {torch.bool, torch.uint8}
 
     def _resolve_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace boolean indices that are known by their positions.
@@ -529,21 +541,20 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._places:
-            if self._places[address] is Place.DEVICE:  # resize_, or an out= that was too small
-                known = self._alive[address][1] if address in self._alive else 0
-                if storage.nbytes() > known:
-                    self._count_resize(storage, known, storage.nbytes())
+            known = self._alive[address][1] if address in self._alive else self._host_sizes.get(address, 0)
+            if storage.nbytes() > known:  # resize_, or an out= that was too small
+                self._count_resize(storage, known, storage.nbytes())
             return
         self._places[address] = place
         if place is Place.DEVICE:
             self.enter(tensor)
             if address not in self._alive:  # no bytes
-                self._host_storages[address] = weakref.ref(storage, self._forget(address, 0))
+                self._watch_host(storage, 0)
             return
         size = storage.nbytes()
         self.host_bytes += size
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
+        self._watch_host(storage, size)
         if self.host_bytes > self.host.tensor_bytes:
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -551,9 +562,15 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 f"{int(self.host.tensor_bytes)}; say --host-memory for another machine)"
             )
 
+    def _watch_host(self, storage: torch.UntypedStorage, size: int) -> None:
+        address = storage._cdata
+        self._host_sizes[address] = size
+        self._host_storages[address] = weakref.ref(storage, self._forget(address, size))
+
     def _forget(self, address: int, size: int) -> Callable[[object], None]:
         def forget(_reference: object) -> None:
             self._host_storages.pop(address, None)
+            self._host_sizes.pop(address, None)
             self._places.pop(address, None)
             self._kept_labels.pop(address, None)
             self._arriving.pop(address, None)
@@ -859,13 +876,17 @@ def _grouped_matmul(
 def _on_cpu(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[int, Tensor]
 ) -> Any:
-    """Return what an op gives of values; in float64 where the CPU has no kernel for whole numbers and CUDA has one."""
+    """Return what an op gives of values, nothing as an empty tuple; None where the CPU has no kernel for it.
+
+    In float64 where it has none for whole numbers and CUDA has one.
+    """
     try:
-        return func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
+        made = func(*(_replace(value, values) for value in args), **{k: _replace(v, values) for k, v in kwargs.items()})
     except NotImplementedError:
         if all(value.is_floating_point() for value in values.values()):
-            raise
+            return None
         return _on_cpu(func, args, kwargs, {key: value.double() for key, value in values.items()})
+    return () if made is None else made  # of lists that are written in place
 
 
 def _like(value: Any) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from hybridtrain.virtual_gpu import VirtualGpu, find_card
+from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, find_card
 
 MIB = 2**20
 
@@ -68,6 +68,34 @@ def test_rms_norm_keeps_its_result_and_a_number_of_each_row() -> None:
     assert norm.weight.grad is not None
 
 
+def test_rms_norm_of_known_values_has_a_backward_pass() -> None:
+    rows = torch.ones(4, 64, device="cuda", requires_grad=True)
+    nn.RMSNorm(64, device="cuda")(rows).sum().backward()
+    assert rows.grad is not None
+
+
+class Lines(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+
+class Opened(Dataset[int]):
+    lines: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.lines[index]
+
+
+def open_file(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert (number, info.id, info.num_workers) == (0, 0, 1)
+    info.dataset.lines = (1, 2, 3, 4)
+
+
 class Pictures(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return 8
@@ -82,6 +110,11 @@ def test_a_loader_with_workers_loads() -> None:
         labels = [each for pictures, indices in loader for each in indices.cuda().tolist() if pictures.cuda().is_cuda]
         assert labels == list(range(8))
     assert loader.num_workers == 2
+    lines = DataLoader(Lines(), 2, num_workers=2, persistent_workers=True)
+    assert [sum(1 for _ in lines) for _ in range(3)] == [3, 3, 3]
+    opened = DataLoader(Opened(), 2, num_workers=2, worker_init_fn=open_file)
+    assert [batch.tolist() for batch in opened] == [[1, 2], [3, 4]]
+    assert get_worker_info() is None
 
 
 def test_a_number_goes_where_an_unknown_mask_says() -> None:
@@ -91,6 +124,9 @@ def test_a_number_goes_where_an_unknown_mask_says() -> None:
     scores[scores < 0] = -float("inf")
     assert allocated() == before
     assert torch.cuda.max_memory_allocated() - before <= 10_240 + 512  # the mask, and the number
+    number = scores.mean()
+    with pytest.raises(DataDependentError):  # a number on the card: torch asks for the mask's positions
+        scores[scores < 0] = number
 
 
 def test_a_tensor_of_another_ones_kind_lies_where_that_lies() -> None:
@@ -103,6 +139,7 @@ def test_a_tensor_of_another_ones_kind_lies_where_that_lies() -> None:
     assert allocated() - before == 2 * MIB + 512
     assert (old.device.type, old.dtype) == ("cuda", torch.float16)
     assert like.new([1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert (like.new().shape, like.new(np.int64(3)).shape, like.new(size=(2, 3)).shape) == ((0,), (3,), (2, 3))
 
 
 def test_a_device_is_named_by_keyword_and_by_number() -> None:
@@ -114,22 +151,36 @@ def test_a_device_is_named_by_keyword_and_by_number() -> None:
     assert torch.cuda.mem_get_info(device=0)[1] == torch.cuda.get_device_properties(device=0).total_memory
 
 
-def test_what_grows_is_counted() -> None:
+def test_what_grows_is_counted(gpu: VirtualGpu) -> None:
     before = allocated()
     grown = torch.empty(0, device="cuda")
     grown.resize_(1024, 1024)
     assert allocated() - before == 4 * MIB
+    torch.cuda.reset_peak_memory_stats()
+    grown.resize_(2048, 1024)
+    assert torch.cuda.max_memory_allocated() - before == 12 * MIB  # the new bytes beside the old ones
+    grown.resize_(1024, 1024)
     out = torch.empty(0, device="cuda")
     torch.cat([grown, grown], out=out)
-    assert allocated() - before == 12 * MIB
+    assert allocated() - before == 16 * MIB
     del grown, out
     assert allocated() == before
+    host = gpu.ledger.host_bytes
+    here = torch.ones(2)
+    here.resize_(1024, 1024)
+    assert gpu.ledger.host_bytes - host == 4 * MIB
+    del here
+    assert gpu.ledger.host_bytes == host
 
 
 def test_experts_are_found_by_one_hot() -> None:
     chosen = nn.functional.one_hot(torch.tensor([0, 1, 2, 1], device="cuda"), 4)
     assert torch.where(chosen[:, 1] == 1)[0].tolist() == [1, 3]
     assert nn.functional.one_hot(torch.tensor([0, 2], device="cuda")).shape == (2, 3)
+    each = torch.vmap(lambda chosen: nn.functional.one_hot(chosen, 3))(torch.tensor([0, 2], device="cuda"))
+    assert each.shape == (2, 3)
+    with pytest.raises(RuntimeError, match="index tensor"):
+        nn.functional.one_hot(torch.tensor([0], dtype=torch.int32, device="cuda"), 4)
 
 
 def test_lists_that_are_written_in_place_stay_known() -> None:
@@ -161,3 +212,4 @@ def test_ranges_for_a_profiler_are_no_fault() -> None:
         torch.cuda.nvtx.range_push("forward")
         torch.cuda.nvtx.range_pop()
     torch.cuda.memory._record_memory_history(max_entries=10)
+    assert torch.cuda.nvtx.range("f")(lambda: 3)() == 3

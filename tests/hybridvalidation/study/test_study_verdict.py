@@ -144,6 +144,9 @@ def test_a_loss_without_skipped_steps_is_not_the_loss_at_the_stated_speed() -> N
     assert "worth 8 of AdamW's steps" in quality.reason  # 12.5 / 1.6
     enough = verdicts(19.2, 19.3, 19.4, horizons=[11, 12, 48])[1]  # 19.3 / 1.6 is what AdamW has at 12
     assert (enough.status, enough.decider) == (Status.HOLDS, None)
+    unknown = verdicts(12.4, 12.5, 12.6, horizons=[6, 12, 48])[1]
+    assert unknown.status is Status.UNPROVEN
+    assert "no run tells the loss at 1.6 times the speed" in unknown.reason
 
 
 def test_stated_figures_of_a_loss() -> None:

@@ -260,6 +260,8 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
     if figures is None or compute is None:
         return None
     metric = compute(study, made, figures)
+    if metric.decider is not None and target.value is not None and metric.decider.value <= target.value:
+        metric = _opened_upwards(metric)  # it loses at least so much
     lost = lost_seeds(study, made, JUDGED)
     if not lost:
         return metric
@@ -299,16 +301,26 @@ def _quality_loss(study: StudyFile, made: Made, figures: MethodFigures) -> Metri
     """
     samples = [100 * (exp(-gain) - 1) for gain in figures.gains]
     metric = _of(samples, "%", f"validation perplexity over AdamW's after {study.num_steps:,} true steps each")
-    return replace(metric, decider=_loss_at_stated_speed(study, made, figures))
+    worth = figures.factor.mean * study.num_steps / _STATED_SPEED
+    if worth >= study.num_steps:
+        return metric
+    decider = _loss_at_stated_speed(study, made, figures, worth)
+    return _opened_upwards(metric) if decider is None else replace(metric, decider=decider)
 
 
-def _loss_at_stated_speed(study: StudyFile, made: Made, figures: MethodFigures) -> Decider | None:
+def _opened_upwards(metric: Metric) -> Metric:
+    """Return a loss that may be any larger one: at the stated speed nothing was run."""
+    low = metric.value if metric.interval is None else metric.interval.low
+    remark = f"{metric.remark}; no run tells the loss at {_STATED_SPEED:g} times the speed"
+    return replace(metric, interval=Interval(metric.value, low, inf), decider=None, remark=remark)
+
+
+def _loss_at_stated_speed(study: StudyFile, made: Made, figures: MethodFigures, worth: float) -> Decider | None:
     """Return what AdamW loses at the length that a method cut to the stated speed would reach at most.
 
     If the compute factor stays what it is, true steps cut by the speed take the method as far as AdamW gets in the
-    factor times as many. None without a horizon of AdamW from there to the study's length.
+    factor times as many, ``worth``. None without a horizon of AdamW from there to the study's length.
     """
-    worth = figures.factor.mean * study.num_steps / _STATED_SPEED
     losses: dict[float, list[float]] = {}
     for seed in figures.seeds:
         for steps, loss in horizon_curve(study, made, seed):
