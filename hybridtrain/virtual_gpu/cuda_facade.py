@@ -71,8 +71,9 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     yield torch.cuda.nvtx, "range", _no_range
     yield torch.cuda.memory, "_record_memory_history", _do_nothing
     yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
+    one_hot = _one_hot(ledger)
     for module in (torch.nn.functional, torch._C._nn):
-        yield module, "one_hot", _one_hot(ledger)
+        yield module, "one_hot", one_hot
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.cuda, "is_built", lambda: True

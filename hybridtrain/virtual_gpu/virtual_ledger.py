@@ -116,13 +116,13 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             _ATEN._local_scalar_dense.default: self._read_scalar,
             _ATEN.item.default: self._read_scalar,  # as it comes from below autograd
             _ATEN.is_nonzero.default: lambda *call: bool(self._read_scalar(*call)),
-            _ATEN.equal.default: self._are_equal,
+            _ATEN.equal.default: self._compare,
             _ATEN.is_pinned.default: lambda *_: False,
             _ATEN._pin_memory.default: lambda _func, args, _kwargs: args[0],
             _ATEN._amp_foreach_non_finite_check_and_unscale_.default: lambda *_: None,
             _ATEN._amp_update_scale_.default: lambda _func, args, _kwargs: args[0],
             _ATEN.record_stream.default: lambda *_: None,
-            _ATEN.allclose.default: self._are_close,
+            _ATEN.allclose.default: self._compare,
             _ATEN.set_.source_Storage: self._set_storage,
             _ATEN.set_.source_Storage_storage_offset: self._set_storage,
             _ATEN.set_.source_Tensor: self._set_storage,
@@ -446,17 +446,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         known = self.known(args[0])
         return self.stand_ins.number(func, args[0].dtype) if known is None else known.item()
 
-    def _are_equal(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    def _compare(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         one, other = self.known(args[0]), self.known(args[1])
         if one is None or other is None:
             return bool(self.stand_ins.number(func, torch.bool))
-        return torch.equal(one, other)
-
-    def _are_close(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        one, other = self.known(args[0]), self.known(args[1])
-        if one is None or other is None:
-            return bool(self.stand_ins.number(func, torch.bool))
-        return torch.allclose(one, other, *args[2:], **kwargs)
+        return bool(func(one, other, *args[2:], **kwargs))
 
     def _set_storage(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""

@@ -194,8 +194,16 @@ def test_anomalies_are_looked_for() -> None:
     layer = nn.Linear(8, 8, device="cuda")
     with torch.autograd.set_detect_anomaly(True):
         layer(torch.randn(2, 8, device="cuda")).sum().backward()
+
+
+def test_known_tensors_are_close() -> None:
     assert torch.allclose(torch.tensor([1.0], device="cuda"), torch.tensor([1.0 + 1e-9], device="cuda"))
     assert not torch.allclose(torch.tensor([1.0], device="cuda"), torch.tensor([1.1], device="cuda"))
+
+
+def test_known_tensors_are_compared() -> None:
+    assert torch.equal(torch.arange(3, device="cuda"), torch.tensor([0, 1, 2], device="cuda"))
+    assert not torch.equal(torch.arange(3, device="cuda"), torch.ones(3, dtype=torch.int64, device="cuda"))
 
 
 def test_fused_sgd_updates() -> None:
