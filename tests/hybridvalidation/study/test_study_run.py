@@ -99,6 +99,10 @@ def test_a_stopped_study_goes_on_where_it_was(
 ) -> None:
     study = study_of(**TUNED)
     path = record_path(folder / "results", "tiny")
+    for words in (["--verify"], ["--rung", "small"]):
+        assert command(folder, "study", "tiny", *words) == 2
+        assert f"{words[0]}: only a ladder has it" in capsys.readouterr().err
+    assert not here
     for count in (2, 7):  # within a stage, and over the end of one
         assert command(folder, "study", "tiny", "--max-runs", str(count - len(here))) == 0
         assert len(here) == count

@@ -189,8 +189,8 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
 
 
 def study(
-    study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, forecasts: Flag = False, verify: Flag = False,
-    common: Recorded = RECORDED,
+    study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, rung: str | None = None, forecasts: Flag = False,
+    verify: Flag = False, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
     """Compare ways to train, time to loss or quality, by a registered protocol; what is missing is run.
 
@@ -200,11 +200,13 @@ def study(
         study: Name of a study, of a ladder of quality, or a .toml file of a study.
         jobs: Runs side by side.
         max_runs: Stop after so many; the study can go on later.
+        rung: Of a ladder: make the runs of this rung alone, whether those before it are finished or not.
         forecasts: Score the loss forecasters on the recorded losses.
         verify: Of a ladder: run nothing, compute the first steps of one record of every arm again, and compare every
             stack with the arm whose runs it shares; exit code 1 when something differs.
     """
     from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.tables import TERMINAL
     from hybridvalidation.study.figures import check_targets
@@ -219,7 +221,13 @@ def study(
 
     files = scenario_folder(common.scenarios)
     if study in ladder_names(files.folder):
-        return _ladder(files, study, jobs=jobs, max_runs=max_runs, verify=verify, common=common, tell=tell)
+        if forecasts:
+            raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
+        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common, tell=tell)
+    if verify or rung is not None:
+        raise ConfigError(
+            study, [f"{'--verify' if verify else '--rung'}: only a ladder has it, and this is a study; leave it out."]
+        )
     found, targets = read_study_file(files.folder, study), files.targets()
     check_targets(found, targets)  # now, not after the runs
     made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
@@ -239,10 +247,11 @@ def study(
 
 
 def _ladder(
-    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, verify: bool, common: Recorded,
-    tell: Callable[[str], None],
+    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, rung: str | None, verify: bool,
+    common: Recorded, tell: Callable[[str], None],
 ) -> Answer:  # fmt: skip
     from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError
     from hybridvalidation.show.tables import TERMINAL
     from hybridvalidation.study.ladder.protocol import read_ladder_file
     from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
@@ -252,6 +261,8 @@ def _ladder(
 
     ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
     check_ladder_targets(ladder, targets)  # now, not after the runs
+    if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
+        raise ConfigError(name, [f"--rung {rung}: no such rung; name one of {', '.join(names)}."])
     if verify:
         stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
         astray = sorted(
@@ -265,7 +276,7 @@ def _ladder(
             content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
             code=0 if count == len(replays) and not astray else 1,
         )
-    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, say=tell)
+    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, rung=rung, say=tell)
     paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
     return Answer(
         text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",

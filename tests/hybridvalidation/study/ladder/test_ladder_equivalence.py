@@ -110,6 +110,31 @@ def test_a_second_look_is_for_what_the_first_leaves_open() -> None:
     assert len(found["near"].comparison.pairs) == 10
 
 
+def test_a_second_look_begins_with_the_arms_that_figures_wait_for() -> None:
+    arms = [*MORE["arms"][:4], arm("noisier", 4), CONTROL]
+    ladder = ladder_of(**MORE | {"arms": arms, "first": ["noisier"]})
+
+    def loss(run: LadderRun) -> float:
+        return loss_of(replace(run, arm="noisy") if run.arm == "noisier" else run)
+
+    made = finished(ladder, loss, max_runs=60)
+    runs = next_runs(ladder, made)
+    assert len(set(runs)) == len(runs) == 90
+    assert {(run.arm, run.seed) for run in runs[:60]} == {
+        (name, seed) for name in ("vanilla", "noisier") for seed in range(10, 40)
+    }
+    assert {run.arm for run in runs[60:]} == {"noisy"}
+
+
+def test_a_rung_can_be_made_before_those_before_it() -> None:
+    rungs = [RUNG | {"seeds": SEEDS}, RUNG | {"name": "next", "seeds": SEEDS}]
+    ladder = ladder_of(**MORE | {"rungs": rungs})
+    assert {run.rung for run in next_runs(ladder, {})} == {RUNG["name"]}
+    assert {run.rung for run in next_runs(ladder, {}, "next")} == {"next"}
+    made = finished(ladder, loss_of, max_runs=50)
+    assert next_runs(ladder, made, str(RUNG["name"])) == []
+
+
 def test_better_is_told_too_and_divergence_is_worse() -> None:
     ladder = ladder_of(**MORE | {"rungs": [RUNG | {"seeds": SEEDS}]})
 

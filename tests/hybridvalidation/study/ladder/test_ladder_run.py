@@ -244,7 +244,13 @@ def test_the_command_runs_shows_and_reports(
     common = ["--scenarios", str(folder), "--results", str(tmp_path / "results")]
     assert main(["study", "tiny", "--max-runs", "9", *common]) == 0
     assert "No rung is finished" in capsys.readouterr().out
-    assert main(["study", "tiny", "--json", *common]) == 0
+    for words, fault in (
+        (["tiny", "--rung", "huge"], "--rung huge: no such rung; name one of small"),
+        (["tiny", "--forecasts"], "--forecasts: only a study has them"),
+    ):
+        assert main(["study", *words, *common]) == 2
+        assert fault in capsys.readouterr().err
+    assert main(["study", "tiny", "--json", "--rung", "small", *common]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"].startswith("small: ")
     files = {name: Path(name).read_bytes() for name in told["files"]}

@@ -6,12 +6,12 @@ from hybridvalidation.study.ladder.equivalence import undecided
 from hybridvalidation.study.ladder.protocol import LadderFile, LadderRun, Made, Rung, run_key, run_of
 
 
-def next_runs(ladder: LadderFile, made: Made) -> list[LadderRun]:
-    """Return the missing runs of the first stage that is not finished; empty: all are made.
+def next_runs(ladder: LadderFile, made: Made, rung_name: str | None = None) -> list[LadderRun]:
+    """Return the missing runs of the first stage that is not finished, of one rung or of all; empty: all are made.
 
     A rung's learning rates come first, then the arms that figures wait for, then the rates of other optimizers; then
     seed after seed, so that a rung that was begun has as many seeds of one arm as of any other. Its second look waits
-    for the next rung's first.
+    for the next rung's first, and has the arms that figures wait for first.
     """
     stages = [
         (stage, rung)
@@ -23,7 +23,7 @@ def next_runs(ladder: LadderFile, made: Made) -> list[LadderRun]:
             (first_runs, rung),
             (more_runs, before),
         )
-        if rung is not None
+        if rung is not None and rung_name in {None, rung.name}
     ]
     for stage, rung in stages:
         missing = [run for run in stage(ladder, rung, made) if run_key(ladder, run) not in made]
@@ -61,7 +61,11 @@ def first_runs(ladder: LadderFile, rung: Rung, made: Made) -> Iterator[LadderRun
 def more_runs(ladder: LadderFile, rung: Rung, made: Made) -> Iterator[LadderRun]:
     """Yield the runs of a second look: of what the first one leaves inconclusive, and of what that is compared with."""
     pairs = undecided(ladder, made, rung)
-    arms = dict.fromkeys(arm.name for pair in pairs for arm in pair)
-    for seed in rung.more_seeds:
-        for name in arms:
-            yield run_of(ladder, made, rung, ladder.arm(name), seed)
+    awaited = [pair for pair in pairs if pair[0].name in ladder.first]
+    runs = [
+        run_of(ladder, made, rung, arm, seed)
+        for some in (awaited, pairs)
+        for seed in rung.more_seeds
+        for arm in dict.fromkeys(arm for pair in some for arm in pair)
+    ]
+    yield from dict.fromkeys(runs)

@@ -41,9 +41,10 @@ def read_replays(results: Path, name: str) -> dict[str, ReplayRecord]:
 
 
 def run_ladder(
-    ladder: LadderFile, results: Path, *, jobs: int, max_runs: int | None, say: Callable[[str], None]
-) -> dict[str, LadderRecord]:
-    """Make all runs that are missing, ``jobs`` at a time, and return all records.
+    ladder: LadderFile, results: Path, *, jobs: int, max_runs: int | None, rung: str | None = None,
+    say: Callable[[str], None],
+) -> dict[str, LadderRecord]:  # fmt: skip
+    """Make all runs that are missing, of one rung or of all, ``jobs`` at a time, and return all records.
 
     Raises:
         DataError: the pinned texts are not installed.
@@ -54,7 +55,7 @@ def run_ladder(
     digests = {pinned_corpus(name).digest for name in (TEXT, OTHER_TEXT)}
     if others := {record.corpus_digest[:8] for record in made.values() if record.corpus_digest not in digests}:
         raise RecordError(f"{path}: its runs had the texts {sorted(others)}; begin anew with other --results")
-    while runs := next_runs(ladder, made)[: None if max_runs is None else max_runs - count]:
+    while runs := next_runs(ladder, made, rung)[: None if max_runs is None else max_runs - count]:
         say(f"{ladder.name}: {len(runs)} runs of this stage ({runs[0].rung}) are missing")
         work = [LadderJob(ladder=ladder, run=run, bases=_BASES / ladder.name) for run in runs]
         for job, ended in run_side_by_side(work, _start, jobs):
