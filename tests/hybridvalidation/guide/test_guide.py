@@ -93,6 +93,9 @@ def test_recommendations_are_the_fastest_rows_that_fit() -> None:
     fastest = max(fitting, key=lambda cells: int(cells[10].replace(",", "")))
     assert f"| {fastest[1].strip()} " in row
     assert fastest[10].strip() in row
+    told = {line.split("|")[3].strip(): line.split("|")[-2].strip() for line in table.splitlines()[2:]}
+    assert told["best-50b-24gb"].startswith("worse, +0.11")
+    assert told[fastest[1].strip()].startswith("inconclusive, ")
 
 
 def test_the_command_reference_has_every_verb_and_option() -> None:

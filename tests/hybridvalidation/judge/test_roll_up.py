@@ -65,11 +65,17 @@ def test_figures_outside_of_a_stated_range_are_counted() -> None:
     assert counts([row_of(outside)]).endswith(told)
 
 
+def test_estimates_that_no_recorded_run_tests_are_counted() -> None:
+    found = judged(Status.HOLDS)
+    untested = replace(found, verdict=replace(found.verdict, is_untested=True))
+    assert counts([row_of(untested)]).endswith("1 planned. By an estimate that no recorded run tests: 1.")
+
+
 def test_bounds_that_reject_no_harm_are_counted() -> None:
     found = judged(Status.HOLDS)
     blunt = replace(found, verdict=replace(found.verdict, is_blunt=True))
     assert "what must fail" not in counts([row_of(found)])
-    assert counts([row_of(blunt)]).endswith("does not clearly miss: 1.")
+    assert counts([row_of(blunt)]).endswith("meets, or does not clearly miss: 1.")
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,20 @@ def test_figures_seen_before_stand_apart() -> None:
     assert headline(rows) == (
         "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
         "%, largest 3 %; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). With those that were seen before, 2 "
-        "figures: median error 50.00 %, nine in ten within 50.0 %, largest 50 %. Seen before: 1 t peak 50.0 % off on "
-        "average, 0 of 1 t outcomes right."
+        "figures: median error 26.50 %, nine in ten within 50.0 %, largest 50 %. Seen before: 1 t peak 50.0 % off on "
+        "average (signed: -50.0 %), 0 of 1 t outcomes right."
     )
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
         replace(blind, seen=("speed",))
+
+
+def test_what_stays_between_steps_stands_apart_from_peaks() -> None:
+    found = source(run("a", peak=100.0, allocated_mean=100.0))
+    rows = rows_of({"s": found}, [planned(found, found.runs[0], peak=104.0, allocated_mean=100.0)])
+    assert headline(rows).startswith(
+        "2 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 2.00 %, nine in ten within 4.0 "
+        "%, largest 4 % (without 1 means of allocated bytes: median error 4.00 %"
+    )
 
 
 def test_a_single_run_may_be_seen() -> None:
@@ -86,7 +95,7 @@ def test_a_single_run_may_be_seen() -> None:
     assert headline(rows).startswith(
         "1 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 1.00 %"
     )
-    assert headline(rows).endswith("Seen before: 1 s peak 50.0 % off on average.")
+    assert headline(rows).endswith("Seen before: 1 s peak 50.0 % off on average (signed: +50.0 %).")
     assert [label_of(points) for points in by_kind(rows)] == ["s: peak (1)", "s: peak (1, seen before)"]
 
 

@@ -12,6 +12,7 @@ from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.sections.summary import summary_table
 from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.study.ladder.quality import telling_of_stacks, told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""
@@ -24,8 +25,8 @@ def architectures() -> str:
 
 
 def recommendations(files: ScenarioFiles, results: Path) -> str:
-    """Return the fastest stack on record that fits, for every scenario about a model on a card."""
-    store, rows = RecordStore(results / "records"), []
+    """Return the fastest stack on record that fits, for every scenario about a model on a card, and what it costs."""
+    store, rows, telling = RecordStore(results / "records"), [], telling_of_stacks(files, results)
     for name in files.scenario_names():
         if name in _ABOUT_OTHERS:
             continue
@@ -35,14 +36,18 @@ def recommendations(files: ScenarioFiles, results: Path) -> str:
         model, card = scenario.model.resolve(), scenario.card.resolve()
         head = [f"[{format_count(model.num_params)}](results/tables/{name}.md)", card.name]
         if not found:
-            rows.append([*head, "nothing on record fits", *["-"] * 5])
+            rows.append([*head, "nothing on record fits", *["-"] * 6])
             continue
         memory, stack = max(found, key=lambda each: each[0].tokens_per_s)
         rows.append([
             *head, stack, f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
             f"{to_gib(memory.host_peak_bytes):.2f}", f"{memory.tokens_per_s:,.0f}", memory.bound,
+            told_in_short(telling.get(stack)),
         ])  # fmt: skip
-    headers = ["parameters", "card", "stack", "tokens a step", "device GiB", "host GiB", "tokens/s", "bound"]
+    headers = [
+        "parameters", "card", "stack", "tokens a step", "device GiB", "host GiB", "tokens/s", "bound",
+        "loss above float32's, executed small",
+    ]  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
 
 

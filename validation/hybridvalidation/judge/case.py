@@ -46,8 +46,10 @@ class Metric:
     decider: Decider | None = None
     decimal: float | None = None
     """The value in GB of 10**9 bytes, where GB are stated and read as GiB."""
+    is_untested: bool = False
+    """Whether no recorded run tests an estimate like it."""
     blunt: str = ""
-    """Why the bound tells no harm, if it does not: what must fail does not clearly miss it."""
+    """Why the bound tells no harm, if it does not: what must fail meets it, or does not clearly miss it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class Joint:
         others = [
             name for name, found in self.stacks.items() if name != self.best and all(v.status.is_met for v in found)
         ]
-        also = f"; so do {', '.join(others)}" if others else ""
+        also = f"; so {'do' if len(others) > 1 else 'does'} {', '.join(others)}" if others else ""
         return f"{self.best} holds {count}{also}."
 
 

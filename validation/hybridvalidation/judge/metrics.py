@@ -78,9 +78,19 @@ def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
         remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
             f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
         )
+        remark = "; ".join(filter(None, (_batch_text(case), remark)))
         return figure(memory.device_used_bytes, Evidence.PLANNED, fits=memory.fits, remark=remark)
 
     return metric
+
+
+def _batch_text(case: Case) -> str:
+    """Say how many tokens a step has where the stack does not take the scenario's; empty where it does."""
+    own, workload = case.memory, case.run.scenario.workload
+    asked = workload.batch_size * workload.seq_len
+    if own is None or own.tokens_per_step == asked:
+        return ""
+    return f"at {own.tokens_per_step:,} tokens a step, where the scenario has {asked:,}"
 
 
 def _tokens_per_s(case: Case) -> Metric | None:
@@ -91,9 +101,11 @@ def _tokens_per_s(case: Case) -> Metric | None:
         return None
     fits = memory.fits and not _was_refused(record)
     error = within_error(memory.tokens_per_s, error=time_error_of(memory))
+    waits = waiting_text(memory)
     return Metric(
-        memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", error=error, fits=fits, remark=waiting_text(memory)
-    )
+        memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", error=error, fits=fits, is_untested=bool(waits),
+        remark="; ".join(filter(None, (_batch_text(case), waits))),
+    )  # fmt: skip
 
 
 def _was_refused(record: StackRun | None) -> bool:

@@ -137,15 +137,17 @@ def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric |
     if case.memories is None:
         return None
     own, baseline = case.memories
+    waits = waiting_text(own)
     remarks = [
         _against(case) or f"against {case.baseline}",
         "" if baseline.fits else f"{case.baseline} {_OVERSIZE}",
-        waiting_text(own),
+        waits,
     ]
     error = within_error(own.tokens_per_s / baseline.tokens_per_s, express, error=time_error_of(own, baseline))
     return Metric(
-        error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, remark="; ".join(filter(None, remarks))
-    )
+        error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, is_untested=bool(waits),
+        remark="; ".join(filter(None, remarks)),
+    )  # fmt: skip
 
 
 def _own_peak(memory: MemoryFigures, classes: Sequence[TensorClass]) -> int | None:

@@ -47,10 +47,17 @@ class Row:
     reason: str
     is_outside: bool = False
     """Whether it is met from outside of the range that is stated."""
+    is_untested: bool = False
+    """Whether it holds by an estimate that no recorded run tests."""
     is_blunt: bool = False
-    """Whether what must fail does not clearly miss the bound."""
+    """Whether what must fail meets the bound, or does not clearly miss it."""
     is_missed_too: bool = False
     """Whether it holds by one stack, and another one that it is asked of does not meet it."""
+
+    @property
+    def has_remark(self) -> bool:
+        """Whether something is to be said of how it holds."""
+        return self.is_outside or self.is_missed_too or self.is_untested or self.is_blunt
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
@@ -70,8 +77,9 @@ def counts(rows: Sequence[Row]) -> str:
     remarks = (
         ("Outside of the range that is stated, on its good side", sum(row.is_outside for row in rows)),
         ("By one stack, where another that is asked does not meet it", sum(row.is_missed_too for row in rows)),
-        ("By a bound that what must fail does not clearly miss", sum(row.is_blunt for row in rows)),
-        ("Without any of these remarks", sum(not (r.is_outside or r.is_missed_too or r.is_blunt) for r in held)),
+        ("By an estimate that no recorded run tests", sum(row.is_untested for row in rows)),
+        ("By a bound that what must fail meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
+        ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
     also = "".join(f" {says}: {number}." for says, number in remarks if number)
     kinds = Counter(row.evidence for row in held)
@@ -102,7 +110,7 @@ def _row(target: Target, items: Sequence[Judged]) -> Row:
     return Row(
         target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
         place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
-        is_outside=verdict.is_outside, is_blunt=verdict.is_blunt,
+        is_outside=verdict.is_outside, is_untested=verdict.is_untested, is_blunt=verdict.is_blunt,
         is_missed_too=verdict.status is Status.HOLDS and any(item.verdict.status in _MISSED for item in others),
     )  # fmt: skip
 

@@ -68,8 +68,10 @@ class Verdict:
     """File, kind and key of the record that shows it."""
     is_outside: bool = False
     """Whether the value keeps its bound from outside of the range that is stated."""
+    is_untested: bool = False
+    """Whether it holds by an estimate that no recorded run tests."""
     is_blunt: bool = False
-    """Whether it holds by a bound that what must fail does not clearly miss."""
+    """Whether it holds by a bound that what must fail meets, or does not clearly miss."""
     is_of_scenario: bool = False
     """Whether it is about the scenario: on that stack which does best on all such rows together."""
 
@@ -123,6 +125,7 @@ def judge_metric(
         target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
         value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
         decider=metric.decider, record=record, is_outside=status is Status.HOLDS and _is_outside(target, metric.value),
+        is_untested=status is Status.HOLDS and metric.is_untested,
         is_blunt=status is Status.HOLDS and bool(metric.blunt),
     )  # fmt: skip
 

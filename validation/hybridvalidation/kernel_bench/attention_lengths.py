@@ -204,7 +204,7 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
         )
         saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
         alone = "no recorded run tests this of one op: whether it is slower is told, by how much it is faster is not"
-        cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", remark=alone)
+        cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", remark=alone, is_untested=True)
         verdicts += [
             judge_metric(targets[name], stack, metric, record=f"attention {record.key}")
             for name, metric in ((SAVING, saving), (COST, cost))

@@ -94,7 +94,10 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
     )
     if study.remarks:
         registration += f"\n\nAfter the registration: {study.remarks}"
-    tuned = f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}."
+    tuned = (
+        f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}. Rates and betas were chosen at "
+        f"seed {study.tuning_seed}, which is judged too."
+    )
     for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
         method = study.method(name)
         tried, (best, _) = study.lrs if method is None else method.lrs, chosen(study, made, name)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from matplotlib.figure import Figure
 from tabulate import tabulate
@@ -18,7 +19,9 @@ from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
-    "trainer, run by us on a virtual card; nothing was computed and no card was there. The protocol of each source "
+    "libraries under the loop of their script in words of our own, torchtune's recipes as they are, torchtitan's model "
+    "in our words too, run on a virtual card with the versions that are named; nothing was computed and no card was "
+    "there. The protocol of each source "
     "was written before predicting: what was fitted, on which one run, and what counts as an error; figures that were"
     " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
     "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
@@ -26,6 +29,8 @@ _HOW = (
 _MARKERS = "os^DvPX"
 """As many as share no divisor with the colors, which repeat after ten."""
 _SECONDS = "seconds"
+_RESIDENT = "allocated_mean"
+"""What stays between steps, nearly a count of weights: easier to plan than a peak."""
 
 
 def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
@@ -61,8 +66,11 @@ def headline(rows: Sequence[Row]) -> str:
     if sizes:
         largest, count = Counter(row.source for row in sizes).most_common(1)[0]
         others = [row for row in sizes if row.source != largest]
-        told += f": {_spread(sizes)}"
-        told += f" (without {count} figures of {largest}: {_spread(others)})" if others else ""
+        means = [row for row in sizes if row.quantity == _RESIDENT]
+        peaks = [row for row in sizes if row.quantity != _RESIDENT]
+        apart = [f"without {count} figures of {largest}: {_spread(others)}"] if others else []
+        apart += [f"without {len(means)} means of allocated bytes: {_spread(peaks)}"] if means and peaks else []
+        told += f": {_spread(sizes)}" + (f" ({'; '.join(apart)})" if apart else "")
     if answers:
         right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
         told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
@@ -77,13 +85,14 @@ def _seen(score: Score) -> str:
     if score.quantity == "oom":
         return f"{round(score.count * (1 - score.mean_absolute))} of {score.count} {score.source} outcomes right"
     what = f"{score.count} {score.source} {score.quantity}".replace("_", " ")
-    return f"{what} {_percent(score.mean_absolute)} off on average"
+    return f"{what} {_percent(score.mean_absolute)} off on average (signed: {100 * score.mean_error:+.1f} %)"
 
 
 def _spread(rows: Sequence[Row]) -> str:
     errors = sorted(abs(row.error or 0.0) for row in rows)
-    median, high = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
-    return f"median error {_percent(median, 2)}, nine in ten within {_percent(high)}, largest {_percent(errors[-1], 0)}"
+    high = errors[int(0.9 * len(errors))]
+    middle, largest = _percent(median(errors), 2), _percent(errors[-1], 0)
+    return f"median error {middle}, nine in ten within {_percent(high)}, largest {largest}"
 
 
 def _percent(share: float, digits: int = 1) -> str:

@@ -46,6 +46,14 @@ def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Judged]:
     return telling
 
 
+def told_in_short(judged: Judged | None) -> str:
+    """Return a verdict with the mean it is about and the size it was executed at; a dash for none."""
+    if judged is None or judged.comparison.interval is None:
+        return "-"
+    size = format_count(judged.comparison.size[0])
+    return f"{judged.finding}, {judged.comparison.interval.mean:+.4f} nats at {size}{judged.comparison.diverged_text}"
+
+
 def _cells(judged: Judged) -> tuple[str, ...]:
     comparison, (params, tokens) = judged.comparison, judged.comparison.size
     return (

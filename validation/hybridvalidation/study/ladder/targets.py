@@ -78,27 +78,30 @@ def _metric(ladder: LadderFile, made: Made, target: Target, stated: LadderTarget
     remark += f" (smaller ones: {smaller})" if smaller else ""
     if largest.num_diverged:
         remark += f"; {largest.num_diverged} seeds diverged, which no mean holds"
-    told, blunt = _of_controls(ladder, made, target, largest)
+    told, blunt = _of_controls(ladder, made, target, largest, values[-1].level)
     return Metric(values[-1].mean, Evidence.EXECUTED, "%", interval=values[-1], remark=f"{remark}{told}", blunt=blunt)
 
 
-def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison) -> tuple[str, str]:
-    """Say what the arms that must fail lose by the same ruler, and which of them do not clearly miss the bound."""
+def _of_controls(ladder: LadderFile, made: Made, target: Target, shown: Comparison, level: float) -> tuple[str, str]:
+    """Say what the arms that must fail lose by the same ruler, and which of them meet the bound or do not miss it."""
     controls = [
         arm for arm in ladder.arms_of(shown.rung)
         if arm.family == "control" and arm is not shown.arm and arm.fine_tunes == shown.arm.fine_tunes
     ]  # fmt: skip
-    told, keeping = "", list[str]()
+    told, blunt = "", list[str]()
     for found in (last_look(ladder, made, shown.rung, arm, shown.other) for arm in controls):
-        if not found.is_finished or found.retention is None:
+        kept = found.retention_at(level)
+        if not found.is_finished or kept is None:
             continue
-        value = _value(target, found.retention)
-        if not _status(target, found.arm.name, value).is_missed and not found.num_diverged:
-            keeping.append(found.arm.name)
-        interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f})"
+        value = _value(target, kept)
+        status = _status(target, found.arm.name, value)
+        if status is Status.HOLDS and not found.num_diverged:
+            blunt.append(f"{found.arm.name}, known to do harm, meets the bound too: nothing fails by it at this size")
+        elif not status.is_missed and not found.num_diverged:
+            blunt.append(f"{found.arm.name}, known to do harm, does not clearly miss the bound either")
+        interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f} at the same level)"
         told += f"; the control {found.arm.name}: {interval}{found.diverged_text}"
-    names = " and ".join(keeping)
-    return told, f"{names}, known to do harm, does not clearly miss the bound either" if names else ""
+    return told, "; ".join(blunt)
 
 
 def _status(target: Target, arm: str, value: Interval) -> Status:
