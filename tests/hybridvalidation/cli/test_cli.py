@@ -972,6 +972,7 @@ def test_the_module_is_the_command(module: str) -> None:
         (MemoryError(), "more was asked for"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes."), "3.00 MiB"),
         (RuntimeError("can't start new thread"), "more was asked for"),
+        (RuntimeError("could not create a primitive"), "more was asked for"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "more was asked for"),
     ],
 )

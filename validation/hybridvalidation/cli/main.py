@@ -36,7 +36,11 @@ from hybridvalidation.cli.verb import Answer
 
 _OUR_FAULT = 70
 """EX_SOFTWARE."""
-_NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "can't start new thread", "Cannot allocate memory")
+_NO_MEMORY = re.compile(
+    r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread"
+    r"|could not create a primitive$",  # oneDNN has no room for its machine code
+    re.MULTILINE,
+)
 _ASKED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 _USAGE = "hybridtrain VERB [OPTIONS]"
 EXIT_CODES = (
@@ -174,7 +178,7 @@ def _lacks_memory(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = str(error) if isinstance(error, RuntimeError | ImportError) else ""
-    return isinstance(error, MemoryError) or any(told in words for told in _NO_MEMORY)
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(words) is not None
 
 
 def _memory_message(error: Exception) -> str:

@@ -251,7 +251,7 @@ def _ladder(
     common: Recorded, tell: Callable[[str], None],
 ) -> Answer:  # fmt: skip
     from hybridtrain.config.encode import encode
-    from hybridtrain.errors import ConfigError
+    from hybridtrain.errors import ConfigError, unknown_name
     from hybridvalidation.show.tables import TERMINAL
     from hybridvalidation.study.ladder.protocol import read_ladder_file
     from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
@@ -262,7 +262,7 @@ def _ladder(
     ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
     check_ladder_targets(ladder, targets)  # now, not after the runs
     if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
-        raise ConfigError(name, [f"--rung {rung}: no such rung; name one of {', '.join(names)}."])
+        raise ConfigError(name, [f"--rung: {unknown_name('rung', rung, names)}"])
     if verify:
         stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
         astray = sorted(

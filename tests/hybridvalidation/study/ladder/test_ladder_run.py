@@ -245,7 +245,7 @@ def test_the_command_runs_shows_and_reports(
     assert main(["study", "tiny", "--max-runs", "9", *common]) == 0
     assert "No rung is finished" in capsys.readouterr().out
     for words, fault in (
-        (["tiny", "--rung", "huge"], "--rung huge: no such rung; name one of small"),
+        (["tiny", "--rung", "smal"], "--rung: rung 'smal' is unknown; did you mean 'small'? Known: small."),
         (["tiny", "--forecasts"], "--forecasts: only a study has them"),
     ):
         assert main(["study", *words, *common]) == 2
