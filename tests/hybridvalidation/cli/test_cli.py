@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -1026,6 +1027,30 @@ def test_a_fault_of_ours_is_a_sentence_and_a_report(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     assert command("list", "models") == 70
     assert "no report could be written (No such file or directory)" in command.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_that_python_drops_is_asked_for_again(number: signal.Signals, code: int) -> None:
+    program = """
+import os, signal, sys, time, weakref
+from hybridvalidation.cli import check, main
+class Tensor: pass
+def work(*_):
+    def let_go(_):
+        os.kill(os.getpid(), int(sys.argv[1]))
+    tensor = Tensor()
+    watched = weakref.ref(tensor, let_go)
+    del tensor
+    time.sleep(10)
+check.known_names = work
+sys.exit(main.main(["list", "models"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == code
+    assert "ignored" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_sigterm_lets_folders_and_children_go(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A verb imports what it needs when it runs: ``--help``, ``--version`` and ``list`
 
 import errno
 import json
+import os
 import re
 import resource
 import shlex
@@ -50,6 +51,8 @@ EXIT_CODES = (
 )
 _TERMINATED = 143
 """By SIGTERM."""
+_AGAIN_S = 0.001
+"""Later a stop is asked for again that came in a destructor or a weak reference's callback: Python drops it there."""
 _UNREAD = 141
 """The verb did what it was asked, and nobody was there to read what it found; shells say so of SIGPIPE."""
 _PLAIN = Parameter(negative=(), allow_repeating=True)
@@ -104,14 +107,31 @@ def _orderly_end() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    before, tell = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+
+    def stop_again(lost: "sys.UnraisableHookArgs") -> None:
+        number = _signal_of(lost.exc_value)
+        if number is None:
+            tell(lost)
+        else:
+            threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = stop_again
     try:
         yield
     finally:
+        sys.unraisablehook = tell
         if before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, before)
+
+
+def _signal_of(error: BaseException | None) -> signal.Signals | None:
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    is_terminated = isinstance(error, SystemExit) and error.code == _TERMINATED  # others are of a user's script
+    return signal.SIGTERM if is_terminated else None
 
 
 def _terminate(_number: int, _frame: object) -> None:
@@ -121,11 +141,7 @@ def _terminate(_number: int, _frame: object) -> None:
 def _stop_before(error: BaseException) -> BaseException | None:
     """Return the stop that an error came after: it may come anywhere, in torch's own context managers too."""
     before = error.__context__
-    if before is None or isinstance(before, KeyboardInterrupt):
-        return before
-    if isinstance(before, SystemExit) and before.code == _TERMINATED:  # others are of a user's script
-        return before
-    return _stop_before(before)
+    return before if before is None or _signal_of(before) is not None else _stop_before(before)
 
 
 def _show_stopped() -> int:
