@@ -86,15 +86,20 @@ def run_rank(kind: str, rank: int, file: Path) -> list[int]:
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     try:
-        parts = build(kind, "cpu")
-        if rank:
-            train(*parts, "cpu")
-            return []
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            train(*parts, "cpu")
-        return without_scratch(profiled.profiler.kineto_results.events())
-    finally:
+        return train_alone(kind, rank)
+    finally:  # after the model: a reducer that holds gloo's group last waits for a thread that waits for it
         dist.destroy_process_group()
+
+
+def train_alone(kind: str, rank: int) -> list[int]:
+    """Train a model that lives no longer; return what rank 0 allocated and freed."""
+    parts = build(kind, "cpu")
+    if rank:
+        train(*parts, "cpu")
+        return []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        train(*parts, "cpu")
+    return without_scratch(profiled.profiler.kineto_results.events())
 
 
 def without_scratch(events: list[Any]) -> list[int]:
