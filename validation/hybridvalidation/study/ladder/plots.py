@@ -1,4 +1,4 @@
-"""A ladder as a picture: the differences of all arms, a column for each rung."""
+"""A ladder as a picture: the differences of all arms, a column for each rung that has any."""
 
 from pathlib import Path
 
@@ -19,15 +19,18 @@ _SHOWN = 6.0
 def write_ladder_plot(ladder: LadderFile, made: Made, folder: Path) -> Path:
     """Write the picture as PNG and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    rungs = [rung for rung in ladder.rungs if any(record.run.rung == rung.name for record in made.values())]
-    judged_by_rung = [[one for one in judge_rung(ladder, made, rung) if one.comparison.interval] for rung in rungs]
-    begun = {one.comparison.arm.name for found in judged_by_rung for one in found}
+    judged_by_rung = [
+        (rung, found)
+        for rung in ladder.rungs
+        if (found := [one for one in judge_rung(ladder, made, rung) if one.comparison.interval])
+    ]
+    begun = {one.comparison.arm.name for _, found in judged_by_rung for one in found}
     names = [arm.name for arm in ladder.arms if arm.name in begun]
     edge = _SHOWN * ladder.margin_nats
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(3 + 3.2 * max(1, len(rungs)), 1.8 + 0.27 * len(names)), layout="constrained")
-        row = figure.subplots(1, max(1, len(rungs)), sharey=True, squeeze=False)[0]
-        for axes, rung, found in zip(row, rungs, judged_by_rung, strict=False):
+        figure = Figure(figsize=(3 + 3.2 * max(1, len(judged_by_rung)), 1.8 + 0.27 * len(names)), layout="constrained")
+        row = figure.subplots(1, max(1, len(judged_by_rung)), sharey=True, squeeze=False)[0]
+        for axes, (rung, found) in zip(row, judged_by_rung, strict=False):
             axes.axvspan(-ladder.margin_nats, ladder.margin_nats, color="#009e73", alpha=0.15, linewidth=0)
             axes.axvline(0, color="#999999", linewidth=0.8)
             for judged in found:
