@@ -7,15 +7,14 @@ the CPU's kernels allocate and free inside one op (``SCRATCH``).
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
+from memory_events import profiled_events, summary
 
 CARD = find_card("rtx-4090")
 SHAPE = {
@@ -91,24 +90,10 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
         optimizer.zero_grad()
 
 
-def summary(changes: Iterable[int]) -> tuple[dict[int, int], int, int]:
-    """Return allocations by size, the peak above the start, and what is left; of more than ``SMALL`` bytes each."""
-    live = peak = 0
-    sizes: Counter[int] = Counter()
-    for change in changes:
-        if abs(change) > SMALL:
-            live += change
-            peak = max(peak, live)
-            sizes[change] += change > 0
-    return dict(+sizes), peak, live
-
-
 def executed(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
     parts = build(name, "cpu", recompute=recompute)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        train(*parts)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return summary(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    changes = [event.nbytes() for event in profiled_events(lambda: train(*parts)) if event.name() == "[memory]"]
+    return summary(changes, SMALL)
 
 
 def planned(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
@@ -118,7 +103,7 @@ def planned(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
         train(*parts)
         trace = gpu.ledger.trace()  # before the model is dropped
     changes = [trace.sizes[event] if event >= 0 else -trace.sizes[~event] for event in trace.events[start:]]
-    return summary(change for change in changes if change != CARD.cublas_workspace_bytes)
+    return summary((change for change in changes if change != CARD.cublas_workspace_bytes), SMALL)
 
 
 @pytest.mark.sample(one_in=3)

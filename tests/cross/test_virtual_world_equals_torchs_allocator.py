@@ -6,10 +6,9 @@ gloo's threads free their copies at times of their own, which the profiler canno
 numbers and DDP's list of buckets (up to 64 bytes), cuBLAS's workspaces, and what is the CPU's or gloo's own.
 """
 
-import gc
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
+from memory_events import profiled_events, summary
 
 CARD = find_card("rtx-4090")
 WORLD = 2
@@ -66,18 +65,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> No
         optimizer.zero_grad()
 
 
-def summary(changes: Iterable[int]) -> tuple[dict[int, int], int, int]:
-    """Return allocations by size, the peak above the start, and what is left; of more than ``SMALL`` bytes each."""
-    live = peak = 0
-    sizes: Counter[int] = Counter()
-    for change in changes:
-        if abs(change) > SMALL:
-            live += change
-            peak = max(peak, live)
-            sizes[change] += change > 0
-    return dict(+sizes), peak, live
-
-
 def run_rank(kind: str, rank: int, file: Path) -> list[int]:
     """Train as one rank; return what rank 0 allocated and freed."""
     if rank:
@@ -98,10 +85,7 @@ def train_alone(kind: str, rank: int) -> list[int]:
     if rank:
         train(*parts, "cpu")
         return []
-    gc.collect()  # the profiler tells when what an earlier profile knew is freed: what other tests left is to go before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        train(*parts, "cpu")
-    return without_scratch(profiled.profiler.kineto_results.events())
+    return without_scratch(profiled_events(lambda: train(*parts, "cpu")))
 
 
 def without_scratch(events: list[Any]) -> list[int]:
@@ -112,7 +96,7 @@ def without_scratch(events: list[Any]) -> list[int]:
     ours = [event for event in events if event.name().startswith(SCRATCH)]
     changes: list[int] = []
     dropped: Counter[int] = Counter()
-    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+    for event in (event for event in events if event.name() == "[memory]"):
         size, start, thread = event.nbytes(), event.start_ns(), event.start_thread_id()
         if size > 0 and any(
             op.start_thread_id() == thread and op.start_ns() <= start <= op.start_ns() + op.duration_ns() for op in ours
@@ -152,7 +136,7 @@ def planned(kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_of_a_rank_is_torchs_own(kind: str, tmp_path: Path) -> None:
-    sizes, peak, left = summary(planned(kind))
-    true_sizes, true_peak, true_left = summary(executed(kind, tmp_path))
+    sizes, peak, left = summary(planned(kind), SMALL)
+    true_sizes, true_peak, true_left = summary(executed(kind, tmp_path), SMALL)
     assert (peak, left) == (true_peak, true_left)
     assert sizes == true_sizes

@@ -992,6 +992,18 @@ def test_too_little_memory_of_the_host_is_a_sentence(
     assert "ulimit -v allows 5.00 GiB; " in command.err
 
 
+def test_what_onednn_has_no_code_for_is_no_want_of_memory(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> list[str]:
+        raise RuntimeError("could not create a primitive descriptor for a matmul primitive")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(check, "known_names", broken)
+    assert command("list", "models") == 70
+    assert "memory is too small" not in command.err
+
+
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_a_stop_that_leaves_an_error_behind_is_a_stop(
     command: Command, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
