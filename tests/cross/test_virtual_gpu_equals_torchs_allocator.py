@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
-from memory_events import profiled_events, summary
+from memory_events import profiled_changes, summary
 
 CARD = find_card("rtx-4090")
 SHAPE = {
@@ -92,8 +92,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
 
 def executed(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
     parts = build(name, "cpu", recompute=recompute)
-    changes = [event.nbytes() for event in profiled_events(lambda: train(*parts)) if event.name() == "[memory]"]
-    return summary(changes, SMALL)
+    return summary(profiled_changes(lambda: train(*parts)), SMALL)
 
 
 def planned(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
@@ -114,3 +113,15 @@ def test_every_byte_is_torchs_own(name: str, *, recompute: bool) -> None:
     assert (peak, left) == (true_peak, true_left)
     assert not Counter(sizes) - Counter(true_sizes)
     assert set(Counter(true_sizes) - Counter(sizes)) <= SCRATCH
+
+
+def test_a_block_that_is_older_than_the_profile_counts_for_nothing() -> None:
+    older: list[torch.Tensor] = []
+
+    def work() -> None:
+        younger = torch.ones(1000)
+        older.clear()
+        del younger
+
+    profiled_changes(lambda: older.append(torch.ones(65536)))
+    assert profiled_changes(work) == [4000, -4000]

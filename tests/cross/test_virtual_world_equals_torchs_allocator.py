@@ -7,10 +7,8 @@ numbers and DDP's list of buckets (up to 64 bytes), cuBLAS's workspaces, and wha
 """
 
 import multiprocessing
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
-from memory_events import profiled_events, summary
+from memory_events import profiled_changes, summary
 
 CARD = find_card("rtx-4090")
 WORLD = 2
@@ -85,28 +83,7 @@ def train_alone(kind: str, rank: int) -> list[int]:
     if rank:
         train(*parts, "cpu")
         return []
-    return without_scratch(profiled_events(lambda: train(*parts, "cpu")))
-
-
-def without_scratch(events: list[Any]) -> list[int]:
-    """Return bytes allocated and freed (negative), but for what was allocated inside of ``SCRATCH``.
-
-    A free says no address: the first of as many bytes after such an allocation is taken for its own.
-    """
-    ours = [event for event in events if event.name().startswith(SCRATCH)]
-    changes: list[int] = []
-    dropped: Counter[int] = Counter()
-    for event in (event for event in events if event.name() == "[memory]"):
-        size, start, thread = event.nbytes(), event.start_ns(), event.start_thread_id()
-        if size > 0 and any(
-            op.start_thread_id() == thread and op.start_ns() <= start <= op.start_ns() + op.duration_ns() for op in ours
-        ):
-            dropped[size] += 1
-        elif dropped[-size]:
-            dropped[-size] -= 1
-        else:
-            changes.append(size)
-    return changes
+    return profiled_changes(lambda: train(*parts, "cpu"), without=SCRATCH)
 
 
 def executed(kind: str, folder: Path) -> list[int]:

@@ -1,23 +1,57 @@
 """What torch's own CPU allocator did while something ran, and what a run of allocations and frees amounts to."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 
-def profiled_events(work: Callable[[], None]) -> list[Any]:
-    """Do the work under torch's profiler; return its events, in the order of their starts.
+def profiled_changes(work: Callable[[], None], without: tuple[str, ...] = ()) -> list[int]:
+    """Do the work under torch's profiler; return bytes allocated and freed (negative), in the order of their times.
 
-    The profiler tells when a block is freed that an earlier profile knew: what other tests left goes before.
+    What the profile did not see allocated is left out when freed: the profiler tells some frees of older blocks too,
+    whenever another thread or the collector of garbage comes to them. Left out as well is what an operation of a name
+    that begins with one of ``without`` allocated.
     """
-    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         work()
     assert profiled.profiler is not None, "it has run"
-    return sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes: list[int] = []
+    known: dict[int, bool] = {}  # by address: whether it counts
+    for event in sorted(_flat(profiled.profiler.kineto_results.experimental_event_tree()), key=_start):
+        if event.tag != _EventType.Allocation:
+            continue
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0:
+            known[address] = not _inside(event, without)
+            counts = known[address]
+        else:
+            counts = known.pop(address, False)
+        if counts:
+            changes.append(size)
+    return changes
+
+
+def _flat(events: Iterable[Any]) -> list[Any]:
+    """Return the events and all below them."""
+    found = list(events)
+    for event in found:  # grows while it is read
+        found.extend(event.children)
+    return found
+
+
+def _start(event: Any) -> int:
+    start: int = event.start_time_ns
+    return start
+
+
+def _inside(event: Any, names: tuple[str, ...]) -> bool:
+    while event := event.parent:
+        if event.name.startswith(names):
+            return True
+    return False
 
 
 def summary(changes: Iterable[int], small: int) -> tuple[dict[int, int], int, int]:
