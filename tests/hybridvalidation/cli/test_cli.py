@@ -1041,12 +1041,19 @@ def test_a_fault_of_ours_is_a_sentence_and_a_report(
     assert "no report could be written (No such file or directory)" in command.err
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stop_that_python_drops_is_asked_for_again(number: signal.Signals, code: int) -> None:
+def test_a_stop_that_python_drops_is_asked_for_again(number: signal.Signals, code: int, *, is_slow: bool) -> None:
     program = """
-import os, signal, sys, time, weakref
+import os, signal, sys, threading, time, weakref
 from hybridvalidation.cli import check, main
 class Tensor: pass
+class SlowTimer(threading.Timer):  # asks before the one who set it goes on
+    def start(self):
+        threading.Timer = Timer  # once
+        super().start()
+        time.sleep(0.2)
+Timer, threading.Timer = threading.Timer, SlowTimer if sys.argv[2] == "True" else threading.Timer
 def work(*_):
     def let_go(_):
         os.kill(os.getpid(), int(sys.argv[1]))
@@ -1058,8 +1065,9 @@ check.known_names = work
 sys.exit(main.main(["list", "models"]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, timeout=100, check=False
-    )
+        [sys.executable, "-c", program, str(int(number)), str(is_slow)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
     assert done.returncode == code
     assert "ignored" not in done.stderr
     assert "Traceback" not in done.stderr

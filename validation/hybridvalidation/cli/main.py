@@ -113,8 +113,13 @@ def _orderly_end() -> Iterator[None]:
         number = _signal_of(lost.exc_value)
         if number is None:
             tell(lost)
-        else:
-            threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+        while number is not None:
+            try:
+                threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+            except (KeyboardInterrupt, SystemExit) as stop:  # asked already: Python would drop it here as well
+                number = _signal_of(stop)
+            else:
+                return
 
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
