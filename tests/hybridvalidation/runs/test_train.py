@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from hybridtrain.data.token_file import TokenFormat, write_token_file
+from hybridtrain.errors import ConfigError
 from hybridtrain.models.layers import Head
 from hybridtrain.trainer import Trainer
 from hybridvalidation.cli.main import main
@@ -168,6 +170,21 @@ def test_where_a_run_is_at_work_that_is_what_is_told(
     assert capsys.readouterr().err == (
         "hybridtrain: run: 1 fault\n  another run is at work here; wait for its end, or choose another --out\n"
     )
+
+
+def test_a_lock_that_a_killed_run_left_to_its_child_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run").mkdir()
+    child = "import fcntl, os, sys; fcntl.flock(os.open('run', os.O_RDONLY), fcntl.LOCK_EX); print(); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-uc", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.read(1) == b"\n"
+        with pytest.raises(ConfigError, match="another run is at work here"), train._held(Path("run")):
+            pass
+        monkeypatch.setattr(train, "_GRACE_S", 60.0)
+        threading.Timer(0.1, other.stdin.close).start()
+        with train._held(Path("run")):
+            pass
 
 
 def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,9 @@ _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
+_GRACE_S = 0.5
+"""How long a run waits for a folder's lock: a killed one leaves it to a program that it was about to start, ``git`` for
+its record say, until that has begun, which takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +419,7 @@ def _require_states(out: Path, *, resume: bool, say: Say) -> None:
 
 @contextmanager
 def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
-    """Keep other runs out of a folder; the system lets go when the process ends, however that comes.
+    """Keep other runs out of a folder; the system lets go when the process ends, or soon after it was killed.
 
     Args:
         out: The folder.
@@ -427,17 +430,25 @@ def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
     """
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                str(out), ["another run is at work here; wait for its end, or choose another --out"]
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+        give_up = time.monotonic() + _GRACE_S
+        while not _is_locked(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() > give_up:
+                raise ConfigError(str(out), ["another run is at work here; wait for its end, or choose another --out"])
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_locked(descriptor: int, how: int) -> bool:
+    """Lock what is open if nobody else has it; true on a file system without locks too."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class _StopRequest:
