@@ -15,7 +15,7 @@ from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import check_targets, judge_study
 from hybridvalidation.study.harm import harm_sentence, harm_text, harms
 from hybridvalidation.study.protocol import BASELINE, StudyRun, next_runs
-from hybridvalidation.study.report import study_text, verdict_sentence
+from hybridvalidation.study.report import study_text, verdict_sentence, write_study
 from tiny_studies import ENVIRONMENT, METHOD, finished, record_of, study_of
 
 TARGETS = ScenarioFiles(Path(__file__).parents[3] / "scenarios").targets()
@@ -233,6 +233,18 @@ def test_the_best_rate_at_an_end_is_told() -> None:
     text = study_text(study, finished(study, lambda run: 2.0 + abs(run.lr - 0.01)), TARGETS, MARKDOWN)
     assert "The best rate of slow_gradient (0.01) is the lowest tried" in text
     assert "The best rate of adamw" not in text
+
+
+def test_a_study_just_begun_tells_what_was_tried_and_draws_nothing_else(tmp_path: Path) -> None:
+    study = study_of(lrs=[0.005, 0.01, 0.02], methods=[METHOD | {"lrs": [0.01, 0.02, 0.03]}])
+    run = next_runs(study, {})[0]
+    record = record_of(study, run, 2.0)
+    page, *pictures = write_study(study, {record.key: record}, TARGETS, tmp_path)
+    text = page.read_text()
+    assert "Not finished: 1 of 3 rates of adamw are tried. Not finished: 0 of 3 rates of slow_gradient are" in text
+    assert "its optimum may lie beyond" not in text
+    assert "compute factor   |" not in text
+    assert [path.name for path in pictures] == [f"study-{study.name}-lr.png"]
 
 
 def test_versions_of_the_program_are_told() -> None:

@@ -22,7 +22,7 @@ _SHOWN_FROM = 0.2
 
 
 def write_study_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
-    """Write every picture as PNG and return the paths."""
+    """Write every picture that shows something as PNG and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     plots: list[tuple[str, Callable[[StudyFile, Made, Figure], None]]] = [("horizon", _plot_horizons)]
     if study.is_constant:
@@ -34,6 +34,8 @@ def write_study_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
         for suffix, draw in plots:
             figure = Figure(figsize=(8, 5), layout="constrained")
             draw(study, made, figure)
+            if not figure.axes[0].get_legend_handles_labels()[0]:
+                continue  # a study that was just begun has no curve yet
             path = folder / f"study-{study.name}-{suffix}.png"
             figure.savefig(path, dpi=110, metadata={"Software": None})
             paths.append(path)
@@ -139,7 +141,8 @@ def _plot_lrs(study: StudyFile, made: Made, figure: Figure) -> None:
     names = [BASELINE, *(method.name for method in study.methods if method.lrs)]
     for color, name in zip((_COLORS[0], *_cycle()), names, strict=False):
         curve = [(lr, loss) for lr, loss in lr_curve(study, made, name) if loss is not None]
-        axes.plot([lr for lr, _ in curve], [loss for _, loss in curve], color=color, marker="o", label=name)
+        if curve:
+            axes.plot([lr for lr, _ in curve], [loss for _, loss in curve], color=color, marker="o", label=name)
     _log_axis(axes, study.lrs)
     axes.set_xlabel("peak learning rate (log scale)")
     axes.set_ylabel("final validation loss, nats per token")
@@ -155,7 +158,7 @@ def _log_axis(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Name the curves, if a study that was just begun has any."""
+    """Name the curves, if there are any."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
 

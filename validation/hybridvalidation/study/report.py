@@ -85,7 +85,6 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
     """Return verdict, registration and tables."""
     if study.largest_harm_pct is not None:
         return harm_text(study, made, style)
-    lr, pair = chosen(study, made, BASELINE)
     floor = noise_floor(study, made)
     size = study.model.num_params
     registration = (
@@ -94,16 +93,7 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
     )
     if study.remarks:
         registration += f"\n\nAfter the registration: {study.remarks}"
-    tuned = (
-        f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}. Rates and betas were chosen at "
-        f"seed {study.tuning_seed}, which is judged too."
-    )
-    for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
-        method = study.method(name)
-        tried, (best, _) = study.lrs if method is None else method.lrs, chosen(study, made, name)
-        if len(tried) > 1 and best in {min(tried), max(tried)}:
-            end = "lowest" if best == min(tried) else "highest"
-            tuned += f" The best rate of {name} ({best:g}) is the {end} tried: its optimum may lie beyond."
+    tuned = _tuned_text(study, made)
     if len(versions := sorted({record.environment.commit[:8] for record in made.values()})) > 1:
         tuned += f" The runs were made by {len(versions)} versions of the program: {', '.join(versions)}."
     if floor is not None:
@@ -115,6 +105,25 @@ def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], styl
             *([verdict_table(judge_study(study, made, targets), style)] if study.targets else []),
         ]
     )  # fmt: skip
+
+
+def _tuned_text(study: StudyFile, made: Made) -> str:
+    """Return the learning rates that were chosen, and what was not tried."""
+    lr, pair = chosen(study, made, BASELINE)
+    told = (
+        f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}. Rates and betas were chosen at "
+        f"seed {study.tuning_seed}, which is judged too."
+    )
+    for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
+        method = study.method(name)
+        tried, (best, _) = study.lrs if method is None else method.lrs, chosen(study, made, name)
+        num_made = len(lr_curve(study, made, name))
+        if num_made < len(tried):
+            told += f" Not finished: {num_made} of {len(tried)} rates of {name} are tried."
+        elif len(tried) > 1 and best in {min(tried), max(tried)}:
+            end = "lowest" if best == min(tried) else "highest"
+            told += f" The best rate of {name} ({best:g}) is the {end} tried: its optimum may lie beyond."
+    return told
 
 
 def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], results: Path) -> list[Path]:
@@ -161,6 +170,7 @@ def _method_tables(study: StudyFile, made: Made, style: str) -> list[str]:
     return [
         tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
         for rows, headers in ((reached, _HEADERS), (taken, _COST_HEADERS))
+        if rows
     ]
 
 
