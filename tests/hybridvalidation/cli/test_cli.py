@@ -1054,6 +1054,7 @@ class SlowTimer(threading.Timer):  # asks before the one who set it goes on
         super().start()
         time.sleep(0.2)
 Timer, threading.Timer = threading.Timer, SlowTimer if sys.argv[2] == "True" else threading.Timer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with & ignore it
 def work(*_):
     def let_go(_):
         os.kill(os.getpid(), int(sys.argv[1]))
