@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 from torch._C._profiler import _EventType
@@ -19,17 +20,17 @@ def profiled_changes(work: Callable[[], None], without: tuple[str, ...] = ()) ->
         work()
     assert profiled.profiler is not None, "it has run"
     changes: list[int] = []
-    known: dict[int, bool] = {}  # by address: whether it counts
-    for event in sorted(_flat(profiled.profiler.kineto_results.experimental_event_tree()), key=_start):
+    counted: set[int] = set()  # addresses of blocks that are there
+    tree = profiled.profiler.kineto_results.experimental_event_tree()
+    for event in sorted(_flat(tree), key=attrgetter("start_time_ns")):
         if event.tag != _EventType.Allocation:
             continue
         size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
-        if size > 0:
-            known[address] = not _inside(event, without)
-            counts = known[address]
-        else:
-            counts = known.pop(address, False)
-        if counts:
+        if size > 0 and not _inside(event, without):
+            counted.add(address)
+            changes.append(size)
+        elif size < 0 and address in counted:
+            counted.remove(address)
             changes.append(size)
     return changes
 
@@ -40,11 +41,6 @@ def _flat(events: Iterable[Any]) -> list[Any]:
     for event in found:  # grows while it is read
         found.extend(event.children)
     return found
-
-
-def _start(event: Any) -> int:
-    start: int = event.start_time_ns
-    return start
 
 
 def _inside(event: Any, names: tuple[str, ...]) -> bool:

@@ -34,7 +34,7 @@ def write_study_plots(study: StudyFile, made: Made, folder: Path) -> list[Path]:
         for suffix, draw in plots:
             figure = Figure(figsize=(8, 5), layout="constrained")
             draw(study, made, figure)
-            if not figure.axes[0].get_legend_handles_labels()[0]:
+            if figure.axes[0].get_legend() is None:
                 continue  # a study that was just begun has no curve yet
             path = folder / f"study-{study.name}-{suffix}.png"
             figure.savefig(path, dpi=110, metadata={"Software": None})
