@@ -46,7 +46,7 @@ from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import ONE_FILE, open_folder
 from hybridvalidation.records.environment import read_environment, uncommitted_files
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import current_program, watch_files
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 
@@ -203,7 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps and one seed, below runs/")
     is_quick = parser.parse_args().quick
-    watch_files()
     changed = uncommitted_files()
     if changed and not is_quick:
         raise SystemExit(
@@ -384,7 +383,7 @@ def train(
         sample=sample_text(trainer, PROMPT, num_tokens=SAMPLE_TOKENS, seed=0, tokenizer=study.tokenizer),
         kept_bytes=kept_bytes, peak_bytes=peak_bytes, peak_by_class=by_class, saved_bytes=saved.stat().st_size,
         logit_gap=_logit_gap(trainer, out, text.choose[0]), step_seconds=seconds, weights=_file_digest(out),
-        started_at=started_at, environment=read_environment(), program=current_program().digest,
+        started_at=started_at, environment=read_environment(), program=program_digest(),
         duration_s=round(time.perf_counter() - began, 3),
     )  # fmt: skip
     print(

@@ -24,7 +24,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfiledCase, ProfilerRecord, append_profiled
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.program import program_digest
 
 _TINY = ModelConfig(
     family="gpt2", vocab_size=256, max_seq_len=64, num_blocks=2, width=64, num_heads=4, num_kv_heads=4, ffn_width=256
@@ -64,7 +64,7 @@ def main() -> None:
         evidence=Evidence.MEASURED if has_cuda else Evidence.EXECUTED, num_threads=torch.get_num_threads(),
         cases=tuple(_measure(case) for case in cases), started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
-        program=current_program().digest,
+        program=program_digest(),
     )  # fmt: skip
     print(tabulate([_row(case) for case in record.cases], headers=_HEADERS, disable_numparse=True))
     print(

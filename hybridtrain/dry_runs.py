@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.hybrid.config import HybridConfig
-from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
@@ -27,6 +26,9 @@ from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.replay import replay_on_card
 from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
+    from hybridtrain.hybrid.config import HybridConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def record_steps(
     batches: Sequence[Sequence[TokenBatch]],
     transfer: Transfer,
     config: TrainerConfig | None = None,
-    hybrid: HybridConfig | None = None,
+    hybrid: "HybridConfig | None" = None,
     group: Group | None = None,
 ) -> LedgerTrace:
     """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
@@ -91,6 +93,13 @@ def record_steps(
     ledger = StorageLedger()
     with lean_meta_rules(), ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
+        if hybrid is None:
+            for step_batches in batches:
+                ledger.begin_step()
+                trainer.step(step_batches)
+            return ledger.trace()
+        from hybridtrain.hybrid.cycle import HybridTrainer  # noqa: PLC0415  as above
+
         runner = HybridTrainer(trainer, hybrid, lambda _: batches[0])
         for step_batches in batches:
             if runner.phase is Phase.PREDICT:  # what leaves the device for it belongs to the step before
@@ -100,8 +109,10 @@ def record_steps(
     return ledger.trace()
 
 
-def cycle_config() -> HybridConfig:
+def cycle_config() -> "HybridConfig":
     """Return the shortest cycle that has every phase: WARMUP, FULL, PREDICT on its own, CORRECT."""
+    from hybridtrain.hybrid.config import HybridConfig  # noqa: PLC0415  as above
+
     return HybridConfig(warmup_steps=1, full_steps=1, fuse=False)
 
 

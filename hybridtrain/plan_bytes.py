@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from hybridtrain.models.adapter import GROUPS
 from hybridtrain.models.model_config import ModelConfig, Workload, block_params, block_shapes
-from hybridtrain.optim import AdamWConfig, Optimizer
-from hybridtrain.optim.optimizer import Role
+from hybridtrain.optim.adamw import AdamWConfig
+from hybridtrain.optim.optimizer import Optimizer, Role
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Attention, Cell, MemoryPlan, PhasePlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement

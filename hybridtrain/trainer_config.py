@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybridtrain.optim import AdamWConfig, Optimizer
+from hybridtrain.optim.adamw import AdamWConfig
+from hybridtrain.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from hybridvalidation.gate.recorded_gate import RecordedGateResult, run_recorded_gate
 
 from hybridvalidation.cli.main import main
 from hybridvalidation.gate.gate import GateExit, write_baselines
-from hybridvalidation.gate.recorded_gate import RecordedGateResult, run_recorded_gate
 from hybridvalidation.recorded.planned import PlannedRun, append_planned, job_of
 from hybridvalidation.recorded.source import read_sources
 from hybridvalidation.records.environment import read_environment

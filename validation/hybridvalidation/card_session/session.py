@@ -37,7 +37,7 @@ from hybridvalidation.card_session.train import TrainJob
 from hybridvalidation.card_session.worker import Answer, CeilingsJob
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.own_program import own_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 
@@ -238,7 +238,7 @@ class EvidenceRun:
         session = self._session
         session.on_record(
             EvidenceRecord(
-                part=part, key=f"{part}, {session.card}", program=own_program().digest, says=says,
+                part=part, key=f"{part}, {session.card}", program=program_digest(), says=says,
                 outcome=answer.outcome, message=answer.message, started_at=started.isoformat(timespec="seconds"),
                 duration_s=round(session.clock() - begin_s, 3), environment=session.environment, card=session.card,
                 others_bytes=self._others_bytes if others_bytes is None else others_bytes, ceilings=ceilings,

@@ -11,6 +11,7 @@ from hybridvalidation.cli.verb import (
     Amount,
     Answer,
     Common,
+    Count,
     Flag,
     Kind,
     Names,
@@ -26,28 +27,29 @@ if TYPE_CHECKING:
 
 
 def gate(
-    *scenarios: ScenarioName, accept: Flag = False, markdown: Path | None = None, common: Recorded = RECORDED
-) -> Answer:
-    """Compare dry runs, or compiled kernels, with baselines.
+    *names: ScenarioName, accept: Flag = False, reason: str = "", jobs: Count | None = None,
+    markdown: Path | None = None, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Plan again, or compile kernels again, and compare with what is kept, to the byte.
 
     Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
 
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        scenarios: Default: every scenario, and 'recorded', the errors of committed plans of what others measured;
-            'kernels' compiles all Triton kernels for every card.
-        accept: Record today's figures as the new baselines.
+        names: Of scenarios; default: all. 'recorded' and 'peers' plan others' trainers again, where their packages are
+            installed ('recorded/peft' those of one file); 'kernels' compiles all Triton kernels for every card.
+        accept: Keep today's figures: a new record stands for the one before it.
+        reason: Why kept figures may change; --accept needs it, and it stands in the new records.
+        jobs: Processes at a time; default: one for each core.
         markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
     """
     from hybridvalidation.gate.ci_text import write_markdown
-    from hybridvalidation.gate.command import gate_all
+    from hybridvalidation.gate.command import GateOrder, gate_all
     from hybridvalidation.scenario_files import scenario_folder
 
-    report = gate_all(
-        scenario_folder(common.scenarios), scenarios, common.results / "baselines", accept=accept,
-        progress=not common.json,
-    )  # fmt: skip
+    order = GateOrder(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
+    report = gate_all(scenario_folder(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
     return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
@@ -148,31 +150,41 @@ def report(*scenarios: ScenarioName, html: Path | None = None, common: Recorded 
 
 
 def records(
-    *scenarios: ScenarioName, planned: Flag = False, prune: Flag = False, common: Recorded = RECORDED
-) -> Answer:
-    """Say which records do not hold for the program as it is.
+    *names: ScenarioName, verify: Flag = False, planned: Flag = False, record: Flag = False, prune: Flag = False,
+    jobs: Count | None = None, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Say whether planned records hold: this program plans again what it has not found again before, and compares.
 
-    Exit code 1 when a scenario has some. Of other records (executed runs, peers, studies) it is told and not judged.
+    Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. What was executed or
+    measured stays evidence of the program that did it, and is told with that.
 
-    Example: hybridtrain records 1b-16gb
+    Example: hybridtrain records 1b-16gb --verify
 
     Args:
-        scenarios: Default: every scenario.
-        planned: Ask of dry runs alone: proxies take minutes to hours of a processor without bfloat16.
+        names: As of gate.
+        verify: Plan all again, found again before or not.
+        planned: Tell of planned records alone.
+        record: Append to the records that this program found them again.
         prune: Instead drop records that no table shows any more.
+        jobs: Processes at a time; default: one for each core.
     """
-    from hybridvalidation.runs.validate import other_records, prune_records, stale_records
+    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.runs.validate import other_records, prune_records
     from hybridvalidation.scenario_files import scenario_folder
 
     files = scenario_folder(common.scenarios)
-    names = scenarios or files.scenario_names()
     if prune:
-        count = prune_records(files, names, common.results)
+        count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
-    stale = stale_records(files, names, common.results, planned=planned)
-    others = [] if scenarios else other_records(files, common.results)
-    told = [*stale, f"{len(stale)} records of {len(names)} scenarios are stale", *others]
-    return Answer(text="\n".join(told), content={"stale": stale, "others": others}, code=1 if stale else 0)
+    order = GateOrder(
+        names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
+    )
+    report = gate_all(files, order, common.results)
+    others = [] if names or planned else other_records(files, common.results)
+    return Answer(
+        text="\n".join([*others, report.as_text()]), content=report.as_mapping() | {"others": others},
+        code=int(report.exit_code),
+    )  # fmt: skip
 
 
 def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Recorded = RECORDED) -> Answer:

@@ -13,7 +13,7 @@ from hybridvalidation.faults.campaign import Campaign, Order, campaigns
 from hybridvalidation.faults.record import FaultRecord, append_faults
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import current_program, watch_files
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.show.pages.faults import write_faults
 
 
@@ -25,7 +25,7 @@ def run_campaign(campaign: Campaign, *, seed: int, count: int, results: Path) ->
     record = FaultRecord(
         key=campaign.name, evidence=Evidence.EXECUTED, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 1), environment=read_environment(),
-        program=current_program().digest, says=campaign.says, seed=seed, counts=tally.counts,
+        program=program_digest(), says=campaign.says, seed=seed, counts=tally.counts,
         num_faults=tally.num_faults, first_faults=tuple(tally.faults),
     )  # fmt: skip
     append_faults(results / "records", record)
@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of records and tables")
     given = parser.parse_args(arguments)
-    watch_files()
     try:
         if unknown := [name for name in given.names if name not in known]:
             raise ConfigError("faults", [unknown_name("campaign", name, known) for name in unknown])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hybridtrain.config.decode import load_toml
+from hybridtrain.config.encode import to_json
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.corpus import text_corpus
 from hybridtrain.data.documents import open_source, read_documents
@@ -34,11 +35,10 @@ from hybridtrain.weights.adapters import _read_config, export_adapter, load_adap
 from hybridtrain.weights.hf_source import INDEX, _read_index
 from hybridvalidation.faults.runs import Run, training_file
 from hybridvalidation.gate.baseline_file import read_baseline
-from hybridvalidation.gate.gate import Baseline
+from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
 from hybridvalidation.peers.scenario import PeerFile
 from hybridvalidation.recorded.source import Source
 from hybridvalidation.records.executed import ExecutedRun
-from hybridvalidation.records.program import Program
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.runs.run_folder import read_run_files
@@ -113,15 +113,21 @@ def _records() -> Iterator[Parser]:
     rows: tuple[tuple[str, str, type], ...] = (
         ("records of a scenario", "gpt2-small.jsonl", StackRun),
         ("records of the ladder", "studies/quality-ladder.jsonl", LadderRecord),
-        ("records of executions", "executed.jsonl", ExecutedRun), ("programs", "programs.jsonl", Program),
+        ("records of executions", "executed.jsonl", ExecutedRun),
     )  # fmt: skip
     for name, file, cls in rows:
         shortest = min((records / file).read_bytes().splitlines(), key=len)
         yield Parser(name=name, file=Path(file).name, sample=shortest + b"\n", read=partial(read_lines, cls=cls))
-    yield Parser(
-        name="baseline", file="baseline.json", sample=(_ROOT / "results/baselines/hybrid.json").read_bytes(),
-        read=lambda path: read_baseline(path, Baseline),
+    plan = PlanFigures(
+        test="test_memory.py", card="L4", fits=True, peak_bytes=24, by_module={"grad/layers.{0..1}.mlp": 8, "weight": 8},
+        made_with="torch 2.13.0",
     )  # fmt: skip
+    yield Parser(
+        name="baseline",
+        file="baseline.json",
+        sample=to_json(MemoryBaseline(plans={"a step": plan})).encode(),
+        read=lambda path: read_baseline(path, MemoryBaseline),
+    )
 
 
 def _texts(folder: Path) -> Iterator[Parser]:

@@ -1,26 +1,56 @@
-"""``hybridtrain gate``: dry runs, compiled kernels and recorded plans of today against committed baselines."""
+"""``hybridtrain gate`` and ``records``: what is kept, planned or compiled again and compared."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from hybridkernels.ahead_of_time import KERNELS
 from hybridkernels.compile_case import CAPABILITIES
 from hybridtrain.config.encode import encode
-from hybridvalidation.gate import kernel_gate, recorded_gate
+from hybridtrain.errors import ConfigError
+from hybridvalidation.gate import kernel_gate
+from hybridvalidation.gate.baseline_file import write_baseline
 from hybridvalidation.gate.ci_text import annotation, markdown_table
-from hybridvalidation.gate.gate import Finding, GateExit, drop_replacements, run_gate, worst_exit, write_baselines
-from hybridvalidation.gate.kernel_gate import KernelBaseline, run_kernel_gate
-from hybridvalidation.gate.recorded_gate import run_recorded_gate
+from hybridvalidation.gate.gate import Finding, GateExit, worst_exit
+from hybridvalidation.gate.kernel_gate import run_kernel_gate
+from hybridvalidation.gate.others import NAMES, OthersPlan, accept_others, read_others, verify_others
+from hybridvalidation.gate.plans import (
+    ScenarioPlans,
+    accept_plans,
+    keep_verification,
+    known_verifications,
+    read_plans,
+    verify_plans,
+)
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.scenario_files import ScenarioFiles
 
 T = TypeVar("T")
-_OTHERS = frozenset({kernel_gate.NAME, recorded_gate.NAME})
-"""What can be named beside scenarios."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOrder:
+    """What is compared, and what becomes of differences."""
+
+    names: tuple[str, ...] = ()
+    """Scenarios, ``recorded``, ``peers``, one of their files (``recorded/peft``), ``kernels``; empty: all scenarios."""
+    accept: bool = False
+    """Keep today's figures."""
+    reason: str = ""
+    """Why kept figures may change; it stands in the records that replace them."""
+    processes: int | None = None
+    """At a time; None: one for each core, unless the runs are few."""
+    trusts_verified: bool = False
+    """Plan nothing again that this very program has found again before."""
+    keeps_verified: bool = False
+    """Append to the records that this program has found them again."""
+    progress: bool = False
+    """Show a bar on standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +61,8 @@ class GateReport:
     """Scenarios that were asked for; empty: all."""
     compared: str
     findings: list[Finding]
+    notes: list[str]
+    """What was not compared now, and why."""
     exit_code: GateExit
     written: list[Path]
     accepted: bool
@@ -39,22 +71,28 @@ class GateReport:
         """Return exit, findings and files."""
         return {
             "exit": self.exit_code.name.lower(),
+            "compared": self.compared,
             "findings": [encode(finding) for finding in self.findings],
+            "notes": self.notes,
             "written": [path.as_posix() for path in self.written],
         }
 
     def as_text(self) -> str:
         """Return the same for a reader, with what to run if the change is meant."""
-        lines = []
+        lines = list[str]()
         for finding in self.findings:
             where = " ".join(part for part in (finding.scenario, finding.stack) if part)
             accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
             lines.append(f"{accepted}{finding.exit.name.lower()}: {where}: {finding.message}")
+        lines += self.notes
         lines.append(f"gate: {self.exit_code.name.lower()}, {self.compared} compared")
         if self.written:
-            again = " ".join(["hybridtrain gate", *self.names, "--accept"])
-            hint = "" if self.accepted else f"; if the change is meant, run: {again}"
-            lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}{hint}")
+            lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}")
+        if self.accepted and self.written:
+            lines.append("then: hybridtrain report")
+        elif self.exit_code is not GateExit.OK and all(finding.settled_by_accept for finding in self.findings):
+            again = " ".join(["hybridtrain gate", *self.names, '--accept --reason "WHY"'])
+            lines.append(f"if the change is meant, run: {again}")
         return "\n".join(lines)
 
     def as_markdown(self) -> str:
@@ -72,56 +110,96 @@ class GateReport:
         return [line for line in lines if line]
 
 
-def gate_all(
-    files: ScenarioFiles, names: Sequence[str], folder: Path, *, accept: bool, progress: bool
-) -> GateReport:  # fmt: skip
-    """Compare dry runs, errors of recorded figures and, where named, compiled kernels with those in ``folder``."""
-    scenarios = [name for name in names or files.scenario_names() if name not in _OTHERS]
-    findings: list[Finding] = []
-    replacements: dict[str, object] = {}
-    said = []
-    if scenarios:
-        runs = [stack for name in scenarios for stack in files.scenario(name).stacks]
-        with progress_bar(runs, desc="gate", unit="run", shown=progress) as bar:
-            result = run_gate(files, scenarios, folder, lambda name: _advance(bar, name))
-        findings += result.findings
-        replacements |= result.replacements
-        said.append(f"{result.num_runs} dry runs of {len(scenarios)} scenarios")
-    if not names or recorded_gate.NAME in names:
-        errors = run_recorded_gate(files.folder, folder.parent / "records", folder)
-        if errors is not None:
-            findings += errors.findings
-            replacements[recorded_gate.NAME] = errors.replacement
-            said.append(f"{errors.num_errors} errors of recorded figures")
-    if kernel_gate.NAME in names:
-        baseline, num_compiled = _gate_kernels(folder, findings, shown=progress)
-        replacements |= {} if baseline is None else {kernel_gate.NAME: baseline}
-        said.append(f"{num_compiled} compiled kernels on {len(CAPABILITIES)} cards")
-    exit_code, written = _settle(findings, replacements, folder, accept=accept)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One kind of thing that was compared."""
+
+    said: str
+    findings: Sequence[Finding]
+    notes: Sequence[str] = ()
+    accept: Callable[[], list[Path]]
+    """Keeps today's figures; returns the files."""
+    written: Sequence[Path] = ()
+
+
+def gate_all(files: ScenarioFiles, order: GateOrder, results: Path) -> GateReport:
+    """Plan or compile again what is named, and compare it with what ``results`` keeps.
+
+    Raises:
+        ConfigError: An unknown name, or figures are to be replaced without a reason.
+    """
+    names_of_others = [name for name in order.names if name.partition("/")[0] in NAMES]
+    scenarios = [name for name in order.names if name not in {kernel_gate.NAME, *names_of_others}]
+    others = read_others(files, names_of_others, results)
+    plans = read_plans(files, scenarios if order.names else files.scenario_names(), results)
+    is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
+    if order.accept and is_kept and not order.reason:
+        fault = "--reason: missing; say in a line why figures that are kept may change, it stands in the new records"
+        raise ConfigError("gate --accept", [fault])
+    parts = [_plans_part(files, plans, order, results)] if plans else []
+    parts += [_others_part(others, order)] if others else []
+    parts += [_kernels_part(order, results)] if kernel_gate.NAME in order.names else []
+    findings = [finding for part in parts for finding in part.findings]
+    written = [path for part in parts for path in part.written]
+    exit_code = worst_exit(findings)
+    if order.accept and findings and all(finding.settled_by_accept for finding in findings):
+        exit_code = GateExit.OK
+        written += [path for part in parts if part.findings for path in part.accept()]
     return GateReport(
-        names=tuple(names), compared=" and ".join(said), findings=findings, exit_code=exit_code, written=written,
-        accepted=accept,
+        names=order.names, compared=" and ".join(part.said for part in parts), findings=findings,
+        notes=[note for part in parts for note in part.notes], exit_code=exit_code, written=written,
+        accepted=order.accept,
     )  # fmt: skip
 
 
-def _gate_kernels(folder: Path, findings: list[Finding], *, shown: bool) -> tuple[KernelBaseline | None, int]:
-    with progress_bar(range(len(KERNELS) * len(CAPABILITIES)), desc="compile", unit="kernel", shown=shown) as bar:
-        result = run_kernel_gate(folder, lambda name: _advance(bar, name))
-    findings += result.findings
-    return result.replacement, result.num_compiled
+def _plans_part(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: GateOrder, results: Path) -> _Part:
+    verified = known_verifications(plans, results) if order.trusts_verified else {}
+    again = [found for found in plans if found.scenario.name not in verified]
+    num_plans = sum(len(found.jobs) for found in again)
+    unique = {job.key for found in again for job in found.jobs}
+    with progress_bar([*unique], desc="plan", unit="run", shown=order.progress) as bar:
+        planned = verify_plans(again, lambda name: _advance(bar, name), processes=order.processes)
+    different = f" ({len(unique)} different ones)" if len(unique) < num_plans else ""
+    said = f"{num_plans} dry runs{different} of {len(again)} scenarios"
+    notes = [f"planned in {planned.seconds:.0f} s by program {program_digest()}"] if again else []
+    if verified:
+        newest = max(verified.values(), key=lambda done: done.started_at)
+        count = sum(len(found.jobs) for found in plans) - num_plans
+        notes.append(
+            f"{count} dry runs of {len(verified)} scenarios were found again by this very program on "
+            f"{newest.started_at[:10]}; --verify plans them once more"
+        )
+    return _Part(
+        said=said, findings=planned.findings, notes=notes,
+        accept=lambda: accept_plans(files, planned, results, order.reason),
+        written=[keep_verification(results, planned)] if order.keeps_verified and planned.verified else [],
+    )  # fmt: skip
 
 
-def _settle(
-    findings: list[Finding], replacements: dict[str, object], folder: Path, *, accept: bool
-) -> tuple[GateExit, list[Path]]:
-    """Write what ``accept`` asks for; return the exit code and the files."""
-    exit_code = worst_exit(findings)
-    if accept and all(finding.settled_by_accept for finding in findings):
-        return GateExit.OK, write_baselines(replacements, folder, accept=True)
-    if exit_code is not GateExit.OK:
-        return exit_code, write_baselines(replacements, folder, accept=False)
-    drop_replacements(list(replacements), folder)
-    return exit_code, []
+def _others_part(others: Sequence[OthersPlan[Any]], order: GateOrder) -> _Part:
+    with progress_bar(others, desc="plan", unit="run", shown=order.progress) as bar:
+        found = verify_others(
+            others, lambda name: _advance(bar, name), processes=order.processes or os.cpu_count() or 1
+        )
+    return _Part(
+        said=f"{found.num_planned} plans of others' trainers", findings=found.findings, notes=found.notes,
+        accept=lambda: accept_others(found, order.reason),
+    )  # fmt: skip
+
+
+def _kernels_part(order: GateOrder, results: Path) -> _Part:
+    folder, num_steps = results / "baselines", len(KERNELS) * len(CAPABILITIES)
+    with progress_bar(range(num_steps), desc="compile", unit="kernel", shown=order.progress) as bar:
+        found = run_kernel_gate(folder, lambda name: _advance(bar, name))
+
+    def accept() -> list[Path]:
+        path = folder / f"{kernel_gate.NAME}.json"
+        assert found.replacement is not None, "what could not be compiled is not settled by accepting"
+        write_baseline(path, replace(found.replacement, accepted=order.reason))
+        return [path]
+
+    said = f"{found.num_compiled} compiled kernels on {len(CAPABILITIES)} cards"
+    return _Part(said=said, findings=found.findings, accept=accept)
 
 
 def _advance(bar: "tqdm[T]", name: str) -> None:

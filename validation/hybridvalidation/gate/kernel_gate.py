@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
 from hybridkernels.compile_case import CAPABILITIES
+from hybridtrain.config.rules import young
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
 
@@ -34,6 +35,8 @@ class KernelBaseline:
     triton: str
     """Version of triton, whose compiler made these figures; another one makes others."""
     resources: Mapping[str, Mapping[str, KernelResources]]
+    accepted: str = young("")
+    """Why these figures may differ from those before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

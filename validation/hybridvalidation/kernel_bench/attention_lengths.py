@@ -27,7 +27,7 @@ from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.own_program import own_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario import Target
@@ -116,7 +116,7 @@ def plan_attention(targets: Mapping[str, Target]) -> AttentionRecord:
     return AttentionRecord(
         key=f"{', '.join(_MODELS)}, {CARD}", card=CARD, dtype=str(DTYPE)[6:], points=tuple(points),
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
-        environment=read_environment(), program=own_program().digest,
+        environment=read_environment(), program=program_digest(),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from hybridvalidation.kernel_bench.state import state_cases
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
 from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.own_program import own_program
+from hybridvalidation.records.program import program_digest
 
 OPS = (
     "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",
@@ -217,7 +217,7 @@ def run_case(bench: Bench, case: KernelCase) -> KernelRecord:
     _free(bench.device)
     clock = case.clock if bench.device.type == "cuda" else Clock.WALL  # a processor has no other
     return KernelRecord(
-        key=f"{case.name}, {bench.card}", program=own_program().digest,
+        key=f"{case.name}, {bench.card}", program=program_digest(),
         op=case.op, choice=case.key, shape=case.shape, dtype=case.dtype, mode=case.mode, clock=clock,
         num_bytes=case.num_bytes, flops=case.flops, uses_tensor_cores=case.uses_tensor_cores, results=tuple(results),
         card=bench.card, driver=bench.driver, triton=bench.triton,

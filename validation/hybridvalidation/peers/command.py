@@ -67,7 +67,7 @@ def peers_command(
     scenarios = read_peers(files, scenario)
     store = RecordStore(results / "records")
     known = read_peer_records(store.folder)
-    valid = {found.key for found, fault in zip(known, store.faults(known), strict=True) if not fault}
+    valid = {found.key for found in known if not found.why_repeat()}
     has_card = torch.cuda.is_available()
     real = [Evidence.EXECUTED, *([Evidence.MEASURED] if has_card else [])]
     kinds = [Evidence.PLANNED, *([] if planned else real)]
@@ -80,7 +80,8 @@ def peers_command(
     ]
     made = []
     for (_, job), found in run_jobs(
-        [pair for pair in wanted if not missing_package(pair[0].packages)], _start, _record, 1 if has_card else jobs,
+        [pair for pair in wanted if not missing_package(pair[0].packages)], start_run, run_record,
+        1 if has_card else jobs,
         (lambda found: append_peer_record(store.folder, found)) if record else None,
     ):  # fmt: skip
         made.append(found)
@@ -92,13 +93,15 @@ def peers_command(
     return PeersReport(scenarios=tuple(rows), made=len(made), notes=tuple(notes))
 
 
-def _start(pair: tuple[PeerRun, PeerJob]) -> Child[PeerFigures]:
+def start_run(pair: tuple[PeerRun, PeerJob]) -> Child[PeerFigures]:
+    """Run one row in a process of its own."""
     eager = {} if pair[1].evidence is Evidence.MEASURED else _EAGER
     environment = ONE_THREAD | eager
     return Child("hybridvalidation.peers.run:work", pair[1], PeerFigures, limit_s=_LIMIT_S, environment=environment)
 
 
-def _record(pair: tuple[PeerRun, PeerJob], ended: Ended[PeerFigures]) -> PeerRecord:
+def run_record(pair: tuple[PeerRun, PeerJob], ended: Ended[PeerFigures]) -> PeerRecord:
+    """Return the record of a row that ended."""
     run, job = pair
     return PeerRecord(
         **header(job.key, job.evidence, ended), scenario=job.scenario, run=job.run, figures=ended.answer,

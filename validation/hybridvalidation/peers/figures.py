@@ -75,9 +75,9 @@ def read_peer_records(records: Path) -> list[PeerRecord]:
     return [record for kind in KINDS for record in read_lines(records / _file(kind), PeerRecord)]
 
 
-def append_peer_record(records: Path, record: PeerRecord) -> None:
-    """Add a record and wait until it is on disk."""
-    append_record(records, _file(record.evidence), record)
+def append_peer_record(records: Path, record: PeerRecord) -> Path:
+    """Add a record and wait until it is on disk; return the file."""
+    return append_record(records, _file(record.evidence), record)
 
 
 def rows_of(scenario: PeerScenario, files: ScenarioFiles, records: Iterable[PeerRecord]) -> list[Row]:

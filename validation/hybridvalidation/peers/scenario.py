@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridtrain.config.decode import load_toml
-from hybridtrain.config.encode import digest
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.engines.task import ENGINES, Precision, Task
+from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import CardSpec
 from hybridvalidation.scenario_files import ScenarioFiles
 
@@ -132,8 +133,17 @@ class PeerJob:
 
     @property
     def key(self) -> str:
-        """Digest of all of it."""
-        return digest(self)
+        """Digest of what decides the result, resolved to values: names, and what a stack says of itself, do not."""
+        task, stack = self.task, self.task.stack
+        choices = {
+            "evidence": self.evidence.value, "engine": task.engine, "config": "" if stack else task.config,
+            "micro_batches": str(task.micro_batches), "precision": task.precision, "device": task.device,
+            "num_steps": str(task.num_steps), "expandable_segments": str(self.expandable_segments),
+        }  # fmt: skip
+        values = values_of(model=task.model, workload=task.workload, card=self.card.resolve(), host=self.host)
+        if stack is not None:
+            values |= values_of(optimizer=stack.training().optimizer) | plan_figures(stack.plan())
+        return key_of(choices, values)
 
 
 def read_peers(files: ScenarioFiles, only: str | None = None) -> dict[str, PeerScenario]:

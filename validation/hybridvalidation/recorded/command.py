@@ -61,7 +61,7 @@ def recorded_command(
     sources = read_sources(scenarios, source)
     store = RecordStore(results / "records")
     known = read_planned(store.folder)
-    valid = [found for found, fault in zip(known, store.faults(known), strict=True) if not fault]
+    valid = [found for found in known if not found.why_repeat()]
     notes, missing = [], list[RecordedJob]()
     for name, found in sources.items():
         wanted = [job for job in _jobs(name, found) if not any(r.key == job.key for r in valid)]
@@ -74,7 +74,7 @@ def recorded_command(
         missing += [] if absent else wanted
     made = []
     for job, planned in run_jobs(
-        missing, _start, lambda job, ended: _record(job, ended, sources[job.source]), jobs,
+        missing, start_plan, lambda job, ended: plan_record(job, ended, sources[job.source]), jobs,
         (lambda planned: append_planned(store.folder, planned)) if record else None,
     ):  # fmt: skip
         made.append(planned)
@@ -105,11 +105,13 @@ def _is_planned(run: RecordedRun) -> bool:
     return run.role is not Role.LEFT_OUT
 
 
-def _start(job: RecordedJob) -> Child[PlannedFigures]:
+def start_plan(job: RecordedJob) -> Child[PlannedFigures]:
+    """Plan one run in a process of its own."""
     return Child("hybridvalidation.recorded.job:work", job, PlannedFigures, limit_s=_LIMIT_S)
 
 
-def _record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
+def plan_record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
+    """Return the record of a plan that ended."""
     return PlannedRun(
         **header(job.key, Evidence.PLANNED, ended), source=job.source, run=job.run,
         figures={} if ended.answer is None else ended.answer.figures, packages=versions_of(source.packages),

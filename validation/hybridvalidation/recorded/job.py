@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
-from hybridtrain.config.encode import digest
+from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.records.asked import key_of, values_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,9 @@ class RecordedJob:
 
     @property
     def key(self) -> str:
-        """Digest of all of it."""
-        return digest(self)
+        """Digest of what decides the plan: the card by its figures, whatever it and the run are called."""
+        task = {"engine": self.engine, "common": self.common, "config": self.config}
+        return key_of(task, values_of(card=find_card(self.card)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,9 +127,9 @@ def read_planned(records: Path) -> list[PlannedRun]:
     return read_lines(records / _FILE, PlannedRun)
 
 
-def append_planned(records: Path, record: PlannedRun) -> None:
-    """Add a record and wait until it is on disk."""
-    append_record(records, _FILE, record)
+def append_planned(records: Path, record: PlannedRun) -> Path:
+    """Add a record and wait until it is on disk; return the file."""
+    return append_record(records, _FILE, record)
 
 
 def _row(name: str, run: RecordedRun, quantity: str, value: float, record: PlannedRun | None) -> Row:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from hybridtrain.config.rules import young
 from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.program import torch_series
 
 SCHEMA = 2
 
@@ -23,7 +25,9 @@ class Record:
     duration_s: float
     environment: Environment
     program: str = ""
-    """Digest of the ``Program`` that made it; its files stand in ``programs.jsonl``. Empty: nobody knows."""
+    """``program_digest`` of what made it; before November 26, 2026 of the files that its process had imported."""
+    accepted: str = young("")
+    """Why its figures may differ from those of the record before it that answers the same."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -36,3 +40,13 @@ class Record:
     def faults(self) -> list[str]:
         """Return what cannot be in a record of this kind."""
         return []
+
+    def why_repeat(self) -> str:
+        """Return why a run that asks the same is made again; empty: this record answers it.
+
+        Whatever program made it: ``hybridtrain records`` tells whether the present one finds the same.
+        """
+        if self.outcome is Outcome.ERROR:
+            return f"the run failed: {self.message}"
+        made_with = torch_series(self.environment.torch)
+        return "" if made_with == torch_series() else f"made with torch {made_with}, this is {torch_series()}"

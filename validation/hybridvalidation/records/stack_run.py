@@ -168,6 +168,8 @@ class StackRun(Record):
     kind: RunKind
     scenario: str
     stack: str
+    asked: Mapping[str, str]
+    """Model, card, link, host, workload and optimizer, resolved to values, by path."""
     plan: Mapping[str, str]
     memory: MemoryFigures | None = None
     accuracy: AccuracyFigures | None = None

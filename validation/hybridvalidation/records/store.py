@@ -1,4 +1,4 @@
-"""Records on disk: one JSON line each, appended and never changed, and the programs that made them."""
+"""Records on disk: one JSON line each, appended and never changed."""
 
 import fcntl
 import json
@@ -14,20 +14,15 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.errors import ConfigError, RecordError
-from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import Program, known_program
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.stack_run import StackRun
 
 T = TypeVar("T")
 
-PROGRAMS = "programs"
-"""File of the programs, beside those of the records."""
-
 
 @dataclass(frozen=True, slots=True)
 class RecordStore:
-    """A folder with one ``.jsonl`` file per scenario, and ``programs.jsonl``."""
+    """A folder with one ``.jsonl`` file per scenario."""
 
     folder: Path
 
@@ -45,45 +40,10 @@ class RecordStore:
 
     def scenarios(self) -> list[str]:
         """Return the names of all files of records."""
-        return sorted(path.stem for path in self.folder.glob("*.jsonl") if path.stem != PROGRAMS)
-
-    def append_program(self, program: Program) -> None:
-        """Add a program that is not there yet."""
-        if program.digest not in self.programs():
-            append_line(self._path(PROGRAMS), program)
-
-    def programs(self) -> dict[str, Program]:
-        """Return every program by its digest; raises ``RecordError`` for a line that is none."""
-        return {program.digest: program for program in read_lines(self._path(PROGRAMS), Program)}
-
-    def faults(self, records: Sequence[Record]) -> Iterator[str]:
-        """Yield for each record why it does not hold for the program as it is now; empty: it is valid."""
-        known = self.programs()
-        changes = {digest: program.first_change() for digest, program in known.items()}
-        for record in records:
-            if record.outcome is Outcome.ERROR:
-                yield f"the run failed: {record.message}"
-            else:
-                yield changes.get(record.program, "nobody knows which files made it")
-
-    def changes(self, files: Sequence[str]) -> dict[str, list[str]]:
-        """Return for each of ``files`` what has changed since its records were made: one entry for each of them.
-
-        Of records that answer the same question the newest counts. Empty text: the record holds.
-        """
-        changes = {digest: program.first_change() for digest, program in self.programs().items()}
-        return {
-            name: [changes.get(program, "nobody knows which files made it") for program in self._newest(name)]
-            for name in files
-        }
-
-    def _newest(self, name: str) -> Iterator[str]:
-        """Yield the program of the newest record of each key in a file, of whatever kind its records are."""
-        lines = [json.loads(line) for line in self._path(name).read_text(encoding="utf-8").splitlines()]
-        yield from {line.get("key"): str(line.get("program", "")) for line in lines}.values()
+        return sorted(path.stem for path in self.folder.glob("*.jsonl"))
 
     def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
-        """Drop all other records of a scenario, and programs that made none any more; return how many records.
+        """Drop all other records of a scenario; return how many.
 
         The one change to what was written; nobody calls it unasked.
         """
@@ -91,11 +51,6 @@ class RecordStore:
         kept = [record for record in records if record in keep]
         if len(kept) < len(records):
             _rewrite(self._path(scenario), kept)
-        texts = [path.read_text(encoding="utf-8") for path in self.folder.rglob("*.jsonl") if path.stem != PROGRAMS]
-        programs = self.programs()
-        used = [program for digest, program in programs.items() if any(digest in text for text in texts)]
-        if len(used) < len(programs):
-            _rewrite(self._path(PROGRAMS), used)
         return len(records) - len(kept)
 
     def _path(self, name: str) -> Path:
@@ -103,10 +58,7 @@ class RecordStore:
 
 
 def append_record(records: Path, file: str | Path, record: Record) -> Path:
-    """Add a record to a file of a folder of records, behind the program that made it; return the file's path."""
-    program = known_program(record.program)
-    if program is not None:
-        RecordStore(records).append_program(program)
+    """Add a record to a file of a folder of records; return the file's path."""
     append_line(records / file, record)
     return records / file
 

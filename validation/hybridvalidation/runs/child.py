@@ -1,4 +1,4 @@
-"""A piece of work in a process of its own: the job goes in as JSON, the answer and the program come back as JSON.
+"""A piece of work in a process of its own: the job goes in as JSON, the answer comes back as JSON.
 
 ``main`` is the other side. It reads one line of JSON from its standard input, a job of the class that the function's
 one argument is annotated with, and writes what the function returns to a file that the parent opened. Standard input
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Generic, TypeVar, get_type_hints
 
@@ -27,7 +27,6 @@ from hybridtrain.config.encode import encode, to_json
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.units import format_seconds
-from hybridvalidation.records.program import Program, current_program, remember_program
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -36,11 +35,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Small models gain nothing from a second thread, and two runs on two cores do."""
 _POLL_S = 0.02
 _UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}
-_START = (
-    "from hybridvalidation.records.program import watch_files; watch_files(); "
-    "from hybridvalidation.runs.child import main; main()"
-)
-"""Watched from the first import on: some modules read files."""
+_START = "from hybridvalidation.runs.child import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +46,6 @@ class Ended(Generic[T]):
     """None where it crashed, was stopped, or ran out of time."""
     fault: str
     """Why there is no answer, in one line without folders; empty where there is one."""
-    program: Program | None
-    """What the child had imported and read; None without an answer."""
     seconds: float
     peak_rss_bytes: int
     """Largest resident set."""
@@ -131,18 +124,15 @@ class Child(Generic[T]):
         if code:
             return self._without_answer(f"worker ended with code {code}: {_last_line(self._text())}")
         self._out.seek(0)
-        content = json.loads(self._out.read())
-        answer = decode(self._answer, content["answer"], source="worker", unions=_UNIONS)
-        program = decode(Program, content["program"], source="worker")
-        remember_program(program)
-        return self._end(answer, "", program)
+        answer = decode(self._answer, json.loads(self._out.read()), source="worker", unions=_UNIONS)
+        return self._end(answer, "")
 
     def _without_answer(self, fault: str) -> Ended[T]:
-        return self._end(None, fault, None)
+        return self._end(None, fault)
 
-    def _end(self, answer: T | None, fault: str, program: Program | None) -> Ended[T]:
+    def _end(self, answer: T | None, fault: str) -> Ended[T]:
         ended = Ended(
-            answer=answer, fault=fault, program=program, seconds=time.monotonic() - self._begin_s,
+            answer=answer, fault=fault, seconds=time.monotonic() - self._begin_s,
             peak_rss_bytes=self._peak_rss_bytes, log=self._text(),
         )  # fmt: skip
         assert self._process.stdin is not None, "asked for"
@@ -179,14 +169,6 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)
 
 
-def with_program(answer: T) -> tuple[T, Program]:
-    """Return what a job answered, which says by what program if it is a record, and that program."""
-    program = current_program()  # a child imports what its job needs and no more: not the class of records
-    if is_dataclass(answer) and not isinstance(answer, type) and hasattr(answer, "program"):
-        answer = replace(answer, program=program.digest)
-    return answer, program
-
-
 def _last_line(text: str) -> str:
     return without_folders((text.strip().splitlines() or ["no message"])[-1])
 
@@ -200,10 +182,8 @@ def main() -> None:
     module, _, name = work.partition(":")
     function = getattr(import_module(module), name)
     job_class = get_type_hints(function)[next(iter(inspect.signature(function).parameters))]
-    current_program()  # now: what is edited while this runs must not count as what ran
     answer = function(decode(job_class, json.loads(line), source=work, unions=_UNIONS))
-    answer, program = with_program(answer)
-    content = json.dumps({"answer": encode(answer), "program": encode(program)}, allow_nan=False)
+    content = json.dumps(encode(answer), allow_nan=False)
     with os.fdopen(out, "w", encoding="utf-8") as file:
         file.write(content)
 

@@ -35,7 +35,7 @@ from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
-from hybridvalidation.records.own_program import own_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.runs.job import plan_figures
 from hybridvalidation.scenario import Stack
@@ -132,7 +132,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
     """
     check_workload(spec.shape, spec.workload)
     started, begin = datetime.now(UTC), time.perf_counter()
-    environment, program = read_environment(), own_program()  # now: nobody edits the sources that are loaded
+    environment, program = read_environment(), program_digest()  # now: nobody edits the sources that are loaded
     ranks = [_execute_rank(spec, corpus, DirectGroup(), say)] if spec.world == 1 else _execute_ranks(spec, say)
     heaviest = max(ranks, key=lambda rank: rank.executed.device_bytes)
     plan = plan_figures(spec.plan) | ({"world": str(spec.world)} if spec.world > 1 else {})
@@ -142,7 +142,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         phases=tuple(step.phase for step in heaviest.steps), lr=spec.lr, seed=spec.seed,
     )  # fmt: skip
     return ExecutedRun(
-        key=job.key, program=program.digest,
+        key=job.key, program=program,
         model=spec.model, shape=spec.shape, num_params=spec.shape.num_params, stack=spec.stack.name,
         plan=plan, micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
         accum_steps=spec.accum_steps, lr=spec.lr, seed=spec.seed, corpus=corpus.name, corpus_digest=corpus.digest,

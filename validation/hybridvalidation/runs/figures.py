@@ -21,9 +21,9 @@ def run_dry(job: Job) -> StackRun:
         job,
         lambda: figures_of_ranks(
             dry_run_ranks(
-                job.model.resolve(),
+                job.model,
                 plan,
-                job.card.resolve(),
+                job.card,
                 workload,
                 host=job.host,
                 config=job.stack.training(),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 
@@ -56,5 +57,5 @@ def header(key: str, evidence: Evidence, ended: Ended[Any]) -> dict[str, Any]:
     return {
         "key": key, "evidence": evidence, "outcome": Outcome.ERROR if ended.answer is None else Outcome.OK,
         "message": ended.fault, "started_at": started.isoformat(timespec="seconds"), "duration_s": ended.seconds,
-        "environment": read_environment(), "program": "" if ended.program is None else ended.program.digest,
+        "environment": read_environment(), "program": program_digest(),
     }  # fmt: skip

@@ -1,25 +1,24 @@
 """A job: one run of one scenario under one stack, and the record of how it went."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
 
-from hybridtrain.config.encode import digest
 from hybridtrain.errors import DivergenceError
-from hybridtrain.models.model_config import BatchWorkload
-from hybridtrain.models.model_spec import ModelSpec
+from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
-from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import Host
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.links import World, find_link
+from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
-from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Stack
+from hybridvalidation.scenario import AccuracySpec, Scenario, Stack
 
 EVIDENCE_OF_KIND: dict[RunKind, Evidence] = {
     "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,
@@ -34,40 +33,36 @@ class Job:
     kind: RunKind
     scenario: str
     stack: Stack
-    model: ModelSpec
-    card: CardSpec
+    model: ModelConfig
+    card: Card
     workload: BatchWorkload
     host: Host
     world: World
     accuracy: AccuracySpec | None
+    asked: Mapping[str, str]
+    """Everything that decides the result beside the plan, resolved to values."""
     key: str
-    """Digest of what is run, whoever runs it with whatever version."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """What is run. Names of scenario and stack are not part of it."""
-
-    kind: str
-    inputs: tuple[str, ...]
-    plan: dict[str, str]
+    """Digest of what is run, whoever runs it with whatever version. Names of scenario and stack are not part of it."""
 
 
 def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
     """Return the job with its key."""
-    workload = scenario.workload_of(stack.name)
-    inputs: tuple[object, ...] = (scenario.model, scenario.card, workload, scenario.host)
+    workload, world, accuracy = scenario.workload_of(stack.name), scenario.ranks(), scenario.accuracy
+    model, card = scenario.model.resolve(), scenario.card.resolve()
     if kind == "accuracy":
-        inputs = () if scenario.accuracy is None else (scenario.accuracy,)
-    optimizer = stack.training().optimizer
-    if optimizer != TrainerConfig().optimizer:  # which every stack had before there was a choice
-        inputs += (optimizer,)
-    if scenario.world > 1:
-        inputs += (scenario.ranks(),)
+        assert accuracy is not None, "asked of scenarios that train"
+        asked = values_of(accuracy=accuracy, optimizer=stack.training().optimizer)
+    else:
+        asked = values_of(model=model, card=card, workload=workload, host=scenario.host)
+        asked |= values_of(optimizer=stack.training().optimizer)
+        if world.size > 1:
+            asked |= {"world.size": str(world.size), "world.cards_per_machine": str(world.cards_per_machine)}
+            asked |= values_of(link=find_link(world.link))
+            asked |= values_of(network=find_link(world.network)) if world.size > world.cards_per_machine else {}
     return Job(
-        kind=kind, scenario=scenario.name, stack=stack, model=scenario.model, card=scenario.card, workload=workload,
-        host=scenario.host, world=scenario.ranks(), accuracy=scenario.accuracy if kind == "accuracy" else None,
-        key=digest(_Key(kind, tuple(digest(item) for item in inputs), plan_figures(stack.plan()))),
+        kind=kind, scenario=scenario.name, stack=stack, model=model, card=card, workload=workload, host=scenario.host,
+        world=world, accuracy=accuracy if kind == "accuracy" else None, asked=asked,
+        key=key_of({"kind": kind}, asked, plan_figures(stack.plan())),
     )  # fmt: skip
 
 
@@ -87,8 +82,8 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
     return StackRun(
         key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
         outcome=outcome, message=message, started_at=started.isoformat(timespec="seconds"),
-        duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
-        plan=plan_figures(job.stack.plan()), memory=memory,
+        duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(), program=program_digest(),
+        asked=job.asked, plan=plan_figures(job.stack.plan()), memory=memory,
         accuracy=found if isinstance(found, AccuracyFigures) else None,
         measured=found if isinstance(found, MeasuredFigures) else None,
     )  # fmt: skip

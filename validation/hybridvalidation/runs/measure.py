@@ -81,9 +81,9 @@ def run_measured(job: Job) -> StackRun:
     return run_and_record(
         job,
         lambda: measure_on_cuda(
-            job.model.resolve(),
+            job.model,
             job.stack.plan(),
-            job.card.resolve(),
+            job.card,
             job.workload,
             embedded_corpus(),
             job.stack.training(),

@@ -1,9 +1,8 @@
-"""All jobs of a scenario, each in a fresh process, none twice: what has a valid record is read instead of repeated."""
+"""All jobs of a scenario, none twice: what has a record is read instead of repeated."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import get_args
 
 import torch
@@ -12,19 +11,18 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.environment import Environment, read_environment
-from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
-from hybridvalidation.runs.job import EVIDENCE_OF_KIND, Job, make_job, plan_figures
+from hybridvalidation.runs.job import Job, make_job
+from hybridvalidation.runs.planning import failed_run, plan_all
 from hybridvalidation.scenario import Scenario, Stack
 
-_WORK: dict[RunKind, str] = {
-    "dry_run": "hybridvalidation.runs.figures:run_dry",
+_WORK: Mapping[RunKind, str] = {
     "accuracy": "hybridvalidation.runs.accuracy:run_accuracy",
     "measured": "hybridvalidation.runs.measure:run_measured",
 }
-"""What a child imports for each kind, and so what its records depend on."""
+"""What a process of its own does for each kind; dry runs share processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ def run_scenario(
     progress: bool,
     planned_only: bool = False,
 ) -> ScenarioRun:
-    """Run what has no valid record yet and return everything.
+    """Run what has no record yet and return everything. Any program's record answers; ``gate`` holds it to this one.
 
     Args:
         scenario: What is run.
@@ -74,7 +72,7 @@ def run_scenario(
         known: Where records are looked for, the first first; none: every run is made.
         store: Where new records are written.
         progress: Whether a bar is shown.
-        planned_only: Make dry runs alone; of all else the newest record stands, whatever program made it.
+        planned_only: Make dry runs alone; of all else the newest record stands, whatever torch made it.
     """
     stacks = list(stacks)
     kinds: list[RunKind] = ["dry_run"] if planned_only else ["dry_run", "accuracy"]
@@ -131,11 +129,10 @@ def _valid(scenario: Scenario, jobs: Sequence[Job], known: Sequence[RecordStore]
     here = read_environment() if any(job.kind == "measured" for job in jobs) else None
     found: dict[str, StackRun] = {}
     for store in known:
-        records = store.read(scenario.name)
         valid = {
             record.key: record
-            for record, fault in zip(records, store.faults(records), strict=True)
-            if not fault and (record.kind != "measured" or _card(record.environment) == _card(here))
+            for record in store.read(scenario.name)
+            if not record.why_repeat() and (record.kind != "measured" or _card(record.environment) == _card(here))
         }
         found = valid | found
     return found
@@ -160,8 +157,9 @@ def _same_corpus(jobs: Sequence[Job], found: dict[str, StackRun]) -> dict[str, S
 
 def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, StackRun]]:
     """Yield each job with its record: CPU jobs side by side, one core each, then the card's jobs one by one."""
-    on_cpu = [job for job in jobs if job.kind != "measured"]
-    for job, ended in run_side_by_side(on_cpu, _start, os.cpu_count() or 1):
+    yield from plan_all([job for job in jobs if job.kind == "dry_run"])
+    trained = [job for job in jobs if job.kind == "accuracy"]
+    for job, ended in run_side_by_side(trained, _start, os.cpu_count() or 1):
         yield job, _recorded(job, ended)
     for job in jobs:
         if job.kind == "measured":
@@ -173,8 +171,4 @@ def _start(job: Job) -> Child[StackRun]:
 
 
 def _recorded(job: Job, ended: Ended[StackRun]) -> StackRun:
-    return ended.answer or StackRun(
-        key=job.key, kind=job.kind, scenario=job.scenario, stack=job.stack.name, evidence=EVIDENCE_OF_KIND[job.kind],
-        outcome=Outcome.ERROR, message=ended.fault, started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        duration_s=round(ended.seconds, 3), environment=read_environment(), plan=plan_figures(job.stack.plan()),
-    )  # fmt: skip
+    return ended.answer or failed_run(job, ended.fault, ended.seconds)

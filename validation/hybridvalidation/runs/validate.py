@@ -1,19 +1,20 @@
-"""The verb ``validate``: read what is there, run what is missing, judge, show; and which records still hold.
+"""The verb ``validate``: read what is there, run what is missing, judge, show; and what records are there.
 
 Committed results change only when that is asked for: what a run finds goes into a folder of its own.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import ConfigError
 from hybridvalidation.records.environment import uncommitted_files
-from hybridvalidation.records.store import PROGRAMS, RecordStore
-from hybridvalidation.runs.runner import ScenarioRun, jobs_of, run_from_records, run_scenario
+from hybridvalidation.records.store import RecordStore
+from hybridvalidation.records.verification import VERIFIED
+from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import write_report
-from hybridvalidation.study.ladder.protocol import ladder_names
 from hybridvalidation.study.ladder.quality import stack_quality
 from hybridvalidation.study.ladder.targets import ladder_verdicts
 
@@ -79,45 +80,24 @@ def validate(
     return Validation(run=run, written=tuple(written))
 
 
-def stale_records(files: ScenarioFiles, names: Sequence[str], results: Path, *, planned: bool = False) -> list[str]:
-    """Return a sentence for every record that a table shows and that does not hold for the program as it is.
-
-    A dry run or a proxy that has no record at all is one too; only a card has measured ones. ``planned``: of dry runs
-    alone.
-    """
-    store, faults = RecordStore(results / "records"), []
-    for name in names:
-        scenario = files.scenario(name)
-        stacks = [files.stack(stack) for stack in scenario.stacks]
-        shown = run_from_records(scenario, stacks, store).records
-        faults += [
-            f"{scenario.name} {job.stack.name}: {job.kind}: there is no record"
-            for job in jobs_of(scenario, stacks, ("dry_run",) if planned else ("dry_run", "accuracy"))
-            if (job.kind, job.stack.name) not in shown
-        ]
-        told = zip(shown, store.faults(list(shown.values())), strict=True)
-        faults += [
-            f"{scenario.name} {stack}: {kind}: {fault}"
-            for (kind, stack), fault in told
-            if fault and (kind == "dry_run" or not planned)
-        ]
-    return faults
-
-
 def other_records(files: ScenarioFiles, results: Path) -> list[str]:
-    """Return a sentence for every file of records that is not a scenario's: how many still hold, and what changed.
+    """Return a sentence for every file of records that nobody plans again: how many, and by which program.
 
-    They are told and not judged: what was executed or planned by an earlier program stays evidence of it. A ladder's
-    records hold by their replay probes.
+    What was executed stays evidence of the program that did it. A ladder's records hold by their replay probes.
     """
-    store, ladders = RecordStore(results / "records"), {f"studies/{name}" for name in ladder_names(files.folder)}
-    paths = sorted(store.folder.rglob("*.jsonl"))
-    names = [path.relative_to(store.folder).with_suffix("").as_posix() for path in paths]
-    others = [name for name in names if name not in {PROGRAMS, *files.scenario_names()} | ladders]
+    folder = results / "records"
     told = list[str]()
-    for name, changes in store.changes(others).items():
-        first = next(filter(None, changes), "")
-        told.append(f"{name}: {changes.count('')} of {len(changes)} hold" + (f"; {first}" if first else ""))
+    for path in sorted(folder.rglob("*.jsonl")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name in {VERIFIED, *files.scenario_names()} or name.endswith("/planned"):
+            continue
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        programs = {line.get("program") for line in lines}
+        newest = max(lines, key=lambda line: str(line.get("started_at")))
+        commit = newest["environment"]["commit"][:8] or "of no checkout"
+        told.append(
+            f"{name}: {len(lines)} by {len(programs)} programs, the newest of {newest['started_at'][:10]} ({commit})"
+        )
     return told
 
 

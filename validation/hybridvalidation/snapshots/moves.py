@@ -13,7 +13,7 @@ from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario import Scenario
@@ -60,7 +60,7 @@ def plan_moves(files: ScenarioFiles, scenario: Scenario, say: Callable[[str], No
     return MovesRecord(
         key=scenario.name, scenario=scenario.name, plans=plans, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
-        program=current_program().digest,
+        program=program_digest(),
     )  # fmt: skip
 
 

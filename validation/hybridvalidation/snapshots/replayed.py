@@ -15,7 +15,7 @@ from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.own_program import own_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, made_by, write_page
@@ -89,7 +89,7 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
     return SnapshotsRecord(
         key="snapshots", devices=tuple(sorted(unique.values(), key=lambda each: (each.name, each.blob, each.device))),
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
-        environment=read_environment(), program=own_program().digest,
+        environment=read_environment(), program=program_digest(),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.study.protocol import StudyFile, StudyRecord
 
@@ -63,7 +63,7 @@ def score_in_child(job: ForecastJob) -> ForecastRecord:
         key=run.key, study=job.study.name, method=run.run.method, seed=run.run.seed, scores=scores,
         step_cpu_s=step_cpu_s, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 3), environment=read_environment(),
-        program=current_program().digest,
+        program=program_digest(),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.study.protocol import (
     StudyFile,
     StudyJob,
@@ -88,7 +88,7 @@ def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
     return StudyRecord(
         key=run_key(study, run), run=run, outcome=Outcome.DIVERGED if message else Outcome.OK, message=message,
         started_at=started.isoformat(timespec="seconds"), duration_s=round(seconds, 2), environment=read_environment(),
-        program=current_program().digest,
+        program=program_digest(),
         validation_loss=validation, test_loss=test,
         final_train_loss=None if message else fmean(trial.losses[-_TRAIN_TAIL:]), curve=tuple(trial.curve),
         step_losses=tuple(round(loss, 4) for loss in trial.losses) if keeps_steps else (),

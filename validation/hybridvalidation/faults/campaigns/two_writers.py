@@ -3,30 +3,38 @@
 import random
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.runs import KINDS, TOLD, Run, ended, fork, go_unbroken, telling
-from hybridvalidation.records.program import Program
 from hybridvalidation.records.store import append_line, read_lines
 
 _WRITERS: Final = 3
 _LINES: Final = 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    writer: int
+    number: int
+    filling: str
+    """Long enough that a write is not one block of the disk."""
+
+
 def _append(path: Path, writer: int) -> None:
     for number in range(_LINES):
-        append_line(path, Program(torch=str(writer), files={"f" * 3000: str(number)}))
+        append_line(path, _Line(writer, number, "f" * 3000))
 
 
 def _records(folder: Path) -> tuple[str, str]:
-    path = folder / "programs.jsonl"
+    path = folder / "records.jsonl"
     path.unlink(missing_ok=True)
     writers = [fork(lambda writer=writer: _append(path, writer)) for writer in range(_WRITERS)]  # type: ignore[misc]
     codes = [ended(writer) for writer in writers]
-    found = sorted((program.torch, *program.files.values()) for program in read_lines(path, Program))
-    wanted = sorted((str(writer), str(number)) for writer in range(_WRITERS) for number in range(_LINES))
+    found = sorted((line.writer, line.number) for line in read_lines(path, _Line))
+    wanted = sorted((writer, number) for writer in range(_WRITERS) for number in range(_LINES))
     return (
         ("whole", "")
         if found == wanted and not any(codes)

@@ -8,7 +8,6 @@ from tabulate import tabulate
 
 from hybridtrain.config.decode import decode
 from hybridvalidation.records.environment import Environment
-from hybridvalidation.records.store import PROGRAMS
 from hybridvalidation.show.tables import MARKDOWN
 
 _HEADERS = ("records of", "records", "commit", "days", "torch", "Python", "processor", "CUDA card")
@@ -20,7 +19,7 @@ def environment_text(folder: Path) -> str:
     days: dict[tuple[str, ...], set[str]] = {}
     for path in sorted(folder.rglob("*.jsonl")):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a writer may be at work behind it
-        for line in whole.splitlines() if path.stem != PROGRAMS else ():
+        for line in whole.splitlines():
             record = json.loads(line)
             if "environment" not in record:
                 continue

@@ -35,7 +35,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import current_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 from hybridvalidation.study.ladder.protocol import (
     LadderFile,
@@ -141,7 +141,7 @@ def make_run(ladder: LadderFile, run: LadderRun, *, is_whole: bool = True, bases
     return LadderRecord(
         key=run_key(ladder, run), run=run, outcome=Outcome.DIVERGED if message else Outcome.OK, message=message,
         started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 2),
-        environment=environment, program=current_program().digest,
+        environment=environment, program=program_digest(),
         validation_loss=loss, validation_accuracy=accuracy,
         train_losses=tuple(
             round(fmean(trial.losses[at : at + size]), 4) for at in range(0, len(trial.losses), size)

@@ -1,0 +1,128 @@
+"""Two plans of the same question: which figures changed, and which tensor classes and blocks moved.
+
+Bytes have no tolerance, as a dry run is deterministic.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+
+from hybridtrain.config.encode import JsonValue, encode
+from hybridtrain.units import format_bytes
+from hybridvalidation.gate.gate import GateExit
+from hybridvalidation.gate.memory_baseline import fold
+from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks, Timeline
+
+_TIME_TOLERANCE = 1e-9
+"""Relative: since Python 3.12 sum() of floats compensates, so that a time has other last digits."""
+_SHOWN = 6
+_MEMORY = (("allocated", "allocated_bytes"), ("active", "active_bytes"), ("reserved", "reserved_bytes"))
+_TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
+_TOLD = {"fits", "steps", "step_time_s", "by_unit", *(name for _, name in _TIERS)}
+"""Fields that have words of their own; what changed beside them alone is named."""
+
+
+def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]]:
+    """Return what changed, each with its code; nothing where the plans are equal."""
+    found: list[tuple[GateExit, str]] = []
+    if old.fits and not new.fits:
+        found.append((GateExit.OVER_BUDGET, f"does not fit the card any more; {moved(old, new)}"))
+    elif new.fits and not old.fits:
+        found.append((GateExit.IMPROVED, "fits the card now"))
+    found += _of_steps(old, new)
+    for what, name in _TIERS:
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            found.append((_code(before, after), f"{what}: {_bytes(before, after)}"))
+    if not _is_close(old.step_time_s, new.step_time_s):
+        change = f"{old.step_time_s:.6g} s -> {new.step_time_s:.6g} s"
+        found.append((_code(old.step_time_s, new.step_time_s), f"estimated step time: {change}"))
+    if not found and (rest := [name for name in _changed(encode(old), encode(new)) if name not in _TOLD]):
+        found.append((GateExit.REGRESSED, f"changed: {', '.join(rest)}; {_moments(old.timeline, new.timeline)}"))
+    return found
+
+
+def moved(old: MemoryFigures, new: MemoryFigures) -> str:
+    """Name the holders whose bytes at the peak changed, largest change first; like blocks are told together."""
+    return _named(_differences(old.by_unit, new.by_unit)) or "nothing moved at the peak"
+
+
+def is_equal(old: object, new: object) -> bool:
+    """Return whether two dataclasses are equal, times up to their last digits."""
+    assert is_dataclass(old), "a record's figures are"
+    return next(_changed(encode(old), encode(new)), None) is None
+
+
+def _of_steps(old: MemoryFigures, new: MemoryFigures) -> Iterator[tuple[GateExit, str]]:
+    if [step.phase for step in old.steps] != [step.phase for step in new.steps]:
+        most = _bytes(old.peak_allocated_bytes, new.peak_allocated_bytes)
+        message = f"other steps: {len(old.steps)} -> {len(new.steps)}, allocated at most {most}; {moved(old, new)}"
+        yield _code(old.peak_allocated_bytes, new.peak_allocated_bytes), message
+        return
+    peak = max(new.steps, key=lambda step: step.allocated_bytes)
+    for before, after in zip(old.steps, new.steps, strict=True):
+        name = after.phase if len({step.phase for step in new.steps}) > 1 else f"step {after.step}"
+        told = moved(old, new) if after is peak else _named(_differences(before.by_class, after.by_class))
+        for what, field in _MEMORY:
+            was, now = getattr(before, field), getattr(after, field)
+            if was != now:  # who holds the bytes is told once for a step, beside the first figure that changed
+                yield _code(was, now), f"{what}, {name}: {_bytes(was, now)}" + (f"; {told}" if told else "")
+                told = ""
+        rest = [
+            field.name
+            for field in fields(StepPeaks)
+            if getattr(before, field.name) != getattr(after, field.name) and field.name not in dict(_MEMORY).values()
+        ]
+        if rest and replace(before, **{name: getattr(after, name) for name in rest}) == after:
+            yield (
+                GateExit.REGRESSED,
+                f"{name}: {', '.join(rest)} changed, the bytes did not" + (f"; {told}" if told else ""),
+            )
+
+
+def _code(before: float, after: float) -> GateExit:
+    return GateExit.REGRESSED if after > before else GateExit.IMPROVED
+
+
+def _bytes(before: int, after: int) -> str:
+    share = f", {100 * (after / before - 1):+.3f} %" if before else ""
+    return f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,} B{share})"
+
+
+def _differences(old: Mapping[str, int], new: Mapping[str, int]) -> dict[str, int]:
+    return {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
+
+
+def _named(changes: Mapping[str, int]) -> str:
+    together = fold({name: change for name, change in changes.items() if change})
+    ranked = sorted(together.items(), key=lambda item: (-abs(item[1]), item[0]))
+    if not ranked:
+        return ""
+    shown = ", ".join(f"{name} {change:+,} B" + (" each" if "{" in name else "") for name, change in ranked[:_SHOWN])
+    rest = len(ranked) - _SHOWN
+    return f"moved: {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _moments(old: Timeline | None, new: Timeline | None) -> str:
+    """Name the classes whose bytes away from the peak changed."""
+    if old is None or new is None or old.times_s != new.times_s:
+        return "the step's course changed"
+    pairs = {name: zip(old.sizes(name), new.sizes(name), strict=True) for name in {*old.by_class, *new.by_class}}
+    most = {name: max((after - before for before, after in pair), key=abs, default=0) for name, pair in pairs.items()}
+    return _named(most) or "no byte moved"
+
+
+def _changed(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[str]:
+    """Yield the top-level names under which two encoded dataclasses differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            if next(_changed(old.get(name), new.get(name), name), None) is not None:
+                yield name
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        yield from (name for a, b in zip(old, new, strict=True) for name in _changed(a, b, path))
+    elif not (_is_close(old, new) if isinstance(old, float) and isinstance(new, float) else old == new):
+        yield path
+
+
+def _is_close(old: float, new: float) -> bool:
+    return math.isclose(old, new, rel_tol=_TIME_TOLERANCE)

@@ -1,0 +1,159 @@
+"""The check of plans of others' trainers: planned again where their packages are installed, held to the records."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridvalidation.gate.compare import is_equal
+from hybridvalidation.gate.gate import Finding, GateExit
+from hybridvalidation.peers.command import run_record, start_run
+from hybridvalidation.peers.figures import PeerFigures, append_peer_record, read_peer_records
+from hybridvalidation.peers.scenario import jobs_of, read_peers
+from hybridvalidation.recorded.command import plan_record, start_plan
+from hybridvalidation.recorded.job import PlannedFigures
+from hybridvalidation.recorded.planned import append_planned, job_of, read_planned
+from hybridvalidation.recorded.source import Role, read_sources
+from hybridvalidation.records.asked import differences, values_of
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.record import Record
+from hybridvalidation.runs.child import Child, Ended, run_side_by_side
+from hybridvalidation.runs.foreign import missing_package, versions_of
+from hybridvalidation.scenario_files import ScenarioFiles
+
+NAMES = ("recorded", "peers")
+"""What stands for plans of others' trainers where scenarios are named; ``recorded/peft`` for those of one file."""
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OthersPlan(Generic[F]):
+    """A plan of another trainer: how it is made, and what it is held to."""
+
+    source: str
+    """As ``recorded/peft``."""
+    run: str
+    packages: Sequence[str]
+    planned_with: Mapping[str, str]
+    """Version of each package when the record was made."""
+    recorded: F | None
+    """None: there is no record that answers, or it has no figures."""
+    start: Callable[[], Child[F]]
+    record_of: Callable[[Ended[F]], Record]
+    append: Callable[[Record], Path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OthersResult:
+    """What planning again found."""
+
+    findings: tuple[Finding, ...]
+    changed: tuple[tuple[OthersPlan[Any], Ended[Any]], ...]
+    notes: tuple[str, ...]
+    """What could not be planned here."""
+    num_planned: int
+
+
+def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[OthersPlan[Any]]:
+    """Return the plans that names mean; raises ``ConfigError`` for an unknown one. Nothing is planned."""
+    if not names:
+        return []
+    found: list[OthersPlan[Any]] = [*_recorded(files, results / "records"), *_peers(files, results / "records")]
+    known = sorted({*NAMES, *(plan.source for plan in found)})
+    faults = [unknown_name("source of plans", name, known) for name in names if name not in known]
+    if faults:
+        raise ConfigError("gate", faults)
+    return [plan for plan in found if plan.source in names or plan.source.partition("/")[0] in names]
+
+
+def verify_others(plans: Sequence[OthersPlan[Any]], on_run: Callable[[str], None], *, processes: int) -> OthersResult:
+    """Plan again what can be planned here, each in a fresh process, and compare."""
+    here = [plan for plan in plans if not missing_package(plan.packages)]
+    absent: dict[str, list[str]] = {}
+    for plan in plans:
+        if package := missing_package(plan.packages):
+            absent.setdefault(f"{plan.source}: {package} is not installed", []).append(plan.run)
+    findings, changed = list[Finding](), list[tuple[OthersPlan[Any], Ended[Any]]]()
+    for plan, ended in run_side_by_side(here, lambda plan: plan.start(), processes):
+        on_run(f"{plan.source} {plan.run}")
+        finding = _compared(plan, ended)
+        findings += [] if finding is None else [finding]
+        changed += [(plan, ended)] if finding is not None and finding.settled_by_accept else []
+    notes = [f"{why}, {len(runs)} plans are not verified here" for why, runs in absent.items()]
+    return OthersResult(
+        findings=tuple(findings), changed=tuple(changed), notes=tuple(notes), num_planned=len(here)
+    )  # fmt: skip
+
+
+def accept_others(result: OthersResult, reason: str) -> list[Path]:
+    """Append what was found now to the records, with the reason; return the files."""
+    return sorted({
+        plan.append(replace(plan.record_of(ended), accepted=reason if plan.recorded is not None else ""))
+        for plan, ended in result.changed
+    })  # fmt: skip
+
+
+def _compared(plan: OthersPlan[Any], ended: Ended[Any]) -> Finding | None:
+    if ended.answer is None:
+        return _finding(plan, GateExit.COULD_NOT_MEASURE, ended.fault, settled=False)
+    if plan.recorded is None:
+        return _finding(plan, GateExit.COULD_NOT_MEASURE, "there is no record to compare with")
+    if is_equal(plan.recorded, ended.answer):
+        return None
+    old, new = values_of(figures=plan.recorded), values_of(figures=ended.answer)
+    changes = [change.removeprefix("figures.figures.").removeprefix("figures.") for change in differences(old, new)]
+    now = versions_of(plan.packages)
+    others = [f"{name} {was}, now {now[name]}" for name, was in plan.planned_with.items() if now.get(name, was) != was]
+    versions = f" (recorded with {'; '.join(others)})" if others else ""
+    worse = any(_is_more(old.get(path, ""), value) for path, value in new.items())
+    code = GateExit.REGRESSED if worse else GateExit.IMPROVED
+    return _finding(plan, code, "; ".join(changes) + versions)
+
+
+def _is_more(old: str, new: str) -> bool:
+    try:
+        return float(new) > float(old)
+    except ValueError:
+        return old != new
+
+
+def _finding(plan: OthersPlan[Any], code: GateExit, message: str, *, settled: bool = True) -> Finding:
+    return Finding(scenario=plan.source, stack=plan.run, exit=code, message=message, settled_by_accept=settled)
+
+
+def _recorded(files: ScenarioFiles, records: Path) -> Iterator[OthersPlan[PlannedFigures]]:
+    newest = {(record.source, record.run): record for record in read_planned(records)}
+    for name, source in read_sources(files.folder).items():
+        for run in source.runs:
+            if run.role is Role.LEFT_OUT:
+                continue
+            job, record = job_of(name, source, run), newest.get((name, run.id))
+            is_answer = record is not None and record.key == job.key and record.outcome is Outcome.OK
+            yield OthersPlan(
+                source=f"recorded/{name}", run=run.id, packages=source.packages,
+                planned_with=record.packages if record is not None else {},
+                recorded=PlannedFigures(figures=record.figures) if record is not None and is_answer else None,
+                start=partial(start_plan, job), record_of=partial(plan_record, job, source=source),
+                append=partial(append_planned, records),
+            )  # fmt: skip
+
+
+def _peers(files: ScenarioFiles, records: Path) -> Iterator[OthersPlan[PeerFigures]]:
+    newest = {
+        (record.scenario, record.run): record
+        for record in read_peer_records(records)
+        if record.evidence is Evidence.PLANNED
+    }
+    for name, scenario in read_peers(files).items():
+        for run, job in jobs_of(scenario, files, [Evidence.PLANNED]):
+            record = newest.get((name, run.id))
+            is_answer = record is not None and record.key == job.key and record.outcome is Outcome.OK
+            yield OthersPlan(
+                source=f"peers/{name}", run=run.id, packages=run.packages,
+                planned_with=record.packages if record is not None else {},
+                recorded=record.figures if record is not None and is_answer else None,
+                start=partial(start_run, (run, job)), record_of=partial(run_record, (run, job)),
+                append=partial(append_peer_record, records),
+            )  # fmt: skip

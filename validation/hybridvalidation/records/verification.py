@@ -1,0 +1,39 @@
+"""Which program found a scenario's planned records again: what was verified once need not be planned again."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtrain.config.encode import digest
+from hybridvalidation.records.asked import key_of
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.stack_run import StackRun
+from hybridvalidation.records.store import append_record, read_lines
+
+VERIFIED = "verified"
+"""File of these records, beside those of the scenarios."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification(Record):
+    """One check in which every plan of some scenarios was made again and found equal."""
+
+    evidence: Evidence = Evidence.PLANNED
+    scenarios: Mapping[str, str]
+    """Digest of each scenario's records as they were compared."""
+
+
+def digest_of(records: Iterable[StackRun]) -> str:
+    """Return a digest of a scenario's records, whatever their order."""
+    return key_of({record.stack: digest(record) for record in records})
+
+
+def read_verifications(records: Path) -> list[Verification]:
+    """Return all checks, oldest first; raises ``RecordError`` for a line that is none."""
+    return read_lines(records / f"{VERIFIED}.jsonl", Verification)
+
+
+def append_verification(records: Path, verification: Verification) -> Path:
+    """Add a check; return the file."""
+    return append_record(records, f"{VERIFIED}.jsonl", verification)
