@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from hybridvalidation.runs.child import Ended, with_program
+from hybridvalidation.runs.child import Ended
 
 
 class InlineChild:
@@ -11,9 +11,9 @@ class InlineChild:
 
     def __init__(self, work: str, job: object, answer: type, **_options: Any) -> None:
         module, _, name = work.partition(":")
-        found, program = with_program(getattr(import_module(module), name)(job))
+        found = getattr(import_module(module), name)(job)
         assert isinstance(found, answer)
-        self._ended: Ended[Any] = Ended(answer=found, fault="", program=program, seconds=0.1, peak_rss_bytes=0, log="")
+        self._ended: Ended[Any] = Ended(answer=found, fault="", seconds=0.1, peak_rss_bytes=0, log="")
 
     def poll(self) -> Ended[Any]:
         return self._ended

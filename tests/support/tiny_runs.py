@@ -1,5 +1,6 @@
 """A tiny scenario, and made-up records of its runs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,25 @@ def record(key: str = "k", **changes: Any) -> StackRun:
     plain = StackRun(
         key=key, kind="dry_run", scenario="mine", stack="vanilla", evidence=Evidence.PLANNED, outcome=Outcome.OK,
         started_at="2026-01-01T00:00:00+00:00", duration_s=1.5, environment=read_environment(),
-        plan={"weight.codec": "float32"},
+        asked={}, plan={"weight.codec": "float32"},
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def figures(
+    allocated: Sequence[int] = (10_000, 20_000), reserved: Sequence[int] = (100_000, 200_000),
+    phases: Sequence[str] = ("full", "full"), **changes: Any,
+) -> MemoryFigures:  # fmt: skip
+    """Return made-up figures of steps that differ in what is given."""
+    steps = tuple(
+        StepPeaks(
+            step=step, allocated_bytes=size, active_bytes=size, reserved_bytes=cached, by_class={"weight": size},
+            stage="backward", unit="head", phase=phase,
+        )
+        for step, (size, cached, phase) in enumerate(zip(allocated, reserved, phases, strict=True), 1)
+    )  # fmt: skip
+    plain = replace(
+        MEMORY, fits=True, oom=None, steps=steps, peak_allocated_bytes=max(allocated),
+        peak_reserved_bytes=max(reserved), by_unit={"weight/head": max(allocated)}, step_time_s=1.0,
     )  # fmt: skip
     return replace(plain, **changes)

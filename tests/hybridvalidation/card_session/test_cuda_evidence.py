@@ -106,7 +106,7 @@ class FakeChild:
     def poll(self) -> Ended[Answer] | None:
         if self.clock() < self.ready_s:
             return None
-        return Ended(answer=self.reply, fault="", program=None, seconds=0.0, peak_rss_bytes=0, log="")
+        return Ended(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
 
     def stop(self) -> None:
         self.is_stopped = True

@@ -13,8 +13,8 @@ from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead
 from hybridkernels.compile_case import CAPABILITIES, CompileCase
 from hybridvalidation.cli.main import main
 from hybridvalidation.gate import kernel_gate
-from hybridvalidation.gate.baseline_file import read_baseline
-from hybridvalidation.gate.gate import GateExit, worst_exit, write_baselines
+from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
+from hybridvalidation.gate.gate import GateExit, worst_exit
 from hybridvalidation.gate.kernel_gate import KernelBaseline, KernelGateResult, run_kernel_gate
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no triton: nothing can be compiled")
@@ -45,7 +45,7 @@ def run(folder: Path) -> KernelGateResult:
 
 def accept(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    write_baselines({"kernels": run(folder).replacement}, folder, accept=True)
+    write_baseline(folder / "kernels.json", run(folder).replacement)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,6 @@ def test_the_verb_writes_what_accept_asks_for(
     command = ["gate", "kernels", "--results", str(tmp_path)]
     compiled(FIGURES)
     assert main(command) == GateExit.COULD_NOT_MEASURE
-    assert (tmp_path / "baselines" / "kernels.replacement.json").exists()
     assert main([*command, "--accept"]) == GateExit.OK
     assert main(command) == GateExit.OK
     assert "gate: ok, 5 compiled kernels on 5 cards compared" in capsys.readouterr().out
@@ -144,6 +143,10 @@ def test_the_verb_writes_what_accept_asks_for(
     assert main([*command, "--json"]) == GateExit.REGRESSED
     content = json.loads(capsys.readouterr().out)
     assert [finding["stack"] for finding in content["findings"]] == ["sm_90 mine/bf16"]
+    assert main([*command, "--accept"]) == 2
+    assert "--reason: missing" in capsys.readouterr().err
+    assert main([*command, "--accept", "--reason", "a wider tile"]) == GateExit.OK
+    assert json.loads((tmp_path / "baselines" / "kernels.json").read_text())["accepted"] == "a wider tile"
     assert not (tmp_path / "kernels.json").exists()
 
 

@@ -33,7 +33,7 @@ def planned(stack: str, *, interval: int = 0, weight: int = 0, kept: int = 0, **
     return StackRun(
         key="k", kind="dry_run", scenario="mine", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
         started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT,
-        plan={"recompute_every": str(interval)}, memory=memory,
+        asked={}, plan={"recompute_every": str(interval)}, memory=memory,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode, to_json
 from hybridtrain.errors import RecordError
+from hybridtrain.virtual_gpu.card import Host
+from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import Program, current_program, remember_program
+from hybridvalidation.records.program import torch_series
 from hybridvalidation.records.record import SCHEMA
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.records.store import RecordStore, append_record
+from hybridvalidation.records.store import RecordStore, read_lines
 from tiny_runs import ACCURACY, MEASURED, MEMORY, record
 
 RECORDS = {
@@ -61,7 +64,7 @@ def test_each_scenario_has_its_file(store: RecordStore) -> None:
 
 
 def test_without_a_file_there_are_no_records(store: RecordStore) -> None:
-    assert (store.read("mine"), store.scenarios(), store.programs()) == ([], [], {})
+    assert (store.read("mine"), store.scenarios()) == ([], [])
 
 
 @pytest.mark.parametrize("num_whole", [0, 1, 2])
@@ -95,45 +98,33 @@ def test_a_record_whose_newline_an_editor_took_stays(store: RecordStore) -> None
 
 def test_writers_at_once_lose_nothing(store: RecordStore) -> None:
     program = (
-        "import sys; from pathlib import Path; from hybridvalidation.records.store import append_line; "
-        "from hybridvalidation.records.program import Program\n"
-        "for number in range(50): "
-        "append_line(Path(sys.argv[1]), Program(torch=sys.argv[2], files={'f' * 5000: str(number)}))"
+        "import sys; from pathlib import Path; from hybridtrain.virtual_gpu.card import Host; "
+        "from hybridvalidation.records.store import append_line\n"
+        "for number in range(1, 51): append_line(Path(sys.argv[1]), Host(memory_gib=9 + number, disk_gib=int(sys.argv[2])))"
     )
-    path = store.folder / "programs.jsonl"
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("a", "b")]
+    path = store.folder / "hosts.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("7", "8")]
     assert [writer.wait() for writer in writers] == [0, 0]
-    found = [(program.torch, *program.files.values()) for program in store.programs().values()]
-    assert sorted(found) == sorted((name, str(number)) for name in ("a", "b") for number in range(50))
+    found = [(host.disk_gib, host.memory_gib) for host in read_lines(path, Host)]
+    assert sorted(found) == sorted((disk, number) for disk in (7, 8) for number in range(10, 60))
 
 
-def test_the_program_of_a_record_is_kept_with_it_and_asked_whether_it_holds(store: RecordStore) -> None:
-    program = current_program()
-    other = Program(torch=program.torch, files={"hybridtrain/trainer.py": "0"})
-    for key, digest in (("a", other.digest), ("b", program.digest), ("a", program.digest), ("c", other.digest)):
-        append_record(store.folder, "studies/one.jsonl", record(key, program=digest))
-    assert store.programs() == {program.digest: program}  # nobody here knows the other one
-    append_record(store.folder, "studies/one.jsonl", record("d", program=remembered(other).digest))
-    assert store.changes(["studies/one"]) == {
-        "studies/one": ["", "", *["hybridtrain/trainer.py has changed"] * 2]  # of a the newest counts
-    }
-
-
-def remembered(program: Program) -> Program:
-    remember_program(program)
-    return program
-
-
-def test_pruning_keeps_what_it_is_told_and_the_programs_of_that(store: RecordStore) -> None:
-    programs = [Program(torch="1", files={"hybridtrain/a.py": text}) for text in ("one", "two")]
-    runs = [record(str(number), program=program.digest) for number, program in enumerate(programs)]
-    for run, program in zip(runs, programs, strict=True):
-        store.append_program(program)
-        store.append_program(program)
+def test_pruning_keeps_what_it_is_told(store: RecordStore) -> None:
+    runs = [record("0"), record("1")]
+    for run in runs:
         store.append(run)
-    assert list(store.programs().values()) == programs
     assert store.prune("mine", [runs[1]]) == 1
-    assert (store.read("mine"), list(store.programs().values())) == ([runs[1]], [programs[1]])
+    assert store.read("mine") == [runs[1]]
+
+
+def test_a_record_answers_unless_it_failed_or_another_torch_made_it() -> None:
+    here = read_environment()
+    assert record(program="of long ago").why_repeat() == ""
+    assert record(environment=replace(here, torch=f"{torch_series()}.9+cu130")).why_repeat() == ""
+    assert record(outcome=Outcome.OUT_OF_MEMORY).why_repeat() == ""
+    assert record(outcome=Outcome.ERROR, message="no disk").why_repeat() == "the run failed: no disk"
+    told = record(environment=replace(here, torch="1.13.1+cpu")).why_repeat()
+    assert told == f"made with torch 1.13, this is {torch_series()}"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
-from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.execute import first_difference
 from hybridvalidation.show.pages.executed import executed_table, write_executed
@@ -197,16 +196,6 @@ def test_the_record_holds_everything(command: Command) -> None:
     assert run.environment.torch == torch.__version__
     assert run.started_at.endswith("+00:00")
     assert decode(ExecutedRun, json.loads(json.dumps(encode(run))), source="text") == run
-
-
-def test_the_record_is_of_what_trained_and_not_of_who_called(command: Command) -> None:
-    command(*arguments())
-    (run,) = records()
-    program = RecordStore(Path("results/records")).programs()[run.program]
-    parts = {path.split("/")[1] for path in program.files if path.startswith("hybridvalidation/")}
-    assert {"runs", "records", "scenario.py"} <= parts
-    assert not parts & {"cli", "judge", "scenario_files.py", "show"}
-    assert {"hybridtrain/trainer.py", "hybridtrain/memory/transfer.py"} <= set(program.files)
 
 
 def test_the_process_peak_is_the_systems(command: Command) -> None:

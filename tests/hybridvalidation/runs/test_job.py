@@ -13,9 +13,10 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import known_program
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.runs.job import make_job
+from hybridvalidation.runs.planning import plan_all
 from hybridvalidation.runs.runner import run_in_process
 from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack
 from tiny_models import LLAMA_GROUPED
@@ -100,9 +101,7 @@ def test_kinds_are_told_apart() -> None:
 @pytest.fixture(scope="module")
 def crash() -> StackRun:
     job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
-    record = run_in_process(job)
-    assert not record.program
-    return record
+    return run_in_process(job)
 
 
 def test_a_crash_of_a_worker_is_an_outcome_with_its_message(crash: StackRun) -> None:
@@ -123,10 +122,8 @@ def test_every_job_reaches_its_worker_whole() -> None:
     accuracy = replace(SCENARIO.accuracy, proxy=replace(PROXY, family="llama"))
     scenario = replace(SCENARIO, model=ModelSpec(shape=LLAMA_GROUPED), accuracy=accuracy)
     job = make_job("dry_run", scenario, stack)
-    done = run_in_process(job)
-    program = known_program(done.program)
-    assert program is not None
-    assert "hybridtrain/trainer.py" in program.files
+    [(_, done)] = plan_all([job])
+    assert done.program == program_digest()
     assert (done.key, done.kind, done.stack, done.evidence) == (job.key, "dry_run", "vanilla", Evidence.PLANNED)
     assert done.plan["optim_state.codec"] == "int8_blocks"
     assert done.memory is not None

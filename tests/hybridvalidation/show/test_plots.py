@@ -42,7 +42,7 @@ def run_of(**weights_gib: int) -> ScenarioRun:
         )  # fmt: skip
         records["dry_run", stack] = StackRun(
             key="k", kind="dry_run", scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=Outcome.OK,
-            started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=read_environment(), plan={},
+            started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=read_environment(), asked={}, plan={},
             memory=memory,
         )  # fmt: skip
     return ScenarioRun(scenario=SCENARIO, stacks={}, records=records, num_cached=0)

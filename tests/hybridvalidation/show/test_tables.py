@@ -71,8 +71,8 @@ ENVIRONMENT = read_environment()
 def record(kind: str, stack: str, outcome: Outcome = Outcome.OK, message: str = "", **figures: Any) -> StackRun:
     return StackRun(
         key="k", kind=kind, scenario="tiny", stack=stack, evidence=Evidence.PLANNED, outcome=outcome,
-        message=message, started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT, plan={},
-        **figures,
+        message=message, started_at="2026-01-01T00:00:00+00:00", duration_s=1.0, environment=ENVIRONMENT, asked={},
+        plan={}, **figures,
     )  # fmt: skip
 
 

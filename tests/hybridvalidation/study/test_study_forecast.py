@@ -55,7 +55,7 @@ class Here:
 
     def wait(self) -> Ended[ForecastRecord]:
         answer = score_in_child(self.job)
-        return Ended(answer=answer, fault="", program=None, seconds=0.0, peak_rss_bytes=0, log="")
+        return Ended(answer=answer, fault="", seconds=0.0, peak_rss_bytes=0, log="")
 
 
 @pytest.fixture(autouse=True)
@@ -118,21 +118,6 @@ def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(HybridTrainError, match=r"adamw, seed 1 has no record: .*oracle.*; those that ended are kept"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]
-
-
-def test_a_score_depends_on_no_ladder_and_no_table() -> None:
-    # of a record's program: what is imported to score must be what decides the scores
-    study = study_of(**LONG)
-    run = next(record for record in with_losses(study).values() if record.step_losses)
-    job = ForecastJob(study=study, run=run, kinds=QUICK, step_cpu_s=STEP_CPU_S)
-    ended = Child(WORK, job, ForecastRecord).wait()
-    assert ended.program is not None, ended.fault
-    assert ended.answer is not None
-    assert ended.answer.program == ended.program.digest
-    files = set(ended.program.files)
-    assert "hybridvalidation/study/forecast_run.py" in files
-    others = ("study/ladder/", "cli/", "judge/", "show/", "study/forecast.py")
-    assert not [path for path in files if path.startswith(tuple(f"hybridvalidation/{other}" for other in others))]
 
 
 def test_a_run_without_losses_is_not_scored(tmp_path: Path, slow: list[float]) -> None:

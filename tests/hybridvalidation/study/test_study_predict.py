@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.cli.main import main
-from hybridvalidation.gate.gate import GateExit, StackBaseline, compare
+from hybridvalidation.gate.compare import compare
+from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.judge.planned import delta_reduction, predict_gib, predict_reduction
@@ -20,6 +20,7 @@ from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack, Target
 from tiny_models import GPT2_UNTIED
+from tiny_runs import figures
 
 GIB = 2**30
 PARAMS = GPT2_UNTIED.num_params
@@ -77,8 +78,8 @@ def run() -> ScenarioRun:
     records = {
         ("dry_run", name): run_dry(
             Job(
-                key="k", kind="dry_run", scenario="tiny", stack=stack, model=scenario.model, card=card,
-                workload=workload, host=scenario.host, world=scenario.ranks(), accuracy=None,
+                key="k", kind="dry_run", scenario="tiny", stack=stack, model=GPT2_UNTIED, card=card.resolve(),
+                workload=workload, host=scenario.host, world=scenario.ranks(), accuracy=None, asked={},
             )
         )
         for name, stack in stacks.items()
@@ -164,48 +165,36 @@ def test_a_stack_without_an_accumulator_saves_nothing(run: ScenarioRun) -> None:
     assert delta_reduction(Case(run=run, target=REDUCTION, stack="vanilla")) is None
 
 
-FOUR = StackBaseline(
-    fits=True, allocated_bytes=(100, 200, 300, 400), reserved_bytes=(1000, 2000, 3000, 4000), step_time_s=1.0,
-    by_unit={"weight/a": 400},
-)  # fmt: skip
-TWO = replace(FOUR, allocated_bytes=(100, 400), reserved_bytes=(1000, 4000))
+FOUR = figures((100, 200, 300, 400), (1000, 2000, 3000, 4000), CYCLE)
+TWO = figures((100, 400), (1000, 4000))
 
 
 @pytest.mark.parametrize(("place", "phase"), list(enumerate(CYCLE)))
 def test_the_phase_that_regressed_is_named(place: int, phase: str) -> None:
-    grown = list(FOUR.allocated_bytes)
-    grown[place] += 1
-    (finding,) = compare("s", "k", FOUR, replace(FOUR, allocated_bytes=tuple(grown)))
-    assert finding.exit is GateExit.REGRESSED
-    assert finding.message.startswith(f"allocated, {phase}: ")
-    (finding,) = compare("s", "k", replace(FOUR, allocated_bytes=tuple(grown)), FOUR)
-    assert finding.exit is GateExit.IMPROVED
+    sizes = [100, 200, 300, 400]
+    sizes[place] += 1
+    grown = figures(sizes, (1000, 2000, 3000, 4000), CYCLE)
+    found = compare(FOUR, grown)
+    assert {code for code, _ in found} == {GateExit.REGRESSED}
+    assert found[0][1].startswith(f"allocated, {phase}: ")
+    assert "weight" in found[0][1]
+    assert {code for code, _ in compare(grown, FOUR)} == {GateExit.IMPROVED}
 
 
 def test_a_phase_may_regress_while_another_improves() -> None:
-    found = compare("s", "k", FOUR, replace(FOUR, reserved_bytes=(1000, 1500, 3500, 4000)))
-    assert [(finding.exit, finding.message.split(":")[0]) for finding in found] == [
+    found = compare(FOUR, figures((100, 200, 300, 400), (1000, 1500, 3500, 4000), CYCLE))
+    assert [(code, message.split(":")[0]) for code, message in found] == [
         (GateExit.IMPROVED, "reserved, full"), (GateExit.REGRESSED, "reserved, predict"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new"), [(TWO, FOUR), (FOUR, TWO)])
-def test_a_cycle_that_comes_or_goes_is_compared_by_its_largest_step(old: StackBaseline, new: StackBaseline) -> None:
-    assert compare("s", "k", old, new) == []
-    larger = replace(
-        new, allocated_bytes=(*new.allocated_bytes[:-1], 401), reserved_bytes=(*new.reserved_bytes[:-1], 5000)
+def test_a_cycle_that_comes_or_goes_is_told_with_the_largest_step() -> None:
+    larger = figures((100, 200, 300, 401), (1000, 2000, 3000, 4000), CYCLE)
+    ((code, message),) = compare(TWO, larger)
+    assert code is GateExit.REGRESSED
+    assert message == (
+        "other steps: 2 -> 4, allocated at most 400 B -> 401 B (+1 B, +0.250 %); moved: weight/head +1 B"
     )
-    found = compare("s", "k", old, larger)
-    assert [finding.message.split(":")[0] for finding in found] == ["allocated, largest step", "reserved, largest step"]
-    assert {finding.exit for finding in found} == {GateExit.REGRESSED}
-    smaller = replace(new, allocated_bytes=tuple(min(size, 399) for size in new.allocated_bytes))
-    assert [finding.exit for finding in compare("s", "k", old, smaller)] == [GateExit.IMPROVED]
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_a_baseline_of_another_number_of_steps_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="2 or 4 figures above 0"):
-        replace(FOUR, allocated_bytes=(1,) * count)
 
 
 def test_the_gate_keeps_and_compares_the_phases_of_a_real_cycle(
@@ -219,8 +208,8 @@ def test_the_gate_keeps_and_compares_the_phases_of_a_real_cycle(
     (stacks / "plain.toml").write_text(PLAIN)
     (stacks / "cycle.toml").write_text(LEAVES)
     assert main(["gate", "--accept"]) == GateExit.OK
-    baseline = json.loads(Path("results/baselines/phases.json").read_text())["stacks"]
-    assert {name: len(stack["allocated_bytes"]) for name, stack in baseline.items()} == {"plain": 2, "cycle": 4}
+    records = [json.loads(line) for line in Path("results/records/phases.jsonl").read_text().splitlines()]
+    assert {run["stack"]: len(run["memory"]["steps"]) for run in records} == {"plain": 2, "cycle": 4}
     assert main(["gate"]) == GateExit.OK
     capsys.readouterr()
     (stacks / "cycle.toml").write_text(KEEPS)  # moments stay on the card in PREDICT
@@ -230,4 +219,4 @@ def test_the_gate_keeps_and_compares_the_phases_of_a_real_cycle(
     assert lines[0].startswith("regressed: phases cycle: allocated, predict: ")
     (stacks / "cycle.toml").write_text(PLAIN.replace("plain", "cycle"))  # the cycle is gone
     assert main(["gate"]) == GateExit.IMPROVED
-    assert "phases cycle: allocated, largest step: " in capsys.readouterr().out
+    assert "phases cycle: other steps: 4 -> 2, allocated at most " in capsys.readouterr().out

@@ -133,6 +133,7 @@ def gate_all(files: ScenarioFiles, order: GateOrder, results: Path) -> GateRepor
     others = read_others(files, names_of_others, results)
     plans = read_plans(files, scenarios if order.names else files.scenario_names(), results)
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
+    is_kept |= kernel_gate.NAME in order.names and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
         fault = "--reason: missing; say in a line why figures that are kept may change, it stands in the new records"
         raise ConfigError("gate --accept", [fault])
@@ -188,12 +189,13 @@ def _others_part(others: Sequence[OthersPlan[Any]], order: GateOrder) -> _Part:
 
 
 def _kernels_part(order: GateOrder, results: Path) -> _Part:
-    folder, num_steps = results / "baselines", len(KERNELS) * len(CAPABILITIES)
-    with progress_bar(range(num_steps), desc="compile", unit="kernel", shown=order.progress) as bar:
-        found = run_kernel_gate(folder, lambda name: _advance(bar, name))
+    with progress_bar(
+        range(len(KERNELS) * len(CAPABILITIES)), desc="compile", unit="kernel", shown=order.progress
+    ) as bar:
+        found = run_kernel_gate(results / "baselines", lambda name: _advance(bar, name))
 
     def accept() -> list[Path]:
-        path = folder / f"{kernel_gate.NAME}.json"
+        path = kernel_gate.baseline_path(results)
         assert found.replacement is not None, "what could not be compiled is not settled by accepting"
         write_baseline(path, replace(found.replacement, accepted=order.reason))
         return [path]

@@ -48,6 +48,11 @@ class KernelGateResult:
     num_compiled: int
 
 
+def baseline_path(results: Path) -> Path:
+    """Return the baseline file below a folder of results."""
+    return results / "baselines" / f"{NAME}.json"
+
+
 def run_kernel_gate(
     baselines: Path, on_kernel: Callable[[str], None], *, kernels: tuple[str, ...] = KERNELS, jobs: int | None = None
 ) -> KernelGateResult:

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hybridtrain.config.encode import digest
 from hybridvalidation.gate.compare import compare, is_equal
 from hybridvalidation.gate.gate import Finding, GateExit
-from hybridvalidation.records.asked import differences
+from hybridvalidation.records.asked import differences, key_of
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.program import program_digest, torch_series
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.records.verification import Verification, append_verification, digest_of, read_verifications
-from hybridvalidation.runs.job import Job, plan_figures
+from hybridvalidation.records.verification import Verification, append_verification, read_verifications
+from hybridvalidation.runs.job import Job
 from hybridvalidation.runs.planning import plan_all
 from hybridvalidation.runs.runner import jobs_of, run_from_records
 from hybridvalidation.scenario import Scenario
@@ -29,14 +29,24 @@ class ScenarioPlans:
     scenario: Scenario
     jobs: tuple[Job, ...]
     records: Mapping[str, StackRun]
-    """By stack; the newest that answers the same question."""
+    """What each stack is held to: the newest of its name, if it can be one of the same question, else that of another
+    name which answers the same."""
     earlier: tuple[StackRun, ...]
-    """All dry runs of the scenario's file, oldest first."""
+    """All dry runs of the scenario's file that found figures, oldest first."""
 
     @property
     def gone(self) -> list[str]:
         """Stacks that have a record and are not asked any more: their budget would be given up without a word."""
-        return sorted({record.stack for record in self.earlier} - {*self.scenario.stacks})
+        held = {record.stack for record in self.records.values()}  # one that was renamed is held to its old name's
+        return sorted({record.stack for record in self.earlier} - {*self.scenario.stacks} - held)
+
+    @property
+    def state(self) -> str:
+        """Digest of questions and records."""
+        return key_of(
+            {job.stack.name: job.key for job in self.jobs},
+            {stack: digest(record) for stack, record in self.records.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +71,16 @@ def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> lis
     for name in names:
         scenario = files.scenario(name)
         stacks = [files.stack(stack) for stack in scenario.stacks]
-        records = run_from_records(scenario, stacks, store).records
-        found.append(
-            ScenarioPlans(
-                scenario=scenario,
-                jobs=tuple(jobs_of(scenario, stacks, ("dry_run",))),
-                records={stack: record for (kind, stack), record in records.items() if kind == "dry_run"},
-                earlier=tuple(record for record in store.read(scenario.name) if record.kind == "dry_run"),
-            )
-        )
+        jobs = tuple(jobs_of(scenario, stacks, ("dry_run",)))
+        earlier = tuple(run for run in store.read(scenario.name) if run.kind == "dry_run" and run.memory is not None)
+        by_key, by_name = {run.key: run for run in earlier}, {run.stack: run for run in earlier}
+        by_both = {(run.key, run.stack): run for run in earlier}
+        held = {
+            job.stack.name: by_both.get((job.key, job.stack.name)) or by_name.get(job.stack.name) or by_key.get(job.key)
+            for job in jobs
+        }
+        records = {stack: run for stack, run in held.items() if run is not None}
+        found.append(ScenarioPlans(scenario=scenario, jobs=jobs, records=records, earlier=earlier))
     return found
 
 
@@ -84,9 +95,7 @@ def known_verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[s
         found.scenario.name: done
         for found in plans
         for done in here
-        if done.scenarios.get(found.scenario.name) == digest_of(found.records.values())
-        and len(found.records) == len(found.jobs)
-        and not found.gone
+        if done.scenarios.get(found.scenario.name) == found.state
     }
 
 
@@ -120,7 +129,7 @@ def verify_plans(
             for gone in found.gone
         ]
         if len(findings) == before:
-            verified[name] = digest_of(found.records.values())
+            verified[name] = found.state
     return PlansResult(
         findings=tuple(findings), changed=tuple(changed), verified=verified, num_planned=len(unique),
         gone=tuple(found.scenario.name for found in plans if found.gone), seconds=time.perf_counter() - begin,
@@ -154,26 +163,23 @@ def accept_plans(files: ScenarioFiles, done: PlansResult, results: Path, reason:
 
 
 def _findings(found: ScenarioPlans, job: Job, run: StackRun) -> list[Finding]:
+    """Return what sets a run apart from what it is held to."""
     name, stack, record = found.scenario.name, job.stack.name, found.records.get(job.stack.name)
     if run.memory is None:
         return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, run.message, settled_by_accept=False)]
     if record is None or record.memory is None:
-        why = _why_no_record(found, job) if record is None else f"its record has no figures ({record.message})"
-        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, f"there is no record to compare with{why}")]
-    if is_equal(record.memory, run.memory):
-        return []
+        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, "there is no record to compare with")]
+    remarks = ""
+    if record.key != run.key:
+        changes = differences({**record.asked, **record.plan}, {**run.asked, **run.plan})
+        remarks += f"; what is asked has changed: {', '.join(changes)}"
     made_with = torch_series(record.environment.torch)
-    other = "" if made_with == torch_series() else f" (recorded with torch {made_with}, this is {torch_series()})"
-    return [_finding(name, stack, code, message + other) for code, message in compare(record.memory, run.memory)]
-
-
-def _why_no_record(found: ScenarioPlans, job: Job) -> str:
-    """Return what is asked otherwise than in the newest record of the same name."""
-    newest = next((record for record in reversed(found.earlier) if record.stack == job.stack.name), None)
-    if newest is None or newest.outcome is Outcome.ERROR:
-        return ""
-    changes = differences({**newest.asked, **newest.plan}, {**job.asked, **plan_figures(job.stack.plan())})
-    return f"; what is asked has changed: {'; '.join(changes)}" if changes else ""
+    if made_with != torch_series():
+        remarks += f"; recorded with torch {made_with}, this is {torch_series()}"
+    if is_equal(record.memory, run.memory):
+        same = f"the figures are those of the record{remarks}"
+        return [] if record.key == run.key else [_finding(name, stack, GateExit.COULD_NOT_MEASURE, same)]
+    return [_finding(name, stack, code, message + remarks) for code, message in compare(record.memory, run.memory)]
 
 
 def _finding(scenario: str, stack: str, code: GateExit, message: str, *, settled_by_accept: bool = True) -> Finding:

@@ -1,14 +1,11 @@
 """Which program found a scenario's planned records again: what was verified once need not be planned again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.config.encode import digest
-from hybridvalidation.records.asked import key_of
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import append_record, read_lines
 
 VERIFIED = "verified"
@@ -21,12 +18,7 @@ class Verification(Record):
 
     evidence: Evidence = Evidence.PLANNED
     scenarios: Mapping[str, str]
-    """Digest of each scenario's records as they were compared."""
-
-
-def digest_of(records: Iterable[StackRun]) -> str:
-    """Return a digest of a scenario's records, whatever their order."""
-    return key_of({record.stack: digest(record) for record in records})
+    """Digest of the questions and records of each as they were compared."""
 
 
 def read_verifications(records: Path) -> list[Verification]:
