@@ -1,4 +1,4 @@
-"""What mkdocs asks of this project: figures put into pages, records shown as pages, links that hold on the site.
+"""What mkdocs asks of this project: what the program says, records shown as pages, links that hold on the site.
 
 A page may say {{ name(...) }} for what FUNCTIONS make. A page of techniques/ gets its figures from its own example.
 """
@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 from hybridvalidation import guide, recommend
 from hybridvalidation.guide.commands import commands
-from hybridvalidation.guide.models import architectures, recommendations, scenario_table, ways
+from hybridvalidation.guide.models import architectures, ways
 from hybridvalidation.guide.settings import file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -31,8 +31,6 @@ FUNCTIONS = {
     "commands": commands,
     "file_settings": file_settings,
     "optimizers": optimizers,
-    "recommendations": lambda: recommendations(FILES, RESULTS),
-    "scenario": lambda name: scenario_table(name, FILES, RESULTS),
     "techniques": catalogue,
     "troubles": troubles_page,
     "ways": lambda *arguments: cached(ways, *arguments),

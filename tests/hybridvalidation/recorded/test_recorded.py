@@ -143,9 +143,3 @@ def test_the_command_prints_every_row(tmp_path: Path, capsys: pytest.CaptureFixt
     ]  # fmt: skip
     assert main(["recorded", *common]) == 0
     assert "no-such-package is not installed" in capsys.readouterr().out
-
-
-def test_the_readme_says_what_the_table_says() -> None:
-    headline = Path("results/tables/recorded.md").read_text(encoding="utf-8").splitlines()[2]
-    assert "CUDA figures" in headline
-    assert f"> {headline}\n" in Path("README.md").read_text(encoding="utf-8")

@@ -100,7 +100,7 @@ def test_writers_at_once_lose_nothing(store: RecordStore) -> None:
     program = (
         "import sys; from pathlib import Path; from hybridtrain.virtual_gpu.card import Host; "
         "from hybridvalidation.records.store import append_line\n"
-        "for number in range(10, 60): append_line(Path(sys.argv[1]), Host(memory_gib=number, disk_gib=int(sys.argv[2])))"
+        "for size in range(10, 60): append_line(Path(sys.argv[1]), Host(memory_gib=size, disk_gib=int(sys.argv[2])))"
     )
     path = store.folder / "hosts.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("7", "8")]

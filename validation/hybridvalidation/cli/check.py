@@ -117,18 +117,29 @@ def _bench_attention(common: Recorded) -> Answer:
     )
 
 
-def report(*scenarios: ScenarioName, html: Path | None = None, common: Recorded = RECORDED) -> Answer:
-    """Rebuild tables and plots from committed records, nothing is run.
+def report(
+    *scenarios: ScenarioName, html: Path | None = None, check: Flag = False, common: Recorded = RECORDED
+) -> Answer:
+    """Rebuild tables, plots and the figures in a checkout's pages from committed records, nothing is run.
+
+    Exit code 1 when --check finds a text that is not what the records say.
 
     Example: hybridtrain report 1b-16gb
 
     Args:
         scenarios: Default: every scenario that has records.
+        check: Instead write nothing, and name every table and page that would change.
         html: Instead write everything as pages for a browser into this folder; they need no network and no server.
     """
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.report import rebuild
+    from hybridvalidation.show.figures import Figures, fill_pages
+    from hybridvalidation.show.report import check_report, rebuild
 
+    if check:
+        stale = check_report(scenario_folder(common.scenarios), common.results)
+        faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
+        text = "\n".join(faults) or "every table and page says what the records say"
+        return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
     if html is not None:
         from hybridtrain.errors import ConfigError
         from hybridtrain.units import format_bytes
@@ -143,7 +154,11 @@ def report(*scenarios: ScenarioName, html: Path | None = None, common: Recorded 
         size = sum(path.stat().st_size for path in pages)
         told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
-    paths = names_of(rebuild(scenario_folder(common.scenarios), scenarios, common.results))
+    files = scenario_folder(common.scenarios)
+    written = rebuild(files, scenarios, common.results)
+    if written and not scenarios:
+        written += fill_pages(common.results.parent, Figures(files, common.results))
+    paths = names_of(written)
     return Answer(
         text="\n".join(paths) or "no records yet; run: hybridtrain validate SCENARIO", content={"files": paths}
     )

@@ -34,7 +34,7 @@ def recommendations(files: ScenarioFiles, results: Path) -> str:
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         found = [(memory, stack) for stack in scenario.stacks if (memory := run.memory(stack)) and memory.fits]
         model, card = scenario.model.resolve(), scenario.card.resolve()
-        head = [f"[{format_count(model.num_params)}](results/tables/{name}.md)", card.name]
+        head = [f"[{format_count(model.num_params)}](../results/tables/{name}.md)", card.name]
         if not found:
             rows.append([*head, "nothing on record fits", *["-"] * 6])
             continue

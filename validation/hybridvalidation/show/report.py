@@ -1,5 +1,7 @@
 """Everything that records say, as Markdown files with their pictures."""
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,4 +68,34 @@ def rebuild(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[P
     return written
 
 
-__all__ = ["MARKDOWN", "TERMINAL", "headline", "rebuild", "report_text", "write_report"]
+def check_report(files: ScenarioFiles, results: Path) -> list[str]:
+    """Return what ``report`` would write otherwise than it stands: tables, and figures in the pages of a checkout.
+
+    Pictures are drawn and not compared: another matplotlib draws them otherwise.
+    """
+    from hybridvalidation.show.figures import Figures, filled, marked_pages  # noqa: PLC0415  figures show pages
+
+    figures = Figures(files, results)
+    stale = [
+        path
+        for path in marked_pages(results.parent)
+        if filled(text := path.read_text(encoding="utf-8"), figures, str(path)) != text
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        again = Path(folder) / "results"
+        shutil.copytree(results / "records", again / "records")
+        rebuild(files, (), again)
+        names = {path.name for place in (results, again) for path in (place / "tables").glob("*.md")}
+        stale += [
+            results / "tables" / name
+            for name in sorted(names)
+            if _text(results / "tables" / name) != _text(again / "tables" / name)
+        ]
+    return [path.as_posix() for path in stale]
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+__all__ = ["MARKDOWN", "TERMINAL", "check_report", "headline", "rebuild", "report_text", "write_report"]

@@ -29,7 +29,7 @@ _HOW = (
 _MARKERS = "os^DvPX"
 """As many as share no divisor with the colors, which repeat after ten."""
 _SECONDS = "seconds"
-_RESIDENT = "allocated_mean"
+RESIDENT = "allocated_mean"
 """What stays between steps, nearly a count of weights: easier to plan than a peak."""
 
 
@@ -66,8 +66,8 @@ def headline(rows: Sequence[Row]) -> str:
     if sizes:
         largest, count = Counter(row.source for row in sizes).most_common(1)[0]
         others = [row for row in sizes if row.source != largest]
-        means = [row for row in sizes if row.quantity == _RESIDENT]
-        peaks = [row for row in sizes if row.quantity != _RESIDENT]
+        means = [row for row in sizes if row.quantity == RESIDENT]
+        peaks = [row for row in sizes if row.quantity != RESIDENT]
         apart = [f"without {count} figures of {largest}: {_spread(others)}"] if others else []
         apart += [f"without {len(means)} means of allocated bytes: {_spread(peaks)}"] if means and peaks else []
         told += f": {_spread(sizes)}" + (f" ({'; '.join(apart)})" if apart else "")
