@@ -1,4 +1,7 @@
-"""Sessions: tests, lint, docs, types, gate, records, report, validate, and one named session per scenario."""
+"""Sessions: tests, lint, docs, types, gate, records, report, validate, and one named session per scenario.
+
+``nox --no-venv`` runs any of them in the environment that is active, where its packages are installed too.
+"""
 
 import shutil
 from pathlib import Path
@@ -27,7 +30,15 @@ ONE_CARD = [name for name in SCENARIOS if "world" not in nox.project.load_toml(f
 def install(session: nox.Session, *groups: str) -> None:
     """Install the project as it is here, with dependency groups, pinned by constraints.txt."""
     packages = nox.project.dependency_groups(PYPROJECT, *groups)
-    session.install("--constraint", "constraints.txt", "--editable", ".", *packages)
+    install_all(session, "--constraint", "constraints.txt", "--editable", ".", *packages)
+
+
+def install_all(session: nox.Session, *packages: str) -> None:
+    """Install packages into the session's environment; with ``nox --no-venv`` into the one that nox runs in."""
+    if session.virtualenv.venv_backend == "none":
+        session.run("python", "-m", "pip", "install", "--quiet", *packages, silent=True)
+    else:
+        session.install(*packages)
 
 
 @nox.session
@@ -54,7 +65,7 @@ def tests_kernels(session: nox.Session) -> None:
 def tests_peers(session: nox.Session, peer: str) -> None:
     """Run scripts and trainers of others on the virtual card; each peer has an environment of its own."""
     install(session, f"peers-{peer}")
-    session.run("pytest", *(session.posargs or PEERS[peer]), env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", *(session.posargs or [*PEERS[peer], "--numprocesses", "auto"]), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(name="tests-browser", default=False)
@@ -70,7 +81,7 @@ def tests_browser(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and the direction of imports; files are read, so nothing they need is installed."""
-    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
+    install_all(session, *nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": ".:kernels:validation"})
@@ -92,29 +103,19 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Compare dry runs of every stack on one card, and kernels compiled for every card, with results/baselines.
+    """Plan every stack on one card again and hold it to its record; compile kernels and hold them to their baseline.
 
-    Plans of several cards take minutes each: nox -s gate -- 13b-2x24gb, or hybridtrain gate, which compares all.
+    By name: nox -s gate -- 13b-2x24gb (several cards), recorded, peers (others' trainers); hybridtrain gate plans all.
     """
     install(session, "kernels")
-    session.run("hybridtrain", "gate", *(session.posargs or [*ONE_CARD, "recorded"]))
-    if not session.posargs:
-        session.run("hybridtrain", "gate", "kernels")
+    session.run("hybridtrain", "gate", *(session.posargs or [*ONE_CARD, "kernels"]))
 
 
 @nox.session(default=False)
 def records(session: nox.Session) -> None:
-    """Check that records that tables show were made by the program as it is: nox -s records -- [NAME] [--planned]."""
+    """Say whether planned records hold, and what other records are there: nox -s records -- [NAME] [--verify]."""
     install(session)
-    for question in [session.posargs] if session.posargs else [["1b-16gb"], ["--planned"]]:
-        session.run("hybridtrain", "records", *question)
-
-
-@nox.session(default=False)
-def checks(session: nox.Session) -> None:
-    """Run docs, types, gate and records in one environment: each of its own would install torch again."""
-    for check in (docs, types, gate, records):
-        check(session)
+    session.run("hybridtrain", "records", *session.posargs)
 
 
 @nox.session(default=False)
