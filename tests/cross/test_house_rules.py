@@ -33,6 +33,7 @@ def unmarked(text: str) -> list[str]:
     """Return lines with a figure that stands outside of markers, code and links."""
     for kept in (
         r"<!--figure .*?<!--/figure-->",
+        r"\{\{.*?\}\}",
         r"```.*?```",
         r"`[^`\n]*`",
         r"\[[^]]*\]\([^)]*\)",

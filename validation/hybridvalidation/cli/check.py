@@ -1,4 +1,4 @@
-"""Verbs that compare and tell: baselines, kernels, tables, names, this machine."""
+"""Verbs that compare and tell: records, kernels, tables, names, this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args

@@ -1,1 +1,1 @@
-"""Today against committed baselines."""
+"""Today against what is kept: records of plans, baselines of kernels, and of other people's models."""

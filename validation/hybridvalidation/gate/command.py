@@ -157,11 +157,13 @@ def _plans_part(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Gat
     verified = known_verifications(plans, results) if order.trusts_verified else {}
     again = [found for found in plans if found.scenario.name not in verified]
     num_plans = sum(len(found.jobs) for found in again)
-    unique = {job.key for found in again for job in found.jobs}
+    unique = {job.key for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
     with progress_bar([*unique], desc="plan", unit="run", shown=order.progress) as bar:
-        planned = verify_plans(again, lambda name: _advance(bar, name), processes=order.processes)
-    different = f" ({len(unique)} different ones)" if len(unique) < num_plans else ""
-    said = f"{num_plans} dry runs{different} of {len(again)} scenarios"
+        planned = verify_plans(
+            again, lambda name: _advance(bar, name), processes=order.processes, plans_new=order.accept
+        )
+    different = f" ({planned.num_planned} different ones)" if planned.num_planned < planned.num_compared else ""
+    said = f"{planned.num_compared} dry runs{different} of {len(again)} scenarios"
     notes = [f"planned in {planned.seconds:.0f} s by program {program_digest()}"] if again else []
     if verified:
         newest = max(verified.values(), key=lambda done: done.started_at)

@@ -21,6 +21,8 @@ from hybridvalidation.runs.runner import jobs_of, run_from_records
 from hybridvalidation.scenario import Scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 
+_NO_RECORD = "there is no record to compare with; --accept plans it and keeps what it finds"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioPlans:
@@ -60,6 +62,8 @@ class PlansResult:
     """Scenarios with records of stacks that are not asked any more."""
     verified: Mapping[str, str]
     """Digest of the records of each scenario that was found again as a whole."""
+    num_compared: int
+    """Stacks that were planned and had a record."""
     num_planned: int
     """Equal questions of several scenarios are planned once."""
     seconds: float
@@ -100,7 +104,7 @@ def known_verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[s
 
 
 def verify_plans(
-    plans: Sequence[ScenarioPlans], on_run: Callable[[str], None], *, processes: int | None
+    plans: Sequence[ScenarioPlans], on_run: Callable[[str], None], *, processes: int | None, plans_new: bool = False
 ) -> PlansResult:
     """Plan every stack again, equal questions once, and compare.
 
@@ -108,10 +112,11 @@ def verify_plans(
         plans: From ``read_plans``.
         on_run: Hears of each run that is done.
         processes: As of ``plan_all``.
+        plans_new: Plan what has no record too; else there is nothing to compare it with.
     """
     begin = time.perf_counter()
     took = {record.key: record.duration_s for found in plans for record in found.records.values()}
-    unique = {job.key: job for found in plans for job in found.jobs}
+    unique = {job.key: job for found in plans for job in found.jobs if plans_new or job.stack.name in found.records}
     fresh: dict[str, StackRun] = {}
     for job, run in plan_all(sorted(unique.values(), key=lambda job: -took.get(job.key, 0)), processes=processes):
         fresh[job.key] = run
@@ -120,6 +125,9 @@ def verify_plans(
     for found in plans:
         name, before = found.scenario.name, len(findings)
         for job in found.jobs:
+            if job.key not in fresh:
+                findings.append(_finding(name, job.stack.name, GateExit.COULD_NOT_MEASURE, _NO_RECORD))
+                continue
             run = replace(fresh[job.key], scenario=name, stack=job.stack.name)
             of_job = _findings(found, job, run)
             findings += of_job
@@ -132,6 +140,7 @@ def verify_plans(
             verified[name] = found.state
     return PlansResult(
         findings=tuple(findings), changed=tuple(changed), verified=verified, num_planned=len(unique),
+        num_compared=sum(job.key in fresh and job.stack.name in found.records for found in plans for job in found.jobs),
         gone=tuple(found.scenario.name for found in plans if found.gone), seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
@@ -168,7 +177,7 @@ def _findings(found: ScenarioPlans, job: Job, run: StackRun) -> list[Finding]:
     if run.memory is None:
         return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, run.message, settled_by_accept=False)]
     if record is None or record.memory is None:
-        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, "there is no record to compare with")]
+        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, _NO_RECORD)]
     remarks = ""
     if record.key != run.key:
         changes = differences({**record.asked, **record.plan}, {**run.asked, **run.plan})
