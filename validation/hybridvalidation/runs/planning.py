@@ -93,5 +93,5 @@ def _answer(job: Job, future: Future[StackRun]) -> StackRun:
         return future.result()
     except BrokenProcessPool:
         return failed_run(
-            job, "a process that planned was killed, of want of memory if nobody did it; --jobs 1 takes less"
+            job, "a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"
         )
