@@ -27,6 +27,7 @@ from hybridvalidation.gate.plans import (
     verify_plans,
 )
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.program import program_digest
 from hybridvalidation.scenario_files import ScenarioFiles
 
@@ -164,7 +165,7 @@ def _plans_part(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Gat
         )
     different = f" ({planned.num_planned} different ones)" if planned.num_planned < planned.num_compared else ""
     said = f"{planned.num_compared} dry runs{different} of {len(again)} scenarios"
-    notes = [f"planned in {planned.seconds:.0f} s by program {program_digest()}"] if again else []
+    notes = [f"planned again in {planned.seconds:.0f} s by {_this_program()}"] if planned.num_planned else []
     if verified:
         newest = max(verified.values(), key=lambda done: done.started_at)
         count = sum(len(found.jobs) for found in plans) - num_plans
@@ -177,6 +178,12 @@ def _plans_part(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Gat
         accept=lambda: accept_plans(files, planned, results, order.reason),
         written=[keep_verification(results, planned)] if order.keeps_verified and planned.verified else [],
     )  # fmt: skip
+
+
+def _this_program() -> str:
+    here = read_environment()
+    commit = (here.commit[:8] or "of no checkout") + (", with changes" if here.dirty else "")
+    return f"program {program_digest()} (commit {commit}, torch {here.torch})"
 
 
 def _others_part(others: Sequence[OthersPlan[Any]], order: GateOrder) -> _Part:

@@ -22,7 +22,6 @@ from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.judge.roll_up import Row as TargetRow
-from hybridvalidation.judge.roll_up import counts
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.recorded.planned import Row, read_planned, rows_of
 from hybridvalidation.recorded.source import Role, read_sources
@@ -65,15 +64,9 @@ class Figures:
         }
         return _chosen(what, told)
 
-    def speed(self, what: str) -> str:
-        """Return how near estimated speeds are to recorded ones on cards left out of the fit: error or runs."""
-        errors = time_errors()["leave_one_card_out"]
-        told = {"error": lambda: f"{100 * errors.mean_absolute:.0f} %", "runs": lambda: str(errors.runs)}
-        return _chosen(what, told)
-
-    def targets(self) -> str:
-        """Return how many stated figures have which verdict."""
-        return counts(self._targets)
+    def speed_error(self) -> str:
+        """Return how far estimated speeds are off recorded ones on cards left out of the fit, on average."""
+        return f"{100 * time_errors()['leave_one_card_out'].mean_absolute:.0f} %"
 
     def held(self, what: str) -> str:
         """Return of the stated figures how many there are (``all``), hold, or hold without a remark (``plainly``)."""
