@@ -1,7 +1,7 @@
 """The kernel gate: real compiles of a small kernel, and faults put into it on purpose."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -28,8 +28,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelResources | str
     """Stand-in for the compiler: one kernel whose figures the test sets."""
 
     def with_figures(figures: KernelResources | str) -> None:
-        def compile_all(_kernels: object, _jobs: int) -> Any:
-            for capability in CAPABILITIES:
+        def compile_all(_kernels: object, capabilities: Sequence[int], _jobs: int) -> Any:
+            for capability in capabilities:
                 yield capability, "mine", {"mine/bf16": figures if capability == 90 else FIGURES}
 
         monkeypatch.setattr(kernel_gate, "_compile_all", compile_all)
@@ -148,6 +148,21 @@ def test_the_verb_writes_what_accept_asks_for(
     assert main([*command, "--accept", "--reason", "a wider tile"]) == GateExit.OK
     assert json.loads((tmp_path / "baselines" / "kernels.json").read_text())["accepted"] == "a wider tile"
     assert not (tmp_path / "kernels.json").exists()
+
+
+def test_one_card_is_compiled_and_accepted_alone(
+    tmp_path: Path, compiled: Callable[[KernelResources | str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--results", str(tmp_path)]
+    compiled(FIGURES)
+    assert main(["gate", "kernels", *command, "--accept"]) == GateExit.OK
+    compiled(replace(FIGURES, spill_bytes=8))  # on sm_90
+    assert main(["gate", "kernels/sm_89", *command]) == GateExit.OK
+    assert "gate: ok, 1 compiled kernels on 1 cards compared" in capsys.readouterr().out
+    assert main(["gate", "kernels/sm_90", *command, "--accept", "--reason", "a test"]) == GateExit.OK
+    assert main(["gate", "kernels", *command]) == GateExit.OK, "what the baseline says of other cards stays"
+    assert main(["gate", "kernels/sm_91", *command]) == 2
+    assert "card of kernels 'kernels/sm_91' is unknown" in capsys.readouterr().err
 
 
 def trial_case(kernel: Any, constants: dict[str, Any], **options: int) -> CompileCase:

@@ -38,7 +38,8 @@ def gate(
 
     Args:
         names: Of scenarios; default: all. 'recorded' and 'peers' plan others' trainers again, where their packages are
-            installed ('recorded/peft' those of one file); 'kernels' compiles all Triton kernels for every card.
+            installed ('recorded/peft' those of one file); 'kernels' compiles all Triton kernels for every card
+            ('kernels/sm_89' for one).
         accept: Keep today's figures: a new record stands for the one before it.
         reason: Why kept figures may change; --accept needs it, and it stands in the new records.
         jobs: Processes at a time; default: one for each core.

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from hybridkernels.ahead_of_time import KERNELS
-from hybridkernels.compile_case import CAPABILITIES
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
 from hybridvalidation.gate import kernel_gate
@@ -39,7 +38,7 @@ class GateOrder:
     """What is compared, and what becomes of differences."""
 
     names: tuple[str, ...] = ()
-    """Scenarios, ``recorded``, ``peers``, one of their files (``recorded/peft``), ``kernels``; empty: all scenarios."""
+    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``); empty: all scenarios."""
     accept: bool = False
     """Keep today's figures."""
     reason: str = ""
@@ -130,17 +129,19 @@ def gate_all(files: ScenarioFiles, order: GateOrder, results: Path) -> GateRepor
         ConfigError: An unknown name, or figures are to be replaced without a reason.
     """
     names_of_others = [name for name in order.names if name.partition("/")[0] in NAMES]
-    scenarios = [name for name in order.names if name not in {kernel_gate.NAME, *names_of_others}]
+    names_of_kernels = [name for name in order.names if name.partition("/")[0] == kernel_gate.NAME]
+    scenarios = [name for name in order.names if name not in {*names_of_kernels, *names_of_others}]
+    capabilities = kernel_gate.capabilities_of(names_of_kernels)
     others = read_others(files, names_of_others, results)
     plans = read_plans(files, scenarios if order.names else files.scenario_names(), results)
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
-    is_kept |= kernel_gate.NAME in order.names and kernel_gate.baseline_path(results).exists()
+    is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
         fault = "--reason: missing; say in a line why figures that are kept may change, it stands in the new records"
         raise ConfigError("gate --accept", [fault])
     parts = [_plans_part(files, plans, order, results)] if plans else []
     parts += [_others_part(others, order)] if others else []
-    parts += [_kernels_part(order, results)] if kernel_gate.NAME in order.names else []
+    parts += [_kernels_part(capabilities, order, results)] if capabilities else []
     findings = [finding for part in parts for finding in part.findings]
     written = [path for part in parts for path in part.written]
     exit_code = worst_exit(findings)
@@ -197,11 +198,12 @@ def _others_part(others: Sequence[OthersPlan[Any]], order: GateOrder) -> _Part:
     )  # fmt: skip
 
 
-def _kernels_part(order: GateOrder, results: Path) -> _Part:
-    with progress_bar(
-        range(len(KERNELS) * len(CAPABILITIES)), desc="compile", unit="kernel", shown=order.progress
-    ) as bar:
-        found = run_kernel_gate(results / "baselines", lambda name: _advance(bar, name))
+def _kernels_part(capabilities: Sequence[int], order: GateOrder, results: Path) -> _Part:
+    steps = range(len(KERNELS) * len(capabilities))
+    with progress_bar(steps, desc="compile", unit="kernel", shown=order.progress) as bar:
+        found = run_kernel_gate(
+            results / "baselines", lambda name: _advance(bar, name), capabilities=capabilities, jobs=order.processes
+        )
 
     def accept() -> list[Path]:
         path = kernel_gate.baseline_path(results)
@@ -209,7 +211,7 @@ def _kernels_part(order: GateOrder, results: Path) -> _Part:
         write_baseline(path, replace(found.replacement, accepted=order.reason))
         return [path]
 
-    said = f"{found.num_compiled} compiled kernels on {len(CAPABILITIES)} cards"
+    said = f"{found.num_compiled} compiled kernels on {len(capabilities)} cards"
     return _Part(said=said, findings=found.findings, accept=accept)
 
 

@@ -1,7 +1,7 @@
 """The kernel gate: what each Triton kernel takes of each card, compiled ahead of time, against the baseline."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -12,6 +12,7 @@ from pathlib import Path
 from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
 from hybridkernels.compile_case import CAPABILITIES
 from hybridtrain.config.rules import young
+from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
 
@@ -53,15 +54,30 @@ def baseline_path(results: Path) -> Path:
     return results / "baselines" / f"{NAME}.json"
 
 
+def capabilities_of(names: Sequence[str]) -> list[int]:
+    """Return the cards that names mean: ``kernels`` all, ``kernels/sm_89`` one.
+
+    Raises:
+        ConfigError: There is no such card.
+    """
+    known = {f"{NAME}/{_card(capability)}": [capability] for capability in CAPABILITIES} | {NAME: [*CAPABILITIES]}
+    faults = [unknown_name("card of kernels", name, known) for name in names if name not in known]
+    if faults:
+        raise ConfigError("gate", faults)
+    return sorted({capability for name in names for capability in known[name]})
+
+
 def run_kernel_gate(
-    baselines: Path, on_kernel: Callable[[str], None], *, kernels: tuple[str, ...] = KERNELS, jobs: int | None = None
-) -> KernelGateResult:
-    """Compile every case of every kernel for every card and compare; ``on_kernel`` hears of each that is done.
+    baselines: Path, on_kernel: Callable[[str], None], *, kernels: tuple[str, ...] = KERNELS,
+    capabilities: Sequence[int] = CAPABILITIES, jobs: int | None = None,
+) -> KernelGateResult:  # fmt: skip
+    """Compile every case of every kernel for some cards and compare; ``on_kernel`` hears of each that is done.
 
     Args:
         baselines: Folder of ``kernels.json``.
         on_kernel: Called with ``sm_90 swiglu``, once a kernel and card.
         kernels: Folders of ``hybridkernels``.
+        capabilities: Of the cards, as 89; what the baseline says of others stays.
         jobs: Processes; None takes one a core.
     """
     if find_spec("triton") is None:
@@ -72,8 +88,8 @@ def run_kernel_gate(
         return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
     recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
     findings: list[Finding] = []
-    compiled: dict[str, dict[str, KernelResources]] = {_card(capability): {} for capability in CAPABILITIES}
-    for capability, kernel, results in _compile_all(kernels, jobs or len(os.sched_getaffinity(0))):
+    compiled: dict[str, dict[str, KernelResources]] = {_card(capability): {} for capability in capabilities}
+    for capability, kernel, results in _compile_all(kernels, capabilities, jobs or len(os.sched_getaffinity(0))):
         card = _card(capability)
         on_kernel(f"{card} {kernel}")
         for name, result in results.items():
@@ -90,7 +106,11 @@ def run_kernel_gate(
         findings.append(_not_measured("", f"{reason}; install triton=={recorded.triton}"))
     else:
         findings += _compare(recorded, compiled, failed={finding.stack for finding in findings})
-    ordered = {card: dict(sorted(cases.items())) for card, cases in compiled.items()}
+    ordered: dict[str, Mapping[str, KernelResources]] = {
+        card: dict(sorted(cases.items())) for card, cases in compiled.items()
+    }
+    if recorded is not None and recorded.triton == here:  # another compiler's figures are not kept beside these
+        ordered = {**recorded.resources, **ordered}
     return KernelGateResult(
         findings=tuple(sorted(findings, key=lambda finding: finding.stack)),
         replacement=KernelBaseline(triton=here, resources=ordered),
@@ -98,9 +118,11 @@ def run_kernel_gate(
     )
 
 
-def _compile_all(kernels: tuple[str, ...], jobs: int) -> Iterator[tuple[int, str, Mapping[str, KernelResources | str]]]:
+def _compile_all(
+    kernels: tuple[str, ...], capabilities: Sequence[int], jobs: int
+) -> Iterator[tuple[int, str, Mapping[str, KernelResources | str]]]:
     """Yield capability, kernel and its cases as they are done; one process sets the compiler up many times over."""
-    work = [(capability, kernel) for kernel in kernels for capability in CAPABILITIES]
+    work = [(capability, kernel) for kernel in kernels for capability in capabilities]
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
         futures = {
             pool.submit(_compile_kernel, capability, kernel): (capability, kernel) for capability, kernel in work
@@ -125,7 +147,7 @@ def _compile_kernel(capability: int, kernel: str) -> dict[str, KernelResources |
 def _compare(
     recorded: KernelBaseline, compiled: Mapping[str, Mapping[str, KernelResources]], *, failed: set[str]
 ) -> Iterator[Finding]:
-    for card in {*recorded.resources, *compiled}:
+    for card in compiled:
         old, new = recorded.resources.get(card, {}), compiled.get(card, {})
         for name in old.keys() - new.keys():
             if f"{card} {name}" not in failed:
