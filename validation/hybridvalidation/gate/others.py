@@ -103,13 +103,16 @@ def _compared(plan: OthersPlan[Any], ended: Ended[Any]) -> Finding | None:
     if is_equal(plan.recorded, ended.answer):
         return None
     old, new = values_of(figures=plan.recorded), values_of(figures=ended.answer)
-    changes = [change.removeprefix("figures.figures.").removeprefix("figures.") for change in differences(old, new)]
+    changes = "; ".join(
+        change.removeprefix("figures.figures.").removeprefix("figures.") for change in differences(old, new)
+    )
     now = versions_of(plan.packages)
     others = [f"{name} {was}, now {now[name]}" for name, was in plan.planned_with.items() if now.get(name, was) != was]
-    versions = f" (recorded with {'; '.join(others)})" if others else ""
+    if others:  # as of kernels and another compiler
+        why = f"planned with {', '.join(others)}: nothing to compare, or another library plans otherwise: {changes}"
+        return _finding(plan, GateExit.COULD_NOT_MEASURE, why)
     worse = any(_is_more(old.get(path, ""), value) for path, value in new.items())
-    code = GateExit.REGRESSED if worse else GateExit.IMPROVED
-    return _finding(plan, code, "; ".join(changes) + versions)
+    return _finding(plan, GateExit.REGRESSED if worse else GateExit.IMPROVED, changes)
 
 
 def _is_more(old: str, new: str) -> bool:
