@@ -186,7 +186,7 @@ def records(
     """
     from hybridvalidation.gate.command import GateOrder, gate_all
     from hybridvalidation.runs.validate import other_records, prune_records
-    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.scenario_files import evidence_folder, scenario_folder
 
     files = scenario_folder(common.scenarios)
     if prune:
@@ -195,8 +195,9 @@ def records(
     order = GateOrder(
         names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
     )
-    report = gate_all(files, order, common.results)
-    others = [] if names or planned else other_records(files, common.results)
+    results = common.results if record else evidence_folder(common.results)
+    report = gate_all(files, order, results)
+    others = [] if names or planned else other_records(files, results)
     return Answer(
         text="\n".join([*others, report.as_text()]), content=report.as_mapping() | {"others": others},
         code=int(report.exit_code),
