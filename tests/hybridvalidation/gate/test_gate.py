@@ -1,7 +1,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.gate import plans
 from hybridvalidation.gate.compare import compare, is_equal
 from hybridvalidation.gate.gate import GateExit
+from hybridvalidation.records.stack_run import MemoryFigures, Timeline
 from tiny_files import scenario_file, shape_file
-from tiny_runs import figures
+from tiny_runs import MEMORY, figures
 
 MIB = 2**20
 SCENARIO = scenario_file(["plain", "recompute"], shape_file(num_blocks=3), seq_len=16, num_steps=3)
@@ -380,6 +381,20 @@ def test_no_figure_may_change(changes: dict[str, Any], codes: list[GateExit]) ->
     found = compare(figures(), figures(**changes))
     assert [code for code, _ in found] == codes
     assert is_equal(figures(), figures(**changes)) == (not codes)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(MemoryFigures)])
+def test_whatever_changes_is_a_finding(name: str) -> None:
+    old = figures()
+    value = getattr(old, name)
+    changed: Any = {
+        bool: lambda: not value, int: lambda: value + 1, float: lambda: 2 * value, str: lambda: value + "x",
+        dict: lambda: {**value, "new": 1}, tuple: lambda: value[:-1], type(None): lambda: MEMORY.oom,
+        Timeline: lambda: None,
+    }[type(value)]()  # fmt: skip
+    new = replace(old, **{name: changed})
+    assert not is_equal(old, new)
+    assert compare(old, new) != []
 
 
 def test_a_stack_that_fits_again_is_a_win() -> None:

@@ -18,12 +18,13 @@ _TIME_TOLERANCE = 1e-9
 _SHOWN = 6
 _MEMORY = (("allocated", "allocated_bytes"), ("active", "active_bytes"), ("reserved", "reserved_bytes"))
 _TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
-_TOLD = {"fits", "steps", "step_time_s", "by_unit", *(name for _, name in _TIERS)}
-"""Fields that have words of their own; what changed beside them alone is named."""
 
 
 def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]]:
-    """Return what changed, each with its code; nothing where the plans are equal."""
+    """Return what changed, each with its code; nothing where the plans are equal, and only there.
+
+    What has no words of its own is named where nothing else changed.
+    """
     found: list[tuple[GateExit, str]] = []
     if old.fits and not new.fits:
         found.append((GateExit.OVER_BUDGET, f"does not fit the card any more; {moved(old, new)}"))
@@ -37,8 +38,9 @@ def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]
     if not _is_close(old.step_time_s, new.step_time_s):
         change = f"{old.step_time_s:.6g} s -> {new.step_time_s:.6g} s"
         found.append((_code(old.step_time_s, new.step_time_s), f"estimated step time: {change}"))
-    if not found and (rest := [name for name in _changed(encode(old), encode(new)) if name not in _TOLD]):
-        found.append((GateExit.REGRESSED, f"changed: {', '.join(rest)}; {_moments(old.timeline, new.timeline)}"))
+    if not found and (names := list(_changed(encode(old), encode(new)))):
+        where = _named(_differences(old.by_unit, new.by_unit)) or _moments(old.timeline, new.timeline)
+        found.append((GateExit.REGRESSED, f"changed: {', '.join(names)}; {where}"))
     return found
 
 
