@@ -40,9 +40,17 @@ def test_a_figure_in_a_sentence_and_one_in_lines_of_its_own_are_filled(figures: 
 )
 def test_a_marker_that_nobody_knows_is_refused(figures: Figures, marker: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        filled(f"<!--figure {marker}--><!--/figure-->", figures, "page.md")
+        filled(f"a <!--figure {marker}--><!--/figure-->", figures, "page.md")
     assert told in str(caught.value)
     assert "page.md" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["<!--figure held all--><!--/figure--> hold", "- a\n  <!--figure held all--><!--/figure-->"]
+)
+def test_a_figure_of_a_sentence_does_not_begin_a_line(figures: Figures, text: str) -> None:
+    with pytest.raises(ConfigError, match="begins a line, which Markdown takes for HTML"):
+        filled(text, figures, "page.md")
 
 
 def test_report_fills_and_check_names_what_is_not_as_recorded(

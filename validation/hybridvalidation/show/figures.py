@@ -155,6 +155,9 @@ def filled(text: str, figures: Figures, source: str) -> str:
         except TypeError as error:
             raise ConfigError(source, [f"<!--figure {found[1]}-->: {error}; give the words that it takes"]) from error
         lines = "\n\n" if found[2].startswith("\n") else ""
+        if not lines and not text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip():
+            fault = "begins a line, which Markdown takes for HTML to its end; put a word before it"
+            raise ConfigError(source, [f"<!--figure {found[1]}-->: {fault}"])
         return f"<!--figure {found[1]}-->{lines}{told}{lines}<!--/figure-->"
 
     return _MARKED.sub(fill, text)
