@@ -26,11 +26,10 @@ print(*sorted(name for name in sys.modules if name.startswith(("hybridtrain.opti
 """
 
 
-@pytest.mark.parametrize(("kind", "more"), [("lion", ["hybridtrain.optim.lion"]), ("adamw", [])])
-def test_a_plan_imports_its_optimizer_alone_and_no_hybrid_training(kind: str, more: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", _DRY_RUN, kind], capture_output=True, text=True, check=True)
+def test_a_plan_imports_its_optimizer_alone_and_no_hybrid_training() -> None:
+    done = subprocess.run([sys.executable, "-c", _DRY_RUN, "lion"], capture_output=True, text=True, check=True)
     # AdamW is what a training file without an optimizer means, so that it is always there.
-    assert done.stdout.split() == ["hybridtrain.optim.adamw", *more, "hybridtrain.optim.optimizer"]
+    assert done.stdout.split() == [f"hybridtrain.optim.{name}" for name in ("adamw", "lion", "optimizer")]
 
 
 def test_a_file_of_another_name_than_its_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

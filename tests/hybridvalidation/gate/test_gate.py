@@ -349,13 +349,13 @@ def test_what_was_verified_holds_for_that_program_and_those_figures(
     assert (code == GateExit.OK) == (change != "another figure")
 
 
-def test_processes_find_what_one_alone_finds(gate: Gate) -> None:
+def test_equal_questions_are_planned_once(gate: Gate) -> None:
     accept(gate)
     names = [f"more{number}" for number in range(4)]
     for name in names:
         Path(f"scenarios/stacks/{name}.toml").write_text(f'name = "{name}"\nsays = "nothing on"\n')
     SCENARIO_FILE.write_text(SCENARIO.replace('"recompute"]', f'"recompute", {json.dumps(names)[1:-1]}]'))
-    _, out = gate("--jobs", "2")
+    _, out = gate()
     assert "6 dry runs (2 different ones) of 1 scenarios" in out
     assert [line for line in out.splitlines() if ": mine plain" in line or ": mine recompute" in line] == []
 
