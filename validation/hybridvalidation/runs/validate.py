@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, RecordError
 from hybridvalidation.records.environment import uncommitted_files
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
@@ -91,13 +91,17 @@ def other_records(files: ScenarioFiles, results: Path) -> list[str]:
         name = path.relative_to(folder).with_suffix("").as_posix()
         if name in {VERIFIED, *files.scenario_names()} or name.endswith("/planned"):
             continue
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        programs = {line.get("program") for line in lines}
-        newest = max(lines, key=lambda line: str(line.get("started_at")))
-        commit = newest["environment"]["commit"][:8] or "of no checkout"
-        told.append(
-            f"{name}: {len(lines)} by {len(programs)} programs, the newest of {newest['started_at'][:10]} ({commit})"
-        )
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a writer may be at work behind it
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise RecordError(f"{path}: a line is no JSON ({error}); restore the file from version control.") from error
+        if not lines:
+            continue
+        newest = max(lines, key=lambda line: str(line["started_at"]))
+        commits = {line["environment"]["commit"] for line in lines}
+        made = f"{newest['started_at'][:10]}, commit {newest['environment']['commit'][:8] or 'of no checkout'}"
+        told.append(f"{name}: {len(lines)} records, of {len(commits)} commits, the newest of {made}")
     return told
 
 
