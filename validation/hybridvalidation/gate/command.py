@@ -20,6 +20,7 @@ from hybridvalidation.gate.others import NAMES, OthersPlan, accept_others, read_
 from hybridvalidation.gate.plans import (
     ScenarioPlans,
     accept_plans,
+    jobs_to_plan,
     keep_verification,
     known_verifications,
     read_plans,
@@ -159,11 +160,9 @@ def _plans_part(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Gat
     verified = known_verifications(plans, results) if order.trusts_verified else {}
     again = [found for found in plans if found.scenario.name not in verified]
     num_plans = sum(len(found.jobs) for found in again)
-    unique = {job.key for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
-    with progress_bar([*unique], desc="plan", unit="run", shown=order.progress) as bar:
-        planned = verify_plans(
-            again, lambda name: _advance(bar, name), processes=order.processes, plans_new=order.accept
-        )
+    jobs = jobs_to_plan(again, plans_new=order.accept)
+    with progress_bar(jobs, desc="plan", unit="run", shown=order.progress) as bar:
+        planned = verify_plans(again, jobs, lambda name: _advance(bar, name), processes=order.processes)
     different = f" ({planned.num_planned} different ones)" if planned.num_planned < planned.num_compared else ""
     said = f"{planned.num_compared} dry runs{different} of {len(again)} scenarios"
     notes = [f"planned again in {planned.seconds:.0f} s by {_this_program()}"] if planned.num_planned else []

@@ -103,22 +103,27 @@ def known_verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[s
     }
 
 
+def jobs_to_plan(plans: Iterable[ScenarioPlans], *, plans_new: bool) -> list[Job]:
+    """Return what is planned again, equal questions once; ``plans_new``: what has no record to compare with too."""
+    unique = {job.key: job for found in plans for job in found.jobs if plans_new or job.stack.name in found.records}
+    return list(unique.values())
+
+
 def verify_plans(
-    plans: Sequence[ScenarioPlans], on_run: Callable[[str], None], *, processes: int | None, plans_new: bool = False
+    plans: Sequence[ScenarioPlans], jobs: Iterable[Job], on_run: Callable[[str], None], *, processes: int | None
 ) -> PlansResult:
-    """Plan every stack again, equal questions once, and compare.
+    """Plan jobs again, and compare every stack whose question is among them.
 
     Args:
         plans: From ``read_plans``.
+        jobs: From ``jobs_to_plan``.
         on_run: Hears of each run that is done.
         processes: As of ``plan_all``.
-        plans_new: Plan what has no record too; else there is nothing to compare it with.
     """
     begin = time.perf_counter()
     took = {record.key: record.duration_s for found in plans for record in found.records.values()}
-    unique = {job.key: job for found in plans for job in found.jobs if plans_new or job.stack.name in found.records}
     fresh: dict[str, StackRun] = {}
-    for job, run in plan_all(sorted(unique.values(), key=lambda job: -took.get(job.key, 0)), processes=processes):
+    for job, run in plan_all(sorted(jobs, key=lambda job: -took.get(job.key, 0)), processes=processes):
         fresh[job.key] = run
         on_run(f"{job.scenario} {job.stack.name}")
     findings, changed, verified = list[Finding](), list[StackRun](), dict[str, str]()
@@ -139,7 +144,7 @@ def verify_plans(
         if len(findings) == before:
             verified[name] = found.state
     return PlansResult(
-        findings=tuple(findings), changed=tuple(changed), verified=verified, num_planned=len(unique),
+        findings=tuple(findings), changed=tuple(changed), verified=verified, num_planned=len(fresh),
         num_compared=sum(job.key in fresh and job.stack.name in found.records for found in plans for job in found.jobs),
         gone=tuple(found.scenario.name for found in plans if found.gone), seconds=time.perf_counter() - begin,
     )  # fmt: skip
