@@ -93,7 +93,9 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
             tag = tags.get(tensor.untyped_storage()._cdata) if not is_virtual(tensor) else None
             return tensor if tag is None else tensor.to(locate(tag))
 
-        if isinstance(f, str | PathLike) and zipfile.is_zipfile(f):
+        path = f if isinstance(f, str | PathLike) else _path_of(f)
+        if path is not None and zipfile.is_zipfile(path):
+            f = path
             kwargs.setdefault("mmap", True)  # bytes that nobody looks at stay on the disk
         locate = _locator(map_location)
         _locators.append(locate)
@@ -172,6 +174,12 @@ def _check_overwrites(what: str, file: object) -> None:
             f"{what}: {path} exists and holds values; a virtual GPU writes shapes only and does not replace it; "
             "give the script another output folder."
         )
+
+
+def _path_of(file: Any) -> str | None:
+    """Return the path of an open file that was not read yet."""
+    name = getattr(file, "name", None)
+    return name if isinstance(name, str) and Path(name).is_file() and not file.tell() else None
 
 
 def _has_mark(path: Path) -> bool:

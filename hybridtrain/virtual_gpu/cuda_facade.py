@@ -47,6 +47,7 @@ def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
             (torch.Tensor, methods.names()),
             (torch.cuda, cuda),
             (torch, _TorchFunctions(ledger, autocast).names()),
+            (torch, {"_has_compatible_shallow_copy_type": methods.may_share_type}),
         ):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
@@ -255,6 +256,7 @@ class _TensorMethods:
         self._true_data: Any = torch.Tensor.data
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
         self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
+        self._true_shares_type: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
     def names(self) -> dict[str, Any]:
         """Return what to replace."""
@@ -350,16 +352,37 @@ class _TensorMethods:
         self._true_set_item(tensor, index, value)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file."""
+        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file.
+
+        A real tensor that gets virtual data stays the Python object that modules, optimizers and ties know of, with
+        its gradient; a graph that was recorded before would not reach it, as little as after ``swap_tensors``.
+        """
         if is_truly_meta(tensor) == is_truly_meta(value) or (self._place(value) or self._place(tensor)) is None:
             self._true_data.__set__(tensor, value)
         elif is_truly_meta(tensor):
             with self._ledger.moving_to(Place.HOST):
                 self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
         else:
-            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
-            made.__dict__.update(tensor.__dict__)
-            torch.utils.swap_tensors(tensor, made)
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None:
+                gradient.data = gradient.to(value.device, value.dtype)
+            made = torch.Tensor._make_subclass(torch.Tensor, value.detach(), tensor.requires_grad)
+            made.grad = gradient
+            torch._C._swap_tensor_impl(tensor, made)
+
+    def may_share_type(self, tensor: Tensor, other: Tensor) -> bool:
+        """Return whether ``tensor.data = other`` keeps the object: so ``Module.to`` decides whether parameters live on.
+
+        CPU and CUDA share a type, meta shares it with neither. A meta tensor of the script's own is that; a virtual
+        one is on the CPU or on the card.
+        """
+        is_meta = tuple(is_truly_meta(one) and self._ledger.place_of(one) is None for one in (tensor, other))
+        kinds = {type(tensor), type(other)}
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in kinds):
+            return self._true_shares_type(tensor, other)
+        if tensor.layout is not other.layout:
+            return False
+        return is_meta[0] == is_meta[1]
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:

@@ -85,6 +85,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         """Whether an optimizer is at work."""
         self.host_bytes = 0
         self.peak_host_bytes = 0
+        self._real_bytes = 0
+        """Of large tensors on the host that were computed for real."""
         self.card_index = 0
         """By which the code calls its card, of ``num_cards`` in the machine."""
         self.num_cards = 1
@@ -240,8 +242,10 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         operands = list(tensors_in([*args, *kwargs.values()]))
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
-        if place is None:  # real, or on meta by the script's own wish
-            return func(*args, **kwargs)
+        if place is None:
+            if _makes_much(func, operands) and not any(tensor.is_meta for tensor in operands):
+                return self._compute_real(func, args, kwargs, operands)
+            return func(*args, **kwargs)  # real, or on meta by the script's own wish
         if self._arriving:
             self._await(operands)
         handler = self._handlers.get(func)
@@ -267,6 +271,33 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._book(func, args, kwargs, out, place, target)
         self._keep(func, out, written, results)
         return out
+
+    def _compute_real(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """Run an op on real tensors, for real as long as what such ops made is little; beyond, it is counted alone.
+
+        So data that a script prepares keeps its values, and weights that are converted or stacked on the host take no
+        memory.
+        """
+        shapes = self._call(func, args, kwargs, kwargs.get("device"), None)
+        size = sum(tensor.nbytes for tensor in tensors_in([shapes]))
+        if self._real_bytes + size > _REAL_BYTES:
+            return self._perform(func, args, kwargs, operands, Place.HOST, None)
+        out = func(*args, **kwargs)
+        theirs = {tensor.untyped_storage()._cdata for tensor in operands}
+        for tensor in tensors_in([out]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in theirs:
+                theirs.add(storage._cdata)
+                self._real_bytes += storage.nbytes()
+                self._add_host_bytes(storage.nbytes())
+                weakref.finalize(storage, self._release_real, storage.nbytes())
+        return out
+
+    def _release_real(self, size: int) -> None:
+        self._real_bytes -= size
+        self.host_bytes -= size
 
     def _accumulate(self, func: torch._ops.OpOverload, args: tuple[Any, ...], gradient: Tensor) -> Tensor:
         self._values.pop(gradient.untyped_storage()._cdata, None)
@@ -546,9 +577,12 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 self._watch_host(storage, 0)
             return
         size = storage.nbytes()
+        self._watch_host(storage, size)
+        self._add_host_bytes(size)
+
+    def _add_host_bytes(self, size: int) -> None:
         self.host_bytes += size
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        self._watch_host(storage, size)
         if self.host_bytes > self.host.tensor_bytes:
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -703,6 +737,10 @@ _FIRST_KEY = {
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
+_REAL_WORK = 2**20
+"""Bytes of real operands from which an op's result is counted."""
+_REAL_BYTES = 2**28
+"""Bytes of such results that are computed for real at a time."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
 _KNOWN_FACTORIES = frozenset(
     {
@@ -721,6 +759,13 @@ _PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
 _ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
 _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops after which nothing is left of what a tensor held."""
+
+
+def _makes_much(func: torch._ops.OpOverload, operands: list[Tensor]) -> bool:
+    """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
+    if func.is_view or func._schema.is_mutable or func in DATA_DEPENDENT:
+        return False
+    return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
 
 
 def _storage(num_bytes: int) -> torch.UntypedStorage:
