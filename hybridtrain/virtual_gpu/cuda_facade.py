@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.virtual_gpu.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.stand_in import where_called
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
 _TRUE_DEVICE = torch.device
@@ -55,7 +57,7 @@ def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         # Threads that load weights would not be seen: what is watched is the thread that opened the block.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
-        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of))
+        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of, partial(_note_save, ledger)))
         yield
 
 
@@ -666,7 +668,7 @@ class _TorchFunctions:
             "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
             "clear_autocast_cache": clear,
             "Generator": Generator,
-            "compile": _not_compiled,
+            "compile": partial(_not_compiled, self._ledger),
             "device": _Device,
             "get_default_device": _default_device,
             "get_device_module": lambda *_args: torch.cuda,
@@ -674,7 +676,11 @@ class _TorchFunctions:
         return found
 
 
-def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
+def _note_save(ledger: VirtualLedger) -> None:
+    ledger.seen.num_saves += 1
+
+
+def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
     """Return what was to be compiled as it is: a virtual card runs eager code.
 
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
@@ -683,6 +689,8 @@ def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
     module = getattr(model, "__module__", None) or ""
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
         return _do_nothing
+    if not kwargs.get("disable"):
+        ledger.seen.compiled.append(where_called())
     return (lambda found: found) if model is None else model
 
 

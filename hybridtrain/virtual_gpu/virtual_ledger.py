@@ -24,12 +24,13 @@ from torch.autograd.graph import _engine_run_backward
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.basis import Seen
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger, holders
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark, StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns
+from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns, where_called
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _ATEN = torch.ops.aten
@@ -76,11 +77,14 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.card = card
         self.host = host or Host()
         self.allocator = allocator
-        self.stand_ins = StandIns()
         self.is_inside = False
         """Whether an op is being run: then ``Tensor.device`` tells the truth."""
         self.refusal: OutOfMemory | None = None
         """The last request that the card could not serve."""
+        self.seen = Seen()
+        self.stand_ins = StandIns(self.seen.refusals.append)
+        self.after_backward: Callable[[], None] = _do_nothing
+        self.on_refusal: Callable[[], None] = _do_nothing
         self.updates = False
         """Whether an optimizer is at work."""
         self.host_bytes = 0
@@ -251,7 +255,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        self._stage = self._stage_now()
+        was_backward, self._stage = self._stage is Stage.BACKWARD, self._stage_now()
+        if was_backward is not (self._stage is Stage.BACKWARD):
+            self.seen.num_backwards += not was_backward
+            if was_backward:
+                self.after_backward()
         if self._stage is Stage.BACKWARD:
             self._unit = self._unit_of_node()
             gradient = _accumulated(func, args)
@@ -627,14 +635,27 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         try:
             address = self.allocator.malloc(size, self.stream)
         except AllocatorOutOfMemory as refusal:
+            self.on_refusal()
             self.refusal = self._outcome(refusal)
-            raise torch.OutOfMemoryError(self._refusal(refusal)) from None
+            text = self._refusal(refusal)
+            self.seen.refusals.append(f"{where_called()}: {text}")
+            raise torch.OutOfMemoryError(text) from None
         index = super()._allocate(size, stage)
+        if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
+            self.seen.made_at[index] = where_called()
         if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
         self._streams.append(self.stream)
         return index
+
+    def mark(self) -> StepMark:
+        """Return where a step that begins now would begin."""
+        return StepMark(len(self._events), len(self._ops))
+
+    def add_steps(self, marks: Sequence[StepMark]) -> None:
+        """Let steps have begun at earlier marks."""
+        self._steps = sorted([*self._steps, *marks], key=lambda mark: (mark.event, mark.op))
 
     def trace(self) -> LedgerTrace:
         """Return what was recorded so far."""
@@ -737,6 +758,7 @@ _FIRST_KEY = {
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
+_FIRST_STEP_WITH_PLACES = 3
 _REAL_WORK = 2**20
 """Bytes of real operands from which an op's result is counted."""
 _REAL_BYTES = 2**28
@@ -759,6 +781,10 @@ _PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
 _ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
 _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops after which nothing is left of what a tensor held."""
+
+
+def _do_nothing() -> None:
+    """Wait for whoever wants to know."""
 
 
 def _makes_much(func: torch._ops.OpOverload, operands: list[Tensor]) -> bool:

@@ -8,12 +8,12 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tabulate import tabulate
 
 from hybridtrain.errors import ConfigError, HybridTrainError
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.basis import Basis, growth_text
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import by_module
@@ -26,6 +26,8 @@ from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _MODULES_SHOWN = 8
 _STAND_INS_SHOWN = 8
+_REFUSALS_SHOWN = 3
+_STEPS_SHOWN = 6
 _RUNNER = "<frozen runpy>"
 
 
@@ -51,8 +53,9 @@ class VirtualRun:
     host_memory_bytes: int | None
     stand_ins: tuple[StandIn, ...]
     without_gradient: tuple[str, ...]
-    reserved: ReservedRange
-    """By how much reserved bytes move when a run is not quite this one."""
+    basis: Basis
+    reserved: ReservedRange | None
+    """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
 
     @property
     def fits(self) -> bool:
@@ -69,7 +72,7 @@ class VirtualRun:
             "peak_allocated_bytes": run.peak.allocated_bytes,
             "peak_active_bytes": max(step.active_bytes for step in run.steps),
             "peak_reserved_bytes": run.peak_reserved_bytes,
-            "reserved_range": self.reserved.as_mapping(),
+            "reserved_range": None if self.reserved is None else self.reserved.as_mapping(),
             "device_used_bytes": run.device_used_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
@@ -105,6 +108,7 @@ class VirtualRun:
                 {"where": use.where, "op": use.op, "rule": use.rule, "times": use.times} for use in self.stand_ins
             ],
             "without_gradient": list(self.without_gradient),
+            "basis": self.basis.as_mapping(),
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
@@ -117,10 +121,12 @@ class VirtualRun:
         rest = held[_MODULES_SHOWN:]
         if rest:
             modules.append([f"({len(rest)} others)", f"{to_gib(sum(size for _, size in rest)):.3f}"])
-        steps = "; ".join(
+        peaks = [
             f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
             for step in run.steps
-        )
+        ]
+        if len(peaks) > _STEPS_SHOWN:
+            peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
         lines = [
             f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
             tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
@@ -130,18 +136,18 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
-            self.reserved.as_text(),
+            *(() if self.reserved is None else (self.reserved.as_text(),)),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
-            steps,
+            "; ".join(peaks),
             self._speed(),
         ]
-        return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+        return "\n".join([*lines, *self._remarks(), self.basis.as_text(), self._verdict()])
 
     def _speed(self) -> str:
         if not self.fits:
             return "no time of a step: the last one did not end"
         time = self.run.time
-        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated); eager code, nothing compiled"
+        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated)"
 
     def _cards(self) -> str:
         name, world = self.run.card.name, self.world
@@ -157,6 +163,27 @@ class VirtualRun:
         if self.without_gradient:
             names = ", ".join(sorted(set(self.without_gradient))[:3])
             yield f"WARNING: {len(self.without_gradient)} trainable parameters got no gradient, as in {names}"
+
+        refusals = self.basis.refusals
+        if refusals:
+            yield "refused by the virtual card and caught by the script, which went on otherwise than on a card:"
+            yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
+            if len(refusals) > _REFUSALS_SHOWN:
+                yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
+
+    def _verdict(self) -> str:
+        """Return whether it fits, and in the same line what that is worth."""
+        basis, worth = self.basis, []
+        if basis.lower_bound and self.fits:
+            worth.append(f"LOWER BOUND: {basis.lower_bound}")
+        if basis.upper_bound:
+            worth.append(f"UPPER BOUND: {basis.upper_bound}")
+        if basis.growth is not None and self.fits:
+            free = self.run.card.memory_bytes - self.run.device_used_bytes
+            worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+        if basis.refusals:
+            worth.append("ON THIS PATH ONLY: the script caught what the virtual card refused, see above")
+        return "; ".join(["fits" if self.fits else self._refusal(), *worth])
 
     def _refusal(self) -> str:
         oom = self.run.oom
@@ -174,14 +201,14 @@ def run_script(
     world: int = 1, rank: int = 0, link: str = "pcie",
     expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
 ) -> VirtualRun:  # fmt: skip
-    """Run a script to its end, to its ``steps``-th optimizer step or to the request that the card refuses.
+    """Run a script to its end, to its ``steps``-th iteration or to the request that the card refuses.
 
     Args:
         script: A Python file, or ``-m`` and then the module as the first argument.
         arguments: The script's own.
         card: Name of a card, or a .toml file with its figures.
         host_memory: Bytes of the machine around the card; None: as much as is asked for.
-        steps: After how many optimizer steps the script is stopped.
+        steps: After how many iterations the script is stopped, each a step of every optimizer.
         world: Cards that torchrun would start it on.
         rank: Which of them this run is.
         link: What joins them.
@@ -191,7 +218,7 @@ def run_script(
         quiet: Send what the script prints to standard error.
 
     Raises:
-        ConfigError: The script is not there, or it ended without a training step.
+        ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
     """
     is_module = script == "-m"
@@ -209,15 +236,15 @@ def run_script(
         raise ConfigError("virtual", [str(error)]) from error
     name = arguments[0] if is_module else script
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
-    with output, _as_main(script, arguments), _script_errors(name), gpu:
+    with output, _as_main(script, arguments), _script_errors(name, gpu), gpu:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(name, run_name="__main__")
-    try:
-        run = gpu.report()
-    except ValueError as error:
-        raise ConfigError("virtual", [f"{name}: {error}"]) from error
+    run, basis = gpu.report(), gpu.basis()
+    if not run.trace.sizes and gpu.oom is None:
+        fault = f"{name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
+        raise ConfigError("virtual", [f"{fault} Name the script that trains."])
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
@@ -225,25 +252,42 @@ def run_script(
     return VirtualRun(
         script=name, run=run, world=gpu.world, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
         host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
-        without_gradient=gpu.without_gradient,
-        reserved=reserved_range(run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator),
+        without_gradient=gpu.without_gradient, basis=basis,
+        reserved=None
+        if basis.growth is not None
+        else reserved_range(run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator),
     )  # fmt: skip
 
 
 @contextmanager
-def _script_errors(name: str) -> Iterator[None]:
+def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
     """Tell a script's own errors from ours, and let it end where the card is full: the report says where."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        pass
     except HybridTrainError:
         raise
-    except SystemExit as end:
-        if end.code not in {None, 0}:
-            raise ConfigError("virtual", [f"{name}: the script ended by itself with code {end.code}."]) from end
-    except Exception as error:
-        raise ScriptError(name, error) from error
+    except (Exception, SystemExit) as error:
+        if gpu.oom is not None:
+            return
+        refusal = next((one for one in _reasons(error) if isinstance(one, HybridTrainError)), None)
+        if refusal is not None:
+            raise refusal from error
+        if not isinstance(error, SystemExit):
+            raise ScriptError(name, error) from error
+        if error.code not in {None, 0}:
+            told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])
+            raise ConfigError(
+                "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
+            ) from error
+
+
+def _reasons(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised because of."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
