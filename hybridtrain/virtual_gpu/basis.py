@@ -28,7 +28,7 @@ class Seen:
     refusals: list[str] = field(default_factory=list)
     """What was refused to the code, in words: requests for memory, and sizes that depend on computed values."""
     compiled: list[str] = field(default_factory=list)
-    """Where the code asked for ``torch.compile``."""
+    """Where the code asked for compiled code, and by what."""
     made_at: dict[int, str] = field(default_factory=dict)
     """Where storages of the third and later steps were made."""
     num_saves: int = 0
@@ -94,7 +94,7 @@ class Basis:
     """Forward passes without gradients."""
     num_saves: int
     compiled: tuple[str, ...]
-    """``file:line`` where the script asked for ``torch.compile``; it is planned as eager code."""
+    """Where the script asked for compiled code, by what; it is planned as eager code."""
     refusals: tuple[str, ...]
     """What the virtual card refused and the script caught: what followed may be another path than on a card."""
     growth: Growth | None
@@ -111,7 +111,7 @@ class Basis:
         """Why it takes less."""
         if not self.compiled:
             return ""
-        return f"torch.compile at {_listed(self.compiled)} is planned as eager code, and compiled code needs less"
+        return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values."""

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral
@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from hybridtrain.virtual_gpu.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.stand_in import where_called
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
@@ -36,6 +38,9 @@ _FACTORIES = (
     "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like",
     "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "zeros", "zeros_like",
 )  # fmt: skip
+NCCL_VERSION = (2, 27, 5)
+"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+_CUDNN_VERSION = 91002
 _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 
 
@@ -55,6 +60,7 @@ def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         for owner, name, value in _elsewhere(ledger, cuda):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(nvidia_smi(ledger.card, ledger.num_cards))
         # Threads that load weights would not be seen: what is watched is the thread that opened the block.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of, partial(_note_save, ledger)))
@@ -78,8 +84,9 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for module in (torch.nn.functional, torch._C._nn):
         yield module, "one_hot", one_hot
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
-    yield torch.version, "cuda", torch.version.cuda or "13.0"
-    yield torch.backends.cuda, "is_built", lambda: True
+    yield from _build_of_cuda()
+    yield from _scripted(ledger)
+    yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *_args, **_kwargs: torch.device("cuda")
     yield torch.accelerator, "device_count", lambda: ledger.num_cards
@@ -113,6 +120,53 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _build_of_cuda() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what torch says of its own build and libraries where it was built with CUDA."""
+    yield torch.version, "cuda", torch.version.cuda or "13.0"
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: _CUDNN_VERSION
+    yield torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda"
+    yield torch.cuda.nccl, "version", lambda: NCCL_VERSION
+    for module in (torch.distributed, import_module("torch.distributed.distributed_c10d")):
+        yield module, "is_nccl_available", lambda: True
+
+
+def _scripted(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what lets TorchScript leave code as it is, with torch's own switch (PYTORCH_JIT=0)."""
+    yield torch.jit._state._enabled, "enabled", False
+    for name in ("script", "trace"):
+        yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
+
+
+def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (getattr(obj, "__module__", None) or "").startswith("torch."):
+            ledger.seen.compiled.append(f"torch.jit.{function.__name__} at {where_called()}")
+        return function(obj, *args, **kwargs)
+
+    return call
+
+
+def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[Any, Any]:  # noqa: ARG001  torch's names
+    """Return what ``DataParallel`` of one card passes on (torch/nn/parallel/scatter_gather.py).
+
+    Raises:
+        NotImplementedError: It is of several.
+    """
+    if len(cards) > 1:
+        raise NotImplementedError(
+            f"virtual GPU: DataParallel over {len(cards)} cards is not planned; plan DistributedDataParallel with "
+            "--world, or DataParallel of one card (device_ids=[0])."
+        )
+
+    def move(value: Any) -> Any:
+        return value.to(_as_device(cards[0])) if isinstance(value, Tensor) else value
+
+    return (tree_map(move, tuple(inputs)),), (tree_map(move, kwargs or {}),)
 
 
 def _libraries() -> Iterator[tuple[Any, str, Any]]:
@@ -690,7 +744,7 @@ def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> An
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
         return _do_nothing
     if not kwargs.get("disable"):
-        ledger.seen.compiled.append(where_called())
+        ledger.seen.compiled.append(f"torch.compile at {where_called()}")
     return (lambda found: found) if model is None else model
 
 

@@ -1,6 +1,8 @@
 """A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
+import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
@@ -17,12 +19,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator
 from hybridtrain.virtual_gpu.basis import Basis, find_growth, versions
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.cuda_facade import facade
 from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.launchers import launchers
 from hybridtrain.virtual_gpu.ledger import StepMark
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.replay import OutOfMemory, replay_trace
@@ -76,7 +80,8 @@ class VirtualGpu:
         steps: After how many iterations the code is stopped; None: never.
         allocator: Settings of the caching allocator; None: torch's defaults.
         record_history: Keep what snapshots need.
-        world: Cards that the code is to believe it runs on; above 1 it is one rank of torch.distributed.
+        world: Cards that torchrun would start the code on, of which it is one rank; None: it is started alone, and is
+            what a launcher that it calls makes of it.
         rank: Which of them this card is.
         cards_per_machine: Of the world, as torchrun's ``--nproc-per-node``.
         link: What joins cards of one machine: nvlink, pcie or a TOML file.
@@ -89,12 +94,19 @@ class VirtualGpu:
 
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
-        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int = 1, rank: int = 0,
+        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
         self.card = find_card(card) if isinstance(card, str) else card
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
-        self.world = World(size=world, rank=rank, cards_per_machine=cards_per_machine, link=link, network=network)
+        self._is_launched = world is not None
+        self.world = World(
+            size=1 if world is None else world,
+            rank=rank,
+            cards_per_machine=cards_per_machine,
+            link=link,
+            network=network,
+        )
         self.config = allocator
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
@@ -135,8 +147,10 @@ class VirtualGpu:
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, autocast))
-            if self.world.size > 1:
+            if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
+            for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
+                stack.enter_context(mock.patch.object(owner, name, value))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),
@@ -225,6 +239,36 @@ class VirtualGpu:
         self._depth += 1
         self.ledger.enter_module(self._names.get(module, ""))
 
+    def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what lets code open a process group that nobody launched: alone, or as its environment says."""
+        dist = import_module("torch.distributed")
+        true_init = dist.init_process_group
+
+        @wraps(true_init)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            size = max(int(kwargs.get("world_size", -1)), int(os.environ.get("WORLD_SIZE", "-1")))
+            if size > 0 and not self._is_launched:
+                self._enter_world(size, int(os.environ.get("RANK", max(0, int(kwargs.get("rank", 0))))))
+            return true_init(*args, **kwargs)
+
+        for module in (dist, import_module("torch.distributed.distributed_c10d")):
+            yield module, "init_process_group", init
+
+    def _enter_world(self, size: int, rank: int = 0) -> None:
+        """Be one rank of as many as a launcher starts.
+
+        Raises:
+            ConfigError: Another number was asked for.
+        """
+        if self._is_launched:
+            if size != self.world.size:
+                fault = f"the launcher starts {size} processes and the world has {self.world.size}; leave --world out."
+                raise ConfigError("virtual", [fault])
+            return
+        self._is_launched, self.world = True, replace(self.world, size=size, rank=rank)
+        self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self._open.enter_context(virtual_world(self.world, self.ledger))
+
     def _begin_forward(self) -> None:
         if not torch.is_grad_enabled():
             self.ledger.seen.num_evaluations += 1
@@ -233,7 +277,7 @@ class VirtualGpu:
             if self._updated >= {id(one) for one in active}:
                 self.begin_step()
             else:  # of a network that has a turn of its own, or an optimizer never makes a step
-                self._marks.append(self.ledger.mark())
+                self._marks.append(self.ledger.step_mark())
         elif not self._begun or (not active and self.ledger.seen.num_backwards > self._backwards_at_begin):
             self.begin_step()
 

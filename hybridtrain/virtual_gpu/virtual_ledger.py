@@ -649,7 +649,7 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._streams.append(self.stream)
         return index
 
-    def mark(self) -> StepMark:
+    def step_mark(self) -> StepMark:
         """Return where a step that begins now would begin."""
         return StepMark(len(self._events), len(self._ops))
 

@@ -26,7 +26,8 @@ EXPERTS = Qwen3MoeConfig(
 def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, config: PreTrainedConfig) -> None:
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_bytes()
-    files = write_dummy_weights(tmp_path)
+    files, dtype = write_dummy_weights(tmp_path)
+    assert dtype is torch.bfloat16
     assert (tmp_path / "config.json").read_bytes() == text
     with VirtualGpu("rtx-4090"):
         model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
@@ -38,6 +39,22 @@ def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, c
         assert torch.cuda.memory_allocated() >= size
     assert size < sum(file.stat().st_size for file in files) < size + 2**15
     assert sum(file.stat().st_blocks * 512 for file in files) < 2**16
+
+
+@pytest.mark.parametrize(("named", "dtype"), [(None, torch.float32), ("float16", torch.float16)])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_weights_have_the_type_that_transformers_gives_them(
+    tmp_path: Path, named: str | None, dtype: torch.dtype, key: str
+) -> None:
+    settings = {name: value for name, value in LLAMA.to_dict().items() if name not in {"dtype", "torch_dtype"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | ({} if named is None else {key: named})))
+    files, found = write_dummy_weights(tmp_path)
+    assert found is dtype
+    with VirtualGpu("rtx-4090"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert model.dtype is dtype
+        size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size < sum(file.stat().st_size for file in files) < size + 2**15
 
 
 def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
 
-import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from hybridtrain.virtual_gpu.basis import Basis, growth_text
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import by_module
+from hybridtrain.virtual_gpu.launchers import python_command
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
@@ -198,18 +198,18 @@ class VirtualRun:
 
 def run_script(
     script: str, arguments: Sequence[str], *, card: str, host_memory: float | None = None, steps: int | None = None,
-    world: int = 1, rank: int = 0, link: str = "pcie",
+    world: int | None = None, rank: int = 0, link: str = "pcie",
     expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
 ) -> VirtualRun:  # fmt: skip
     """Run a script to its end, to its ``steps``-th iteration or to the request that the card refuses.
 
     Args:
-        script: A Python file, or ``-m`` and then the module as the first argument.
+        script: A Python file, ``-m`` and then the module as the first argument, or a launcher.
         arguments: The script's own.
         card: Name of a card, or a .toml file with its figures.
         host_memory: Bytes of the machine around the card; None: as much as is asked for.
         steps: After how many iterations the script is stopped, each a step of every optimizer.
-        world: Cards that torchrun would start it on.
+        world: Cards that torchrun would start it on; None: one that nobody launched, or what a launcher says.
         rank: Which of them this run is.
         link: What joins them.
         expandable_segments: Plan with torch's expandable_segments:True.
@@ -221,11 +221,12 @@ def run_script(
         ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
     """
-    is_module = script == "-m"
-    if is_module and not arguments:
-        raise ConfigError("virtual", ["-m: says no module; give its name after it."])
-    if not is_module and not Path(script).is_file():
-        raise ConfigError("virtual", [f"script '{script}' does not exist; give a Python file, or -m and a module."])
+    command = python_command([script, *arguments])
+    if command is None:
+        fault = "-m: says no module; give its name after it." if script == "-m" else (
+            f"script '{script}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
+        )  # fmt: skip
+        raise ConfigError("virtual", [fault])
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     try:
         gpu = VirtualGpu(
@@ -234,13 +235,10 @@ def run_script(
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError("virtual", [str(error)]) from error
-    name = arguments[0] if is_module else script
+    name = command.name
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
-    with output, _as_main(script, arguments), _script_errors(name, gpu), gpu:
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(name, run_name="__main__")
+    with output, _script_errors(name, gpu), gpu:
+        command.run()
     run, basis = gpu.report(), gpu.basis()
     if not run.trace.sizes and gpu.oom is None:
         fault = f"{name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
@@ -288,19 +286,3 @@ def _reasons(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-@contextmanager
-def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Let ``sys.argv`` and ``sys.path`` be what they are for a script that Python itself runs."""
-    outer = sys.argv, sys.path[:]
-    if script == "-m":
-        sys.argv = list(arguments)
-        sys.path.insert(0, str(Path.cwd()))
-    else:
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = outer
