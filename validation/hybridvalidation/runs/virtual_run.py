@@ -251,9 +251,10 @@ def run_script(
         script=name, run=run, world=gpu.world, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
         host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
         without_gradient=gpu.without_gradient, basis=basis,
-        reserved=None
-        if basis.growth is not None
-        else reserved_range(run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator),
+        reserved=None if basis.growth is not None else reserved_range(
+            run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator,
+            capacity_bytes=run.card.allocator_capacity_bytes,
+        ),
     )  # fmt: skip
 
 
