@@ -81,6 +81,7 @@ def launchers(enter_world: Callable[[int], None]) -> Iterator[tuple[Any, str, An
         enter_world: Called with the number of processes that torchrun would start; this one is one of them.
     """
     yield subprocess, "Popen", _Popen
+    yield os, "_exit", sys.exit  # at once, without an answer; a plan has one to give
     api = import_module("torch.distributed.launcher.api")
     launch = _launch(enter_world)
     for module in (api, import_module("torch.distributed.run")):

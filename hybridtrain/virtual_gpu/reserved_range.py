@@ -45,8 +45,8 @@ class ReservedRange:
     """The same for each change, the largest of its ways; a change that a trace does not allow is missing: a step whose
     end is not what it began with cannot be repeated."""
     lengths_fit: bool | None = None
-    """Whether steps of other lengths run under the card's cap, which makes the allocator give cached segments back; None
-    where nobody asked, or they take little more than steps of one length."""
+    """Whether steps of other lengths run under the card's cap, where it gives cached segments back; None where
+    nobody asked, or they take little more than steps of one length."""
 
     @property
     def margin_bytes(self) -> int:

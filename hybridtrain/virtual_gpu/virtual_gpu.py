@@ -327,6 +327,7 @@ class VirtualGpu:
     def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         missing = []
         self._optimizers.add(optimizer)
+        self._idle.discard(optimizer)
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
             self.ledger.label(parameter, TensorClass.WEIGHT, unit)

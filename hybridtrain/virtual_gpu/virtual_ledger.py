@@ -239,6 +239,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         outer, self.is_inside = self.is_inside, True
         try:
             return self._run(func, args, kwargs or {})
+        except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
+            self.seen.refusals.append(
+                f"{where_called()}: {func}: torch {torch.__version__} does not say what it makes."
+            )
+            raise
         finally:
             self.is_inside = outer
 

@@ -196,6 +196,15 @@ def test_a_refusal_that_a_script_catches_is_told(
     assert "ON THIS PATH ONLY" in verdict
 
 
+def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = "torch.ops.aten._cudnn_init_dropout_state(0.1, True, 1, dtype=torch.uint8, device=out.device)"
+    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=lacking, kind="Exception"))
+    assert "does not say what it makes" in answer["basis"]["refusals"][0]
+    assert "ON THIS PATH ONLY" in verdict
+
+
 def test_a_full_card_that_a_script_gets_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = "torch.empty(40 * 2**30, dtype=torch.uint8, device='cuda')"
     answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=attempt, kind="torch.OutOfMemoryError"))
@@ -207,6 +216,7 @@ def test_a_full_card_that_a_script_gets_over_is_told(tmp_path: Path, capsys: pyt
 ENDS = {
     "exit": "raise SystemExit(f'loading failed: {error}') from None",
     "code": "sys.exit(1)",
+    "at once": "os._exit(1)",
     "another": "raise ValueError('cannot load') from error",
     "hidden": "raise KeyError('model') from None",
     "later": "failed = True",
@@ -219,6 +229,7 @@ def test_a_refusal_that_ends_a_script_decides_whatever_became_of_it(
     end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = f"""
+import os
 import sys
 kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 try:
