@@ -29,6 +29,10 @@ class Seen:
     """What was refused to the code, in words: requests for memory, and sizes that depend on computed values."""
     compiled: list[str] = field(default_factory=list)
     """Where the code asked for compiled code, and by what."""
+    uncounted: dict[str, str] = field(default_factory=dict)
+    """What ops take on a card that is not counted, and where the first of them was called."""
+    approximated: dict[str, str] = field(default_factory=dict)
+    """What is planned otherwise than a card does it, and where."""
     made_at: dict[int, str] = field(default_factory=dict)
     """Where storages of the third and later steps were made."""
     num_saves: int = 0
@@ -97,6 +101,10 @@ class Basis:
     """Where the script asked for compiled code, by what; it is planned as eager code."""
     refusals: tuple[str, ...]
     """What the virtual card refused and the script caught: what followed may be another path than on a card."""
+    uncounted: dict[str, str]
+    """What ops take on a card that is not counted, and where the first of them was called."""
+    approximated: dict[str, str]
+    """What is planned otherwise than a card does it, and where."""
     growth: Growth | None
 
     @property
@@ -126,7 +134,8 @@ class Basis:
         ]
         packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         code = "compiled code planned as eager" if self.compiled else "eager code"
-        return f"planned with {packages}; {code}; seen: {', '.join(seen)}"
+        missing = f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
+        return f"planned with {packages}; {code}; seen: {', '.join(seen)}{missing}"
 
 
 def versions() -> dict[str, str]:

@@ -99,9 +99,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     true_data_ptr = torch.UntypedStorage.data_ptr
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     yield torch.UntypedStorage, "resize_", _counted_resize(ledger)
-    drop = _Dropout(ledger)
-    yield torch._VF, "dropout", drop
-    yield torch, "dropout", drop
+    yield from _kernels(ledger)
     yield from _libraries()
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
@@ -120,6 +118,15 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _kernels(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what CUDA does in one kernel and the CPU does not."""
+    drop = _Dropout(ledger)
+    yield torch._VF, "dropout", drop
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        yield torch._VF, name, _unfused(ledger, name)
+    yield torch, "dropout", drop
 
 
 def _build_of_cuda() -> Iterator[tuple[Any, str, Any]]:
@@ -149,6 +156,18 @@ def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[...,
         return function(obj, *args, **kwargs)
 
     return call
+
+
+def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
+    function = getattr(torch._VF, name)
+    told = f"{name.partition('_')[0].upper()} planned op by op, where cuDNN has one kernel that keeps other tensors"
+
+    def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
+        if ledger.place_of(input) is Place.DEVICE:
+            ledger.seen.approximated.setdefault(told, where_called())
+        return function(input, *args)
+
+    return run
 
 
 def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[Any, Any]:  # noqa: ARG001  torch's names

@@ -191,6 +191,7 @@ class VirtualGpu:
             num_backwards=seen.num_backwards, num_evaluations=seen.num_evaluations, num_saves=seen.num_saves,
             compiled=tuple(dict.fromkeys(seen.compiled)),
             refusals=tuple(dict.fromkeys(text for text in seen.refusals if text != ended_by)),
+            uncounted=dict(seen.uncounted), approximated=dict(seen.approximated),
             growth=find_growth(self.ledger.trace(), seen.made_at),
         )  # fmt: skip
 

@@ -339,9 +339,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
         if device is not None:  # what a factory makes depends on the default type, too
             return func(*args, **kwargs)
-        if func is _ATEN._grouped_mm.default:
-            return _grouped_matmul(*args, **kwargs)
-        return self._meta_cache.call(func, args, kwargs)
+        made = _made_otherwise(func, args, kwargs)
+        return made if made is not None else self._meta_cache.call(func, args, kwargs)
 
     def _book(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
@@ -364,6 +363,9 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 index = self._allocate(scratch, Stage.UPDATE)
                 self._release(index, scratch)
             self._append_op(func, args, kwargs, out, event)
+            library = _WORKSPACES.get(func._overloadpacket)
+            if library is not None:
+                self.seen.uncounted.setdefault(library, where_called())
         else:
             size = count_bytes(func, args, kwargs, out)
             if size >= _HOST_WORK:
@@ -775,6 +777,21 @@ _KNOWN_FACTORIES = frozenset(
         _ATEN.randperm, _ATEN.scalar_tensor, _ATEN.tril_indices, _ATEN.triu_indices, _ATEN.zeros,
     }
 )  # fmt: skip
+_SHRUNK = {
+    _ATEN.mse_loss.default: 2, _ATEN.smooth_l1_loss.default: 2, _ATEN.binary_cross_entropy.default: 3,
+}  # fmt: skip
+"""Losses whose mean or sum lies in the storage of all their elements (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu): the
+result is resized to a number. By the place of the reduction among the arguments."""
+_WORKSPACES = {
+    **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
+    **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
+    **dict.fromkeys(
+        (_ATEN._linalg_svd, _ATEN._linalg_eigh, _ATEN.linalg_qr, _ATEN.linalg_cholesky_ex, _ATEN.linalg_lu_factor_ex,
+         _ATEN.linalg_inv_ex, _ATEN._linalg_solve_ex),
+        "workspaces of cuSOLVER",
+    ),
+}  # fmt: skip
+"""What libraries take inside of ops, by how they decide at run time."""
 _QUESTIONS = frozenset(
     {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
 )
@@ -801,6 +818,20 @@ def _makes_much(func: torch._ops.OpOverload, operands: list[Tensor]) -> bool:
 
 def _storage(num_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
+
+
+def _made_otherwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return what an op makes where torch's own answer on the meta device is another than a card's."""
+    if func is _ATEN._grouped_mm.default:
+        return _grouped_matmul(*args, **kwargs)
+    if func in _SHRUNK and _is_reduced(func, args):
+        return torch.empty_like(torch.broadcast_tensors(*args[:2])[0], device=_META).resize_(())
+    return None
+
+
+def _is_reduced(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    position = _SHRUNK[func]
+    return bool(args[position]) if len(args) > position else True
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -321,10 +321,38 @@ def test_evaluation_and_saving_are_seen(tmp_path: Path, capsys: pytest.CaptureFi
     assert (both["basis"]["num_evaluations"], both["basis"]["num_saves"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        ("nn.Conv1d(64, 64, 3).cuda()(x)", "workspaces of cuDNN's convolutions"),
+        ("torch.fft.rfft(x).real", "workspaces of cuFFT"),
+        ("torch.linalg.qr(x)[0]", "workspaces of cuSOLVER"),
+        ("torch.linalg.svdvals(x)", "workspaces of cuSOLVER"),
+        ("(x @ x)", None),
+    ],
+)
+def test_what_libraries_take_uncounted_is_told(
+    work: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"x = torch.randn(64, 64, device='cuda', requires_grad=True)\n{work}.sum()\n"
+    answer, _ = planned(tmp_path, capsys, body)
+    assert list(answer["basis"]["uncounted"]) == ([] if told is None else [told])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_are_told_to_be_approximate(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"model = nn.{kind}(8, 8).cuda()\nmodel(torch.randn(4, 2, 8, device='cuda'))[0].sum().backward()\n"
+    _, verdict = planned(tmp_path, capsys, body)
+    assert f"APPROXIMATE: {kind} planned op by op" in verdict
+    assert "script.py:4" in verdict
+
+
 def test_the_words_of_a_basis() -> None:
     basis = Basis(
         versions={"torch": "2.13.0", "peft": "0.21"}, num_steps=1, num_backwards=4, has_state=True, num_evaluations=0,
-        num_saves=2, compiled=(), refusals=(), growth=None,
+        num_saves=2, compiled=(), refusals=(), uncounted={}, approximated={}, growth=None,
     )  # fmt: skip
     told = "planned with torch 2.13.0, peft 0.21; eager code; seen: 1 whole step, no evaluation, saving"
     assert (basis.as_text(), basis.lower_bound, basis.upper_bound) == (told, "", "")

@@ -178,6 +178,7 @@ class VirtualRun:
             worth.append(f"LOWER BOUND: {basis.lower_bound}")
         if basis.upper_bound:
             worth.append(f"UPPER BOUND: {basis.upper_bound}")
+        worth += [f"APPROXIMATE: {what} ({where})" for what, where in basis.approximated.items()]
         if basis.growth is not None and self.fits:
             free = self.run.card.memory_bytes - self.run.device_used_bytes
             worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
