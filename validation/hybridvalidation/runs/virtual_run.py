@@ -71,6 +71,9 @@ class VirtualRun:
             "peak_reserved_bytes": run.peak_reserved_bytes,
             "reserved_range": self.reserved.as_mapping(),
             "device_used_bytes": run.device_used_bytes,
+            "verdict": run.verdict.value,
+            "margin_bytes": run.card.margin_bytes,
+            "card_note": run.card.source_note,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
             "disk_peak_bytes": 0,
@@ -130,12 +133,13 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
+            *filter(None, [run.card.source_note]),
             self.reserved.as_text(),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             steps,
             self._speed(),
         ]
-        return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+        return "\n".join([*lines, *self._remarks(), run.card.told(run.verdict) if self.fits else self._refusal()])
 
     def _speed(self) -> str:
         if not self.fits:
