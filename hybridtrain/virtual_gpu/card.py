@@ -146,10 +146,14 @@ class Card:
             (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
             (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
         )
-        missing = [figure for figure, source in figures if source in {"", NOT_FOUND}]
-        if not missing:
-            return ""
-        return f"{self.name}: no source for {' and '.join(missing)}; the card file's figure is taken, else a safe one"
+        found = {
+            "no published figure for {}: a safe one is taken": [
+                told for told, source in figures if source == NOT_FOUND
+            ],
+            "its file states no source for {}": [told for told, source in figures if not source],
+        }
+        notes = [note.format(" and ".join(missing)) for note, missing in found.items() if missing]
+        return f"{self.name}: {'; '.join(notes)}" if notes else ""
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -197,7 +201,7 @@ def safe_memory_mib(nvidia_smi_mib: int) -> int:
 
 def safe_context_mib(compute_capability: str) -> int:
     """Return the largest context in MiB known of cards of a compute capability; of none: of all but A100 and H100."""
-    known = [
+    known: list[tuple[str, int]] = [
         (table["compute_capability"], table["context_mib"]) for table in _tables().values() if "context_mib" in table
     ]
     alike = [size for capability, size in known if capability == compute_capability]

@@ -110,14 +110,17 @@ def test_a_card_without_sources_is_on_the_safe_side_and_says_so() -> None:
     assert safe_memory_mib(8188) == 8188 - 82 - 384
     unknown = card(memory_mib=7722, nvidia_smi_mib=8188, memory_source=NOT_FOUND)
     assert unknown.context_mib == 584  # of the RTX 4090
-    told = "Home-made: no source for capacity (7.54 GiB) and CUDA context (584.00 MiB)"
-    assert unknown.source_note.startswith(told)
+    assert unknown.source_note == (
+        "Home-made: no published figure for capacity (7.54 GiB): a safe one is taken; "
+        "its file states no source for CUDA context (584.00 MiB)"
+    )
     assert card(compute_capability="7.5").context_mib == max(
         item.context_mib for item in card_catalogue().values() if item.family != "data_center"
     )
     known = card(memory_source="0.98 GiB", context_source="0.57 GiB")
     assert known.source_note == ""
-    assert replace(known, context_source="").source_note.startswith("Home-made: no source for CUDA context")
+    both = replace(known, memory_source="", context_source="").source_note
+    assert both == "Home-made: its file states no source for capacity (1000.00 MiB) and CUDA context (584.00 MiB)"
 
 
 def test_a_table_whose_memory_was_not_found_has_a_safe_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +128,7 @@ def test_a_table_whose_memory_was_not_found_has_a_safe_one(monkeypatch: pytest.M
     monkeypatch.setattr(card_module, "_tables", lambda: TABLES | {"new": table | {"memory_source": NOT_FOUND}})
     found = card_catalogue.__wrapped__()["new"]
     assert found.memory_mib == safe_memory_mib(16380) < TABLES["rtx-4060-ti-16gb"]["memory_mib"]
-    assert "no source for capacity (15.46 GiB) and CUDA context" in found.source_note
+    assert "no published figure for capacity (15.46 GiB) and CUDA context" in found.source_note
 
 
 def test_sources_are_no_part_of_a_cards_identity() -> None:

@@ -481,13 +481,13 @@ def test_a_plan_within_the_margin_fits_barely(command: Command) -> None:
 
 
 def test_a_card_without_sources_is_told_in_one_line(command: Command) -> None:
-    note = "Tiny card: no source for capacity (64.00 MiB) and CUDA context (1.00 MiB)"
+    note = "Tiny card: its file states no source for capacity (64.00 MiB) and CUDA context (1.00 MiB)"
     assert command.json(*dry_run())["card_note"].startswith(note)
     assert command(*dry_run()) == 0
     assert sum(line.startswith(note) for line in command.out.splitlines()) == 1
     change("card.toml", "memory_mib = 64", 'memory_mib = 64\nmemory_source = "a log"\ncontext_source = "a log"')
     assert command(*dry_run()) == 0
-    assert "no source" not in command.out
+    assert "no source for" not in command.out
     assert command("list", "cards") == 0
     cards = command.out
     assert "rtx-4090: NVIDIA GeForce RTX 4090, 23.52 GiB, of these 584.00 MiB CUDA context\n" in cards

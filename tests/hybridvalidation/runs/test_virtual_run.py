@@ -151,7 +151,7 @@ def test_a_script_within_the_margin_fits_barely(
     used_mib = json.loads(run(8192, "--json"))["device_used_bytes"] // 2**20  # segments and context are whole MiB
     told = run(used_mib)
     assert told.splitlines()[-1].startswith("fits barely, within the margin of 5 % ")
-    assert "small: no source for capacity" in told
+    assert "small: its file states no source for capacity" in told
     answer = json.loads(run(used_mib, "--json"))
     assert (answer["fits"], answer["verdict"]) == (True, "fits barely")
     assert run(used_mib * 2).splitlines()[-1] == "fits"
