@@ -45,7 +45,7 @@ else:
 @contextmanager
 def nvidia_smi(card: Card, num_cards: int) -> Iterator[None]:
     """Put the command first on PATH; it tells of the card what does not change, and of memory that none is in use."""
-    total = str(card.memory_bytes // 2**20)
+    total = str(card.nvidia_smi_mib or card.memory_mib)
     values = {
         "name": (card.name, ""), "gpu_name": (card.name, ""), "count": (str(num_cards), ""), "index": ("", ""),
         "memory.total": (total, "MiB"), "memory.free": (total, "MiB"), "memory.used": ("0", "MiB"),

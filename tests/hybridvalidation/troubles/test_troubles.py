@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridvalidation.cli.main import main
 from hybridvalidation.troubles import diagnose, read_log, troubles, troubles_page
 
@@ -31,7 +32,7 @@ FALLING = [5 * math.exp(-step / 20) + 2 + 0.05 * (-1) ** step for step in range(
 LOGS = {
     "fragmented": OOM.format(asked="2.00 GiB"),
     "card-too-small": "Traceback:\n" + OOM.format(asked="8.00 GiB"),
-    "plan-too-large": "NVIDIA GeForce RTX 4090: does not fit, 30 GiB of 23.99 GiB used",
+    "plan-too-large": "NVIDIA GeForce RTX 4090: does not fit, 30 GiB of 23.52 GiB used",
     "host-too-small": "host memory: 3.00 GiB more for optim_state exceed the limit of 60.00 GiB (held: nothing)",
     "cannot-pin": "host memory: 3.00 GiB could not be pinned (CUDA error 2, out of memory)",
     "disk-full": "OSError: [Errno 28] No space left on device: 'run/state.pt'",
@@ -76,10 +77,11 @@ def test_every_trouble_has_a_log_here() -> None:
         ours(FALLING),
         "\n".join(f"{{'loss': {loss:.4f}, 'grad_norm': 0.9, 'epoch': 0.1}}" for loss in FALLING),
         "step 1 loss 2.5 lr 1e-3 1,000 tok/s 3 GiB",
-        "NVIDIA GeForce RTX 4090: fits, 3 GiB of 23.99 GiB used",
+        "NVIDIA GeForce RTX 4090: fits, 3 GiB of 23.52 GiB used",
+        f"NVIDIA GeForce RTX 4090: {MARGIN_TOLD} (1.18 GiB), 23 GiB of 23.52 GiB used",
         "",
     ],
-    ids=["ours", "transformers", "short", "a plan", "empty"],
+    ids=["ours", "transformers", "short", "a plan", "a tight plan", "empty"],
 )
 def test_a_sound_log_shows_nothing(log: str) -> None:
     assert names(log) == []

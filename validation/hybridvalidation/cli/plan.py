@@ -212,7 +212,7 @@ def fit(
     tokens_per_step: Count | None = None,
     tokens: Count = 100_000_000,
     method: Names = ("full", "lora", "qlora"),
-    margin: float = 5.0,
+    margin: float | None = None,
     world: Count = 1,
     link: str = "pcie",
     quick: Flag = False,
@@ -233,7 +233,7 @@ def fit(
         tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
         tokens: Of the data set, for the hours it takes.
         method: full (at each level of exactness), lora, qlora; with commas between them.
-        margin: Percent of the card's bytes that stay free.
+        margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
         link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
         quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.

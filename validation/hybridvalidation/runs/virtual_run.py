@@ -74,6 +74,9 @@ class VirtualRun:
             "peak_reserved_bytes": run.peak_reserved_bytes,
             "reserved_range": None if self.reserved is None else self.reserved.as_mapping(),
             "device_used_bytes": run.device_used_bytes,
+            "verdict": run.verdict.value,
+            "margin_bytes": run.card.margin_bytes,
+            "card_note": run.card.source_note,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
             "disk_peak_bytes": 0,
@@ -136,7 +139,7 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
-            *(() if self.reserved is None else (self.reserved.as_text(),)),
+            *filter(None, [run.card.source_note, self.reserved and self.reserved.as_text()]),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
             self._speed(),
@@ -184,7 +187,7 @@ class VirtualRun:
             worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
         if basis.refusals:
             worth.append("ON THIS PATH ONLY: the script caught what the virtual card refused, see above")
-        return "; ".join(["fits" if self.fits else self._refusal(), *worth])
+        return "; ".join([self.run.card.told(self.run.verdict) if self.fits else self._refusal(), *worth])
 
     def _refusal(self) -> str:
         oom = self.run.oom
