@@ -164,7 +164,7 @@ def test_the_likely_cause_is_told_with_figures_and_a_command(
     )
     assert main(["doctor", "--from", str(tmp_path / "log"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["troubles"]
-    assert "27021361152 bytes (25.17 GiB)" in found["found"]
+    assert found["figures"] == "asked for 25.17 GiB"
 
 
 def test_losses_beside_others_of_the_same_line_do_not_count() -> None:

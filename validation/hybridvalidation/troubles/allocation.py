@@ -1,4 +1,7 @@
-"""The allocation that failed, as torch tells of it: both formats of its caching allocator, and cudaMallocAsync's."""
+"""The allocation that failed, as torch and numpy tell of it.
+
+torch's caching allocator has two formats, before and since 2.1; cudaMallocAsync's and the host's have one each.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,20 +10,20 @@ from typing import Final
 
 from hybridtrain.units import GIB, format_bytes
 
-_SIZE: Final = r"(\d{1,15}(?:\.\d{1,9})?) ?((?:[KMGTPE]i?)?B|bytes)\b"
+_SIZE: Final = r"(\d{1,30}\.?\d{0,9}) ?((?:[KMGTPE]i?)?B|bytes)\b"
 _UNITS: Final = {"bytes": 1, "B": 1} | {
     f"{letter}{middle}B": base**power
     for middle, base in (("i", 1024), ("", 1000))
     for power, letter in enumerate("KMGTPE", 1)
 }
-_BEGIN: Final = re.compile(r"out of memory(?=[.\s(])|Allocation on device \d")
+_BEGIN: Final = re.compile(r"out of memory(?=[.\s(])|Allocation on device \d|DefaultCPUAllocator|Unable to allocate")
 _DECORATION: Final = re.compile(r"[│╭╰╮╯─]+|\[rank\d+\]:")
 _MESSAGE_LENGTH: Final = 1500
 """Characters, with the names of some other processes."""
 _PATTERNS: Final = {
     name: re.compile("|".join(pattern.replace("SIZE", _SIZE) for pattern in patterns))
     for name, patterns in {
-        "asked": (r"Tried to allocate (?:more than )?SIZE", r"Requested\s*: SIZE"),
+        "asked": (r"(?:[Tt]ried|Unable) to allocate (?:more than )?SIZE", r"Requested\s*: SIZE"),
         "capacity": (r"total capac\w+ of SIZE", r"SIZE total capacity", r"Device limit\s*: SIZE"),
         "free": (r"of which SIZE is free", r"SIZE free", r"Free \(according to CUDA\)\s*: SIZE"),
         "allocated": (

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.units import format_bytes
 from hybridvalidation.troubles.allocation import failed_allocation
 from hybridvalidation.troubles.measures import ENOUGH, MEASURES
 from hybridvalidation.troubles.table import Trouble, signs_of, troubles
@@ -22,8 +21,8 @@ _EXAMPLES: Final = ("llama-7b", "rtx-4090")
 _SHOWN: Final = 160
 """Characters of a line."""
 _MOST_ANSWERS: Final = 3
-_OUT_OF_MEMORY: Final = "card-too-small"
-"""The trouble whose variants are told with the figures of torch's message."""
+_FAILED_ALLOCATIONS: Final = {"card-too-small", "host-allocation"}
+"""Troubles that are told with the figures of the message, and so are their variants."""
 _LONGEST_TRACEBACK: Final = 400
 """Lines."""
 _HEADER: Final = "Traceback (most recent call last)"
@@ -34,7 +33,6 @@ _CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s│]*\d+[\s│]")
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
 """What stands outside of it is the optimizer that calls it, not what it computes."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LONG_COUNT: Final = re.compile(r"\b(\d{7,18}) bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +131,12 @@ class _Log:
         by_frames, with_variants = set[str](), set[str]()
         """Troubles of which a variant was found by its frames, or at all."""
         for trouble in troubles():
-            if trouble.name in with_variants or (trouble.frames and trouble.variant_of in by_frames):
+            if trouble.name in with_variants or (trouble.frames and by_frames.intersection(trouble.variant_of)):
                 continue
             answer = self._variant(trouble) if trouble.variant_of else self._look(trouble)
             if answer is not None:
-                with_variants.add(trouble.variant_of)
-                by_frames |= {trouble.variant_of} if trouble.frames else set()
+                with_variants.update(trouble.variant_of)
+                by_frames.update(trouble.variant_of if trouble.frames else ())
                 yield answer
 
     def _look(self, trouble: Trouble) -> Answer | None:
@@ -151,7 +149,10 @@ class _Log:
         return None if at is None else self._answer(trouble, at)
 
     def _variant(self, trouble: Trouble) -> Answer | None:
-        failure = self._first(signs_of(trouble.variant_of))
+        own = self._first(trouble.signs)
+        if own is not None:
+            return self._answer(trouble, own)
+        failure = self._first(tuple(sign for name in trouble.variant_of for sign in signs_of(name)))
         if failure is None:
             return None
         if trouble.frames:
@@ -169,15 +170,13 @@ class _Log:
         return None
 
     def _answer(self, trouble: Trouble, at: int, told: str = "") -> Answer:
-        line = self.lines[at].strip()[:_SHOWN]
-        line = _LONG_COUNT.sub(lambda count: f"{count[0]} ({format_bytes(int(count[1]))})", line)
         figures = [told] if told else []
         allocation = failed_allocation(self.text)
-        if allocation is not None and _OUT_OF_MEMORY in {trouble.name, trouble.variant_of}:
+        if allocation is not None and not _FAILED_ALLOCATIONS.isdisjoint({trouble.name, *trouble.variant_of}):
             figures.append(str(allocation))
         for pattern in trouble.figures:
             figures += [match[0] for match in deque(re.finditer(pattern, self.text), maxlen=1)]
-        return Answer(trouble=trouble, line=at + 1, found=line, figures="; ".join(figures))
+        return Answer(trouble=trouble, line=at + 1, found=self.lines[at].strip()[:_SHOWN], figures="; ".join(figures))
 
     def _first(self, signs: tuple[str, ...]) -> int | None:
         """Return the first line that has one of the signs; few are searched for, as plain text is found much faster."""

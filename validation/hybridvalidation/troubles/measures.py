@@ -121,6 +121,13 @@ def gradient_no_number(text: str) -> Mapping[str, str] | None:
     return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
 
 
+def nothing_learned(text: str) -> Mapping[str, str] | None:
+    """Find that all losses and gradient norms are 0."""
+    course, gradients = _course(text), _numbers(_GRADIENT, text) if "norm" in text else []
+    nothing = len(course) > _FEW and len(gradients) > _FEW and not any(course) and not any(gradients)
+    return {"losses": f"all {len(course)} are 0, and so are gradient norms"} if nothing else None
+
+
 def slowing_down(text: str) -> Mapping[str, str] | None:
     """Find a speed that falls by more than three tenths, little by little."""
     speeds = _warm_speeds(text)
@@ -228,6 +235,7 @@ MEASURES: Final[Mapping[str, Measure]] = {
         loss_rises,
         loss_spikes,
         gradient_no_number,
+        nothing_learned,
         slower_at_once,
         slowing_down,
         ran_before,

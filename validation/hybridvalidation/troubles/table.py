@@ -30,8 +30,8 @@ class Trouble:
     """Regular expressions of lines that show it."""
     measures: tuple[str, ...] = ()
     """Names of ``MEASURES``."""
-    variant_of: str = ""
-    """Name of the trouble whose signs must be there too; it is told after its variants."""
+    variant_of: tuple[str, ...] = ()
+    """Names of troubles; one's signs must be there too, and it is not told where a variant is."""
     frames: tuple[str, ...] = ()
     """Regular expressions of lines of the failure's traceback; the first variant that has one is told."""
     figures: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class _Table:
 
     def __post_init__(self) -> None:
         with_signs = {trouble.name for trouble in self.trouble if trouble.signs}
-        unknown = sorted({trouble.variant_of for trouble in self.trouble} - with_signs - {""})
+        unknown = sorted({name for trouble in self.trouble for name in trouble.variant_of} - with_signs)
         if unknown:
             raise ValueError(f"variant_of: {', '.join(unknown)} must be a trouble with signs")
 
