@@ -120,12 +120,12 @@ def _title(trouble: Trouble) -> str:
 
 
 class _Log:
-    """A log's lines; its text has one line break, so that signs of a line are looked for in all at once."""
-
     def __init__(self, log: str) -> None:
-        self.lines = _COLOURS.sub("", log).splitlines()
+        self.lines = _COLOURS.sub("", log).splitlines() or [""]
         self.text = "\n".join(self.lines)
         self.lower = self.text.lower()
+        self.places = dict[str, int | None]()
+        """Of signs, the first line that has it."""
 
     def answers(self) -> Iterator[Answer]:
         by_frames, with_variants = set[str](), set[str]()
@@ -179,10 +179,24 @@ class _Log:
         return Answer(trouble=trouble, line=at + 1, found=self.lines[at].strip()[:_SHOWN], figures="; ".join(figures))
 
     def _first(self, signs: tuple[str, ...]) -> int | None:
-        """Return the first line that has one of the signs; few are searched for, as plain text is found much faster."""
-        likely = (sign for sign in signs if plain_part(sign) in self.lower)
-        found = [match.start() for sign in likely if (match := _any((sign,)).search(self.text))]
-        return self.text.count("\n", 0, min(found)) if found else None
+        """Return the first line that has one of the signs."""
+        for sign in signs:
+            if sign not in self.places:
+                self.places[sign] = self._find(sign)
+        return min((at for sign in signs if (at := self.places[sign]) is not None), default=None)
+
+    def _find(self, sign: str) -> int | None:
+        """Search lines that have the sign's plain part, which is found much faster."""
+        part, pattern = plain_part(sign), _any((sign,))
+        line = begin = 0
+        while (found := self.lower.find(part, begin)) >= 0:
+            line += self.lower.count("\n", begin, found)
+            if pattern.search(self.lines[line]):
+                return line
+            line, begin = line + 1, self.lower.find("\n", found) + 1
+            if begin == 0:
+                return None
+        return None
 
     def _traceback(self, failure: int) -> Iterator[int]:
         """Yield the lines of a failure's traceback, the innermost first; some programs print it after the message."""
@@ -213,4 +227,4 @@ def plain_part(sign: str) -> str:
 
 @cache
 def _any(signs: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{sign})" for sign in signs), re.IGNORECASE | re.MULTILINE)
+    return re.compile("|".join(f"(?:{sign})" for sign in signs), re.IGNORECASE)

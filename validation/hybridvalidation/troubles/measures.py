@@ -25,6 +25,10 @@ _SPEED: Final = re.compile(
 _BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d+)/(\d+)\s*(\[?[^\]\r\n]*)?")
 """Of tqdm and of transformers in a notebook: how many are done, of how many, and in brackets times and speed."""
 _BAR_SPEED: Final = re.compile(r"(\d+\.?\d*)\s?(it/s|s/it)")
+_NO_STEPS: Final = re.compile(
+    r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
+)
+"""Progress bars of other work than training steps."""
 _GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
 """Of a whole run: transformers tells the mean loss as train_loss."""
@@ -112,11 +116,11 @@ def loss_spikes(text: str) -> Mapping[str, str] | None:
 
 
 def gradient_no_number(text: str) -> Mapping[str, str] | None:
-    """Find gradient norms that are nan or inf to the end: three of them, or one beside a loss of 0."""
+    """Find gradient norms that are nan or inf to the end, and losses that hide it: three, or one beside a loss of 0."""
     steps = [(_numbers(_GRADIENT, line), _numbers(_LOSS, line)) for line in text.splitlines() if "norm" in line]
     ends = list(takewhile(lambda step: not math.isfinite(step[0][0]), (step for step in reversed(steps) if step[0])))
     zero = sum(losses[:1] == [0.0] for _, losses in ends)
-    if len(ends) < _FEW and not zero:
+    if (len(ends) < _FEW and not zero) or not all(map(math.isfinite, _losses(text))):
         return None
     return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
 
@@ -158,8 +162,8 @@ def _speeds(text: str) -> list[float]:
     """Return those of the log or, if they are more, of its longest progress bar; bars of evaluation are others."""
     bars: dict[tuple[str, int], list[float]] = {}
     for bar in _bars(text):
-        if bar.speed:
-            bars.setdefault((bar.what, bar.total), []).append(bar.speed)
+        if bar.speed and not _NO_STEPS.search(bar.what):
+            bars.setdefault((re.sub(r"[\d.]", "", bar.what), bar.total), []).append(bar.speed)
     logged = [speed for speed in _numbers(_SPEED, _BAR.sub("", text) if bars else text) if math.isfinite(speed)]
     return max([logged, *bars.values()], key=len)
 
@@ -201,8 +205,9 @@ def ran_before(text: str) -> Mapping[str, str] | None:
     """Find that many steps went well before memory ran out."""
     failed = _OUT_OF_MEMORY.search(text)
     before = text[: failed.start()] if failed else ""
-    steps = [bar.done for bar in _bars(before) if bar.speed and bar.total >= ENOUGH]
-    done = max([*steps[-1:], len(_losses(before))])
+    last = next(iter(deque(_bars(before), maxlen=1)), None)
+    in_training = last is not None and last.speed > 0 and last.done < last.total and not _NO_STEPS.search(last.what)
+    done = max(last.done if last is not None and in_training else 0, len(_losses(before)))
     return {"after": f"{done} steps"} if done >= ENOUGH else None
 
 
