@@ -103,7 +103,7 @@ class MemoryEstimate:
         return low
 
     def summary(self) -> str:
-        """Return outcome, peak, holders and time in a few lines, and what the plan is worth where it is no plain one."""
+        """Return outcome, peak, holders and time in a few lines, and whether the plan is a bound."""
         worth = self._gpu.basis().worth(fits=self.fits_card)
         return "\n".join([*filter(None, [self.oom]), self.run.summary(), *worth])
 
