@@ -210,7 +210,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.succeeded()
         self.steps_done = number
-        num_tokens = int(sum(self.data_group.gather_numbers([batch.token_ids_BT.size for batch in batches])))
+        num_tokens = int(sum(self.data_group.gather_numbers([batch.num_tokens for batch in batches])))
         return StepResult(number, loss, lr, grad_norm, num_tokens)
 
     def loss(self, batches: Sequence[TokenBatch]) -> float:
@@ -232,7 +232,8 @@ class Trainer:
 
     def _upload(self, batches: Sequence[TokenBatch]) -> list[DeviceBatch]:
         with self._observer.region(Stage.LOAD, ""):
-            return [upload_batch(batch, self.transfer) for batch in batches]
+            marks = self.executor.balanced is not None
+            return [upload_batch(batch, self.transfer, marks_padding=marks) for batch in batches]
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Gather all gradients, then update."""

@@ -92,6 +92,7 @@ class PackedRows:
         token_ids_BT = np.full(shape, self.pad_id, dtype=np.int64)
         target_ids_BT = np.full(shape, IGNORED, dtype=np.int64)
         document_ids_BT = np.zeros(shape, dtype=np.int32)
+        lengths_B = np.zeros(rows.size, dtype=np.int64)
         tokens, counted = self.documents.tokens, self.documents.counted
         for place, row in enumerate(rows.tolist()):
             first = int(self.row_ends[row - 1]) if row else 0
@@ -107,10 +108,12 @@ class PackedRows:
                 document_ids_BT[place, columns] = number
                 column += length
                 document_ids_BT[place, column:] = number + 1  # padding is a document of its own
+            lengths_B[place] = column
         return TokenBatch(
             token_ids_BT=token_ids_BT,
             target_ids_BT=target_ids_BT,
             document_ids_BT=document_ids_BT if self.is_apart else None,
+            lengths_B=lengths_B if (lengths_B < self.seq_len).any() else None,
         )
 
     def batches(self, *, micro_batch_size: int, max_rows: int) -> Iterator[TokenBatch]:
