@@ -29,6 +29,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
+from hybridtrain.train_state.identity import settings_of
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -135,7 +136,8 @@ class _Run:
 
     def save(self) -> None:
         """Save what the run is now, beside its next steps."""
-        self.saver.save(self.trainer, self.cycle, self.data.settings, self.guard.state())
+        extra = self.guard.state() | self.data.state(self.next_batches)
+        self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
 
     def load(self, allowed: Sequence[str] = ()) -> None:
         """Be what was saved last."""
@@ -143,7 +145,17 @@ class _Run:
         self.wait_for_ranks()
         folder, data = self.saver.folder, self.data.settings
         with self.ledger:
-            self.guard.load(load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed))
+            found = load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed)
+            now = settings_of(self.trainer, self.cycle, data)
+            self.guard.load(found.extra)
+            if now["workload.batch_size"] != found.settings["workload.batch_size"]:
+                self.guard.forget_ahead(self.trainer.steps_done)
+            self.data.load(found.extra, found.settings, now, self.next_batches, self.say)
+
+    @property
+    def next_batches(self) -> tuple[int, int]:
+        """Numbers of the next batches of training and of the probe split."""
+        return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
 
     def load_batches(self, step: int) -> Batches:
         """Return the micro-batches of a step, from 0."""
