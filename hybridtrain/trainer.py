@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hybridtrain.config.encode import flat_settings
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
@@ -15,7 +16,7 @@ from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.ranks import require_ranks
+from hybridtrain.engine.ranks import require_agreement, require_ranks
 from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
@@ -93,6 +94,8 @@ class Trainer:
         is_pipeline = self.group.world > 1 and self.plan.pipeline_stages > 1
         self.data_group: Group = DirectGroup() if is_pipeline else self.group
         """The ranks that have micro-batches of their own; stages of a pipeline have the same ones."""
+        settings = flat_settings({"": config, "model": model_config, "plan": self.plan})
+        require_agreement(self.group, transfer.device, settings)
         if self.group.shares > 1:
             require_ranks(self.group, plan, config.optimizer, model_config.num_blocks)
         parts = model_parts(model_config.num_blocks, self.group.world if is_pipeline else 1)

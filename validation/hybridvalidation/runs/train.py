@@ -8,21 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 
 from hybridtrain.atomic_write import remove_partials
-from hybridtrain.config.encode import encode, to_json
+from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
+from hybridtrain.engine.ranks import require_agreement
 from hybridtrain.errors import ConfigError, DivergenceError, RankError
 from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
@@ -37,11 +39,14 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
     note_environment,
     open_source,
+    sampled_digest,
     trains_adapters,
+    versions_of,
     write_run_files,
 )
 from hybridvalidation.runs.savings import arithmetic_line, arithmetic_savings
@@ -263,6 +268,7 @@ def train(
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
+        require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
@@ -312,6 +318,7 @@ def _open_run(
     ledger = TrafficLedger()
     source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
     data.settings.update(settings)
+    require_agreement(group, transfer.device, _read_by_all(file, data))
     with ledger:
         trainer = open_trainer(file, transfer, ledger, source, group)
         if file.adapter_from is not None and not resume:
@@ -375,6 +382,22 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
             f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
             f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
         )
+
+
+def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
+    """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
+    data = None if file.data is None else replace(file.data, path=Path(), validation=None, tokenizer=None)
+    alike = replace(file, model=ModelSpec(shape=file.model.resolve()), data=data, adapter_from=None)
+    arguments: JsonMapping = {"--resume": resume, "--change": sorted(allowed)}
+    versions = {f"version of {name}": found for name, found in versions_of().items()}
+    return flat_settings({"": alike}) | arguments | {"source of the program": program_digest()} | versions
+
+
+def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
+    """Return what tells the data and the weights of a rank from those of another."""
+    folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
+    weights = {f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None}
+    return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
 
 
 def _require_ranks(file: TrainFile, group: Group) -> None:
