@@ -57,7 +57,7 @@ class Trainer:
 
     Raises:
         ConfigError: the plan does not keep what the optimizer remembers, adapters are meant for a matrix that is not
-            there, or the source cannot be read.
+            there, the source cannot be read, or the ranks were given other settings.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class Trainer:
         is_pipeline = self.group.world > 1 and self.plan.pipeline_stages > 1
         self.data_group: Group = DirectGroup() if is_pipeline else self.group
         """The ranks that have micro-batches of their own; stages of a pipeline have the same ones."""
-        settings = flat_settings({"": config, "model": model_config, "plan": self.plan})
-        require_agreement(self.group, transfer.device, settings)
+        if self.group.world > 1:
+            given = flat_settings({"": config, "model": model_config, "plan": self.plan})
+            require_agreement(self.group, transfer.device, given)
         if self.group.shares > 1:
             require_ranks(self.group, plan, config.optimizer, model_config.num_blocks)
         parts = model_parts(model_config.num_blocks, self.group.world if is_pipeline else 1)

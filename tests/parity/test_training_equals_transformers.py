@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from hf_folders import FAMILY_MODELS, load_model, save_model, transformers_model
 from hf_training import ACCUMULATED, ADAMW, Told, rows_of, train_with_transformers
 from hybridtrain.memory.group import Group
 from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.adapter import adapter_coverage
 from hybridtrain.models.families import FAMILIES
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientCheckpointing, Lora
@@ -115,6 +117,22 @@ def test_every_step_is_that_of_transformers(case: Case, folder: Path) -> None:
     loss, norm = differences(train(ours(folder, case), case), theirs(folder, case))
     assert loss <= NATS
     assert norm <= NORM
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:The following (rank|alpha)_pattern")
+@pytest.mark.parametrize("name", MODELS)
+def test_all_linear_is_that_of_peft_but_for_experts(name: str, folder: Path, tmp_path: Path) -> None:
+    trainer = ours(folder, (name, "lora", "none"))
+    export_adapter(trainer, tmp_path / "adapter", base="")
+    found = {key.partition(".lora_")[0] for key in load_file(tmp_path / "adapter/adapter_model.safetensors")}
+    settings = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = get_peft_model(load_model(folder / name, MODELS[name]), settings)
+    expected = {key.partition(".lora_")[0] for key, values in theirs.named_parameters() if values.requires_grad}
+    experts = {key for key in expected if trainer.model.config.experts and ".mlp." in key}
+    assert found == expected - experts
+    covered, others = adapter_coverage(trainer.model)
+    assert len(covered) * trainer.model.config.num_blocks == len(found)
+    assert others == (["router", "experts_gate", "experts_up", "experts_out"] if trainer.model.config.experts else [])
 
 
 def test_every_step_of_two_ranks_is_that_of_transformers(folder: Path) -> None:

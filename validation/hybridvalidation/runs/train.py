@@ -24,6 +24,7 @@ from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.adapter import adapter_coverage
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
@@ -332,7 +333,7 @@ def _open_run(
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, trainer, state_bytes(trainer))):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
@@ -360,12 +361,20 @@ def _sample(run: _Run) -> None:
         )  # fmt: skip
 
 
-def _remarks(file: TrainFile, size: int) -> Iterator[str]:
-    """Yield what saved states of ``size`` bytes take, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer, size: int) -> Iterator[str]:
+    """Yield what saved states of ``size`` bytes take, what adapters train, and what is allowed and seldom meant."""
     yield (
         f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
         "hour as long as there is room, and one is being written"
     )
+    if trains_adapters(file):
+        covered, others = adapter_coverage(trainer.model)
+        yield f"adapters on {', '.join(covered)} of every block; none on {', '.join(others) or 'others, these are all'}"
+        if file.model.resolve().experts is not None:
+            yield (
+                "warning: experts and their router have no adapters and stay as they are; all-linear of PEFT 0.21 over "
+                "transformers 5 trains them too"
+            )
     if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
         yield (
             "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
