@@ -26,7 +26,7 @@ def require_agreement(group: Group, device: torch.device, given: Mapping[str, Js
     """Raise ``ConfigError`` on every rank unless all of them were given the same.
 
     Args:
-        group: The ranks; all of them ask. One process, and a dry run's imagined ranks, agree.
+        group: The ranks; all of them ask. Those that a dry run imagines agree.
         device: On which they exchange.
         given: What must be alike, by names that tell a user what to change.
 
@@ -34,7 +34,7 @@ def require_agreement(group: Group, device: torch.device, given: Mapping[str, Js
         ConfigError: a fault for each name, with the values of the ranks.
         RankError: another rank ended or did not answer in time.
     """
-    if group.world == 1 or device.type == "meta":
+    if device.type == "meta":
         return
     told: list[JsonMapping] = [json.loads(text) for text in gather_texts(group, device, json.dumps(dict(given)))]
     names = dict.fromkeys(name for values in told for name in values)

@@ -37,13 +37,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same runs with a card and without
     Path("text.txt").write_text(TEXT)
     Path("other.txt").write_text(TEXT.replace("fox", "hen"))
-    for name in ("lines", "others"):
+    for name in ("lines", "others", "held"):
         write_lines(Path(f"{name}.jsonl"), *[{"text": f"{n} {name[0]}"} for n in range(40)])
     Path("train.toml").write_text(training_file(more=ACCUMULATION))
 
 
 def with_data(file: TrainFile, name: str) -> TrainFile:
-    return replace(file, data=DataConfig(path=Path(name)))
+    data = DataConfig(path=Path(name), validation=Path("held.jsonl"), validation_percent=0)
+    return replace(file, data=data, eval_every=2)
 
 
 def with_weights(file: TrainFile, name: str) -> TrainFile:
@@ -64,6 +65,10 @@ CASES: dict[str, tuple[Callable[[TrainFile], TrainFile], str]] = {
     ),
     "num_steps": (lambda file: replace(file, num_steps=5), "num_steps: 4 on rank 0, 5 on rank 1"),
     "stack": (lambda file: replace(file, optimizations=()), "optimizations: [{"),
+    "validation_rows": (
+        lambda file: replace(file, data=DataConfig(path=Path("lines.jsonl"), validation_rows=3)),
+        "data.validation_rows: 256 on rank 0, 3 on rank 1",
+    ),
     "data": (lambda file: with_data(file, "others.jsonl"), "data.digest: "),
     "weights": (lambda file: with_weights(file, "others"), "weights of model.init_from: "),
 }  # fmt: skip
@@ -71,6 +76,8 @@ CASES: dict[str, tuple[Callable[[TrainFile], TrainFile], str]] = {
 
 def base_of(case: str) -> TrainFile:
     file = load_config(Path("train.toml"))
+    if case == "validation_rows":
+        return replace(file, data=DataConfig(path=Path("others.jsonl")))
     if case == "data":
         return with_data(file, "lines.jsonl")
     return with_weights(file, "source") if case == "weights" else file

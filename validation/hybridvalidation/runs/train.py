@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +25,6 @@ from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.models.adapter import adapter_coverage
-from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
@@ -67,6 +66,8 @@ from hybridvalidation.runs.train_log import (
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""
+_PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
+"""Settings that say where files are, of which each rank may have its own; what is in them is compared otherwise."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 _GRACE_S = 0.5
@@ -269,7 +270,8 @@ def train(
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
-        require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
+        if group.world > 1:
+            require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
@@ -319,7 +321,8 @@ def _open_run(
     ledger = TrafficLedger()
     source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
     data.settings.update(settings)
-    require_agreement(group, transfer.device, _read_by_all(file, data))
+    if group.world > 1:
+        require_agreement(group, transfer.device, _read_by_all(file, data))
     with ledger:
         trainer = open_trainer(file, transfer, ledger, source, group)
         if file.adapter_from is not None and not resume:
@@ -395,17 +398,21 @@ def _remarks(file: TrainFile, trainer: Trainer, size: int) -> Iterator[str]:
 
 def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
     """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
-    data = None if file.data is None else replace(file.data, path=Path(), validation=None, tokenizer=None)
-    alike = replace(file, model=ModelSpec(shape=file.model.resolve()), data=data, adapter_from=None)
-    arguments: JsonMapping = {"--resume": resume, "--change": sorted(allowed)}
-    versions = {f"version of {name}": found for name, found in versions_of().items()}
-    return flat_settings({"": alike}) | arguments | {"source of the program": program_digest()} | versions
+    named = flat_settings({"": file})
+    return {
+        **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
+        **flat_settings({"model": file.model.resolve()}),
+        "--resume": resume, "--change": [*sorted(allowed)], "source of the program": program_digest(),
+        **{f"version of {name}": found for name, found in versions_of().items()},
+    }  # fmt: skip
 
 
 def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
     """Return what tells the data and the weights of a rank from those of another."""
     folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
-    weights = {f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None}
+    weights: JsonMapping = {
+        f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
+    }
     return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
 
 
