@@ -57,6 +57,26 @@ def to_json(obj: object) -> str:
     return json.dumps(_canonical(encode(obj)), sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
+def flat_settings(parts: Mapping[str, object]) -> JsonMapping:
+    """Return the fields of dataclasses in one mapping by dotted names, each behind the name of its part.
+
+    Raises:
+        TypeError, ValueError: as ``encode``.
+    """
+    return {name: value for part, obj in parts.items() for name, value in _flat(part, json.loads(to_json(obj))).items()}
+
+
+def _flat(name: str, value: JsonValue) -> JsonMapping:
+    """Return a nested mapping as one with dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        inner: found
+        for key, part in value.items()
+        for inner, found in _flat(f"{name}.{key}" if name else key, part).items()
+    }
+
+
 def digest(obj: object) -> str:
     """Return the first 16 hex characters of the SHA-256 of the canonical JSON of a dataclass."""
     return sha256(to_json(obj).encode("ascii")).hexdigest()[:DIGEST_LENGTH]

@@ -109,7 +109,8 @@ class HybridTrainer(Stateful):
         self.config = config
         self.statistics = HybridStatistics()
         self._load_probe = load_probe
-        self._num_probes = 0
+        self.num_probes = 0
+        """Batches of the probe split that were used."""
         self._last_lr = 0.0
         self._pending = None
         self._rollback: RollbackCopy | None = None
@@ -309,8 +310,8 @@ class HybridTrainer(Stateful):
 
     def _next_probe(self) -> Batches:
         assert self._load_probe is not None, "checked at construction"
-        self._num_probes += 1
-        return self._load_probe(self._num_probes - 1)
+        self.num_probes += 1
+        return self._load_probe(self.num_probes - 1)
 
     @property
     def _encodes(self) -> bool:
@@ -335,7 +336,7 @@ class HybridTrainer(Stateful):
             self._pending = None
 
     def _state_names(self) -> Iterable[str]:
-        names = ("controller", "watch", "predictor", "_num_probes", "_last_lr", "_pending")
+        names = ("controller", "watch", "predictor", "num_probes", "_last_lr", "_pending")
         return ("statistics", *(() if self.controller is None else names))
 
 

@@ -253,16 +253,16 @@ def test_weights_that_are_no_number_are_not_saved(
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, batches: set[int], value: float = float("nan")) -> None:
     """Let the loss of some batches, known by their first token ids, be something else."""
-    loader = train_data._stream
+    loader = train_data._loader
 
     def marked(*arguments: Any) -> Any:
-        load, probe, count = loader(*arguments)
+        load = loader(*arguments)
 
         def loading(step: int) -> Any:
             poison.update(step=step)
             return load(step)
 
-        return loading, probe, count
+        return loading
 
     poison = {"step": -1}
     forward = Head.forward
@@ -271,7 +271,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, batches: set[int], value: float = 
         loss = forward(*arguments, **settings)
         return loss * value if poison["step"] in batches else loss
 
-    monkeypatch.setattr(train_data, "_stream", marked)
+    monkeypatch.setattr(train_data, "_loader", marked)
     monkeypatch.setattr(Head, "forward", bad)
 
 

@@ -176,6 +176,23 @@ rank = 2
 """
 
 
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_what_has_adapters_is_told_at_the_start(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = SHAPE if name == "llama" else replace(FAMILIES["mixtral"], vocab_size=256, num_blocks=1)
+    save_model(transformers_model(shape), Path("base"))
+    lora = LORA + 'targets = ["query", "value"]\n' * (name == "llama")
+    Path("train.toml").write_text(TRAIN.format(lr="1e-2").replace(MIXED, lora).replace('"source"', '"base"'))
+    assert train() == 0
+    told = capsys.readouterr().out
+    if name == "llama":
+        assert (
+            "adapters on query, value of every block; none on key, attention_out, ffn_gate, ffn_up, ffn_out\n" in told
+        )
+    else:
+        assert "adapters on query, key, value, attention_out of every block; none on router, experts_gate" in told
+    assert ("warning: experts and their router have no adapters" in told) == (name == "mixtral")
+
+
 def test_adapters_are_exported_alone_or_merged_and_a_resumed_run_has_its_base() -> None:
     plain = TRAIN.format(lr="1e-2").replace(MIXED, LORA)
     Path("train.toml").write_text(plain)

@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.config.encode import JsonMapping, encode, to_toml
+from hybridtrain.config.encode import DIGEST_LENGTH, JsonMapping, encode, to_toml
 from hybridtrain.data.data_config import BYTES
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_spec import ModelSpec
@@ -23,6 +24,7 @@ from hybridvalidation.runs.train_log import Say
 CHECKPOINTS = "checkpoints"
 """Folder of saved states in a run's folder."""
 _TRAINING, _DATA, _ENVIRONMENT = "training.toml", "data.json", "environment.jsonl"
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _LIBRARIES = ("hybridtrain", "torch", "numpy", "triton", "transformers", "safetensors")
 
 
@@ -80,10 +82,28 @@ def note_environment(out: Path, steps_done: int) -> None:
     entry = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"), "steps_done": steps_done,
         "environment": encode(read_environment()),
-        "versions": {name: version(name) for name in _LIBRARIES if find_spec(name) is not None},
+        "versions": versions_of(),
     }  # fmt: skip
     with (out / _ENVIRONMENT).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def versions_of() -> dict[str, str]:
+    """Return the versions of the libraries that decide what a run computes, as far as they are installed."""
+    return {name: version(name) for name in _LIBRARIES if find_spec(name) is not None}
+
+
+def sampled_digest(folder: Path) -> str:
+    """Return a digest of some bytes of every file of weights: other weights differ everywhere, all take minutes."""
+    found = sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()[:DIGEST_LENGTH]
 
 
 def read_run_files(folder: Path) -> tuple[TrainFile, JsonMapping]:

@@ -15,20 +15,23 @@ from typing import Self
 import torch
 
 from hybridtrain.atomic_write import remove_partials
-from hybridtrain.config.encode import encode, to_json
+from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
+from hybridtrain.engine.ranks import require_agreement
 from hybridtrain.errors import ConfigError, DivergenceError, RankError
 from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.adapter import adapter_coverage
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
+from hybridtrain.train_state.identity import settings_of
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -36,11 +39,14 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
     note_environment,
     open_source,
+    sampled_digest,
     trains_adapters,
+    versions_of,
     write_run_files,
 )
 from hybridvalidation.runs.savings import arithmetic_line, arithmetic_savings
@@ -60,6 +66,8 @@ from hybridvalidation.runs.train_log import (
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""
+_PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
+"""Settings that say where files are, of which each rank may have its own; what is in them is compared otherwise."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 _GRACE_S = 0.5
@@ -135,7 +143,8 @@ class _Run:
 
     def save(self) -> None:
         """Save what the run is now, beside its next steps."""
-        self.saver.save(self.trainer, self.cycle, self.data.settings, self.guard.state())
+        extra = self.guard.state() | self.data.state(self.next_batches)
+        self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
 
     def load(self, allowed: Sequence[str] = ()) -> None:
         """Be what was saved last."""
@@ -143,7 +152,17 @@ class _Run:
         self.wait_for_ranks()
         folder, data = self.saver.folder, self.data.settings
         with self.ledger:
-            self.guard.load(load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed))
+            found = load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed)
+            now = settings_of(self.trainer, self.cycle, data)
+            self.guard.load(found.extra)
+            if now["workload.batch_size"] != found.settings["workload.batch_size"]:
+                self.guard.forget_ahead(self.trainer.steps_done)
+            self.data.load(found.extra, found.settings, now, self.next_batches, self.say)
+
+    @property
+    def next_batches(self) -> tuple[int, int]:
+        """Numbers of the next batches of training and of the probe split."""
+        return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
 
     def load_batches(self, step: int) -> Batches:
         """Return the micro-batches of a step, from 0."""
@@ -251,6 +270,8 @@ def train(
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
+        if group.world > 1:
+            require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
@@ -300,6 +321,8 @@ def _open_run(
     ledger = TrafficLedger()
     source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
     data.settings.update(settings)
+    if group.world > 1:
+        require_agreement(group, transfer.device, _read_by_all(file, data))
     with ledger:
         trainer = open_trainer(file, transfer, ledger, source, group)
         if file.adapter_from is not None and not resume:
@@ -313,7 +336,7 @@ def _open_run(
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, trainer, state_bytes(trainer))):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
@@ -341,12 +364,20 @@ def _sample(run: _Run) -> None:
         )  # fmt: skip
 
 
-def _remarks(file: TrainFile, size: int) -> Iterator[str]:
-    """Yield what saved states of ``size`` bytes take, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer, size: int) -> Iterator[str]:
+    """Yield what saved states of ``size`` bytes take, what adapters train, and what is allowed and seldom meant."""
     yield (
         f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
         "hour as long as there is room, and one is being written"
     )
+    if trains_adapters(file):
+        covered, others = adapter_coverage(trainer.model)
+        yield f"adapters on {', '.join(covered)} of every block; none on {', '.join(others) or 'others, these are all'}"
+        if file.model.resolve().experts is not None:
+            yield (
+                "warning: experts and their router have no adapters and stay as they are; all-linear of PEFT 0.21 over "
+                "transformers 5 trains them too"
+            )
     if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
         yield (
             "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
@@ -363,6 +394,26 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
             f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
             f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
         )
+
+
+def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
+    """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
+    named = flat_settings({"": file})
+    return {
+        **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
+        **flat_settings({"model": file.model.resolve()}),
+        "--resume": resume, "--change": [*sorted(allowed)], "source of the program": program_digest(),
+        **{f"version of {name}": found for name, found in versions_of().items()},
+    }  # fmt: skip
+
+
+def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
+    """Return what tells the data and the weights of a rank from those of another."""
+    folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
+    weights: JsonMapping = {
+        f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
+    }
+    return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
 
 
 def _require_ranks(file: TrainFile, group: Group) -> None:

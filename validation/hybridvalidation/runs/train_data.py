@@ -1,6 +1,7 @@
 """What a training run loads: batches of a corpus or of packed text, a probe split, rows to validate on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -12,11 +13,11 @@ from hybridtrain.data.batches import IGNORED, BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.data.data_config import BYTES, DataConfig
-from hybridtrain.data.packing import EncodedDocuments, PackedRows, RowSampler, pack
+from hybridtrain.data.packing import EncodedDocuments, PackedRows, RowPosition, RowSampler, pack
 from hybridtrain.data.text_data import TextData, open_text
 from hybridtrain.data.tokenizer import TOKENIZER_FILES, ByteTokenizer, Tokenizer
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.errors import DataError
+from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.hybrid.cycle import LoadBatches
 from hybridtrain.trainer import Trainer
 from hybridtrain.training_file import TrainFile
@@ -109,6 +110,44 @@ class RunData:
     settings: JsonMapping
     log: DataLog | None
     """Of a run with a [data] table."""
+    samplers: tuple[RowSampler, ...] = ()
+    """Of training and of the probe split, where batches are packed rows."""
+
+    def state(self, numbers: Sequence[int]) -> JsonMapping:
+        """Return what a saved state keeps of it, given the numbers of the next batches of training and probe."""
+        return {"rows_seen": [sampler.first_row(n) for sampler, n in zip(self.samplers, numbers, strict=False)]}
+
+    def load(self, state: JsonMapping, saved: JsonMapping, now: JsonMapping, numbers: Sequence[int], say: Say) -> None:
+        """Go on at the rows that a saved run had come to.
+
+        Rows that were packed anew are others in another order: an epoch of them begins.
+
+        Args:
+            state: What ``state`` returned; one of before rows were counted has nothing.
+            saved: All settings of the saved run.
+            now: Those of this one.
+            numbers: Of the next batches of training and probe.
+            say: Is told of a new epoch.
+
+        Raises:
+            ConfigError: the state is damaged.
+        """
+        changed = {name for name in {**saved, **now} if saved.get(name) != now.get(name)} - {"data.name"}
+        is_new = any(name in {"seed", "workload.seq_len"} or name.startswith("data.") for name in changed)
+        seen = state.get("rows_seen") or [number * int(str(saved["workload.batch_size"])) for number in numbers]
+        try:
+            assert isinstance(seen, list)
+            rows = [int(str(row)) for row in seen]
+        except (AssertionError, ValueError) as error:
+            raise ConfigError("saved state of the data", [f"{error}; use an older one, or start anew"]) from error
+        for sampler, number, row in zip(self.samplers, numbers, rows, strict=False):
+            first = -(-row // sampler.num_rows) * sampler.num_rows if is_new else row
+            sampler.position = RowPosition(number, first)
+        if is_new and self.samplers:
+            say(
+                f"rows are packed anew: an epoch of all {self.samplers[0].num_rows:,} begins, and what the epoch "
+                "before had seen of the same documents is seen again"
+            )
 
     def evaluate(self, trainer: Trainer) -> ValidationLog:
         """Return loss and perplexity on what is held out; weights and random streams stay."""
@@ -164,18 +203,20 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
     probe_percent = 0
     if file.hybrid is not None and file.hybrid.needs_probe:
         probe_percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
-    load_batches, load_probe, num_probe = (
+    samplers, num_probe = (
         _stream(text.train.tokens, file, accum_steps, probe_percent, say)
         if rows is None
         else _rows(rows, file, accum_steps, probe_percent, say)
     )
+    load_batches, *load_probe = (_loader(sampler, accum_steps) for sampler in samplers)
     settings: JsonMapping = text.settings | {
         "data.train_tokens": int(text.train.tokens.size), "data.probe_tokens": num_probe,
         "workload.batch_size": batch_size, "workload.seq_len": seq_len,
     }  # fmt: skip
     return RunData(
         name=text.name,
-        load_batches=load_batches, load_probe=load_probe, validation=validation,
+        load_batches=load_batches, load_probe=next(iter(load_probe), None), validation=validation,
+        samplers=tuple(sampler for sampler in samplers if isinstance(sampler, RowSampler)),
         validation_rows=(file.data or DataConfig(path=Path())).validation_rows,
         micro_batch_size=batch_size // accum_steps, tokenizer=text.tokenizer, settings=settings, log=log,
     )  # fmt: skip
@@ -228,36 +269,34 @@ def _log(text: TextData, rows: PackedRows | None, validation: PackedRows | None)
     )  # fmt: skip
 
 
-Loaded: TypeAlias = tuple[LoadBatches, LoadBatches | None, int]
-"""How batches of training and of the probe are loaded, and the tokens of the probe split."""
+Loaded: TypeAlias = tuple[list[BatchSampler] | list[RowSampler], int]
+"""Samplers of training and, where there is one, of the probe split, and the tokens of the latter."""
 
 
 def _stream(tokens: TokenArray, file: TrainFile, accum_steps: int, probe_percent: int, say: Say) -> Loaded:
     """Return windows of a stream, whose end is the probe split."""
     batch_size, seq_len = file.workload.batch_size, file.workload.seq_len
 
-    def loader(part: TokenArray, seed: int) -> LoadBatches:
-        sampler = BatchSampler(part, micro_batch_size=batch_size // accum_steps, seq_len=seq_len, seed=seed)
-        return lambda step: [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
+    def sampler(part: TokenArray, seed: int) -> BatchSampler:
+        return BatchSampler(part, micro_batch_size=batch_size // accum_steps, seq_len=seq_len, seed=seed)
 
     if not probe_percent:
-        return loader(tokens, file.seed), None, 0
+        return [sampler(tokens, file.seed)], 0
     num_probe = max(int(tokens.size) * probe_percent // 100, seq_len + 1)
     say(f"{num_probe:,} of {tokens.size:,} training tokens are the probe split")
     seed = random_key(file.seed, _PROBE_STREAM)
-    return loader(tokens[:-num_probe], file.seed), loader(tokens[-num_probe:], seed), num_probe
+    return [sampler(tokens[:-num_probe], file.seed), sampler(tokens[-num_probe:], seed)], num_probe
 
 
 def _rows(rows: PackedRows, file: TrainFile, accum_steps: int, probe_percent: int, say: Say) -> Loaded:
     """Return packed rows, the last of which are the probe split."""
     batch_size = file.workload.batch_size
 
-    def loader(part: PackedRows, seed: int) -> LoadBatches:
-        sampler = RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)
-        return lambda step: [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
+    def sampler(part: PackedRows, seed: int) -> RowSampler:
+        return RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)
 
     if not probe_percent:
-        return loader(rows, file.seed), None, 0
+        return [sampler(rows, file.seed)], 0
     num_rows = rows.num_rows
     num_probe = max(num_rows * probe_percent // 100, 1)
     if num_rows < 2:
@@ -265,4 +304,8 @@ def _rows(rows: PackedRows, file: TrainFile, accum_steps: int, probe_percent: in
     say(f"{num_probe:,} of {num_rows:,} rows are the probe split")
     probe = rows.part(num_rows - num_probe, num_rows)
     seed = random_key(file.seed, _PROBE_STREAM)
-    return loader(rows.part(0, num_rows - num_probe), file.seed), loader(probe, seed), probe.num_tokens
+    return [sampler(rows.part(0, num_rows - num_probe), file.seed), sampler(probe, seed)], probe.num_tokens
+
+
+def _loader(sampler: BatchSampler | RowSampler, accum_steps: int) -> LoadBatches:
+    return lambda number: [sampler.batch(number, micro_batch) for micro_batch in range(accum_steps)]
