@@ -15,7 +15,7 @@ from hybridtrain.memory.formats import CODE_FORMATS, CodeFormat, StoredWeight
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
 from hybridtrain.models.widening import Widen, set_widening
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.memory_plan import PhasePlan, suited
 from hybridtrain.plan.placement import Placement
 
 
@@ -171,7 +171,7 @@ def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
     if plan.weight.placement is Placement.DEVICE:
         return ()
     count = len(blocks)
-    resident = min(plan.resident_layers, count)
+    resident = suited(plan, count).resident_layers
     return tuple(block for i, block in enumerate(blocks) if (i + 1) * resident // count == i * resident // count)
 
 

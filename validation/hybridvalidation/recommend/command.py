@@ -150,7 +150,8 @@ def recommend_command(
         ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
         OutOfMemoryError: nothing fits.
     """
-    budget = None if device_budget is None else parse_size(device_budget, "--device-budget")
+    given = None if device_budget is None else parse_size(device_budget, "--device-budget")
+    budget = given
     if scenario is None:
         question, name = ask(model, card, host_memory, seq, tokens_per_step)
     else:
@@ -158,6 +159,9 @@ def recommend_command(
         found = files.scenario(scenario)
         question, name = _of_scenario(found, tokens_per_step)
         budget = stated_budget(found, files.targets()) if budget is None else budget
+    if given is not None and given > question.card.memory_bytes:
+        has = f"{question.card.name}, which has {format_bytes(question.card.memory_bytes)}"
+        raise ConfigError("--device-budget", [f"{device_budget} is above {has}; lower it, or leave it out"])
     if budget is not None:
         question = _within(question, budget)
         say(f"at most {format_bytes(question.card.memory_bytes)} of the card")

@@ -26,12 +26,13 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
+from hybridtrain.plan_changes import plan_changes
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
@@ -313,7 +314,12 @@ def _open_run(
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+    changes = plan_changes(
+        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
+        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
+    )  # fmt: skip
+    remarks = (*(f"not as asked: {change}" for change in changes), *_remarks(file, state_bytes(trainer)))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
@@ -357,6 +363,11 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
         yield (
             f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
             f"{file.schedule.factor(total):g} of the learning rate"
+        )
+    if file.schedule.kind == "constant" and file.schedule.final_fraction != LrSchedule().final_fraction:
+        yield (
+            f"not as asked: schedule.final_fraction: {file.schedule.final_fraction:g} asked, none used; a constant "
+            "learning rate stays"
         )
     if file.num_steps <= file.schedule.warmup_steps:
         yield (
