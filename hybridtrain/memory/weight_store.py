@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import CODE_FORMATS, StoredWeight
+from hybridtrain.memory.formats import StoredWeight, code_format
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import ByteLayout, Stored, TierTensor, lay_out
@@ -138,7 +138,7 @@ class WeightStore:
         self._copies = copies
         self._observer = observer
         self.compute_dtype = to_torch_dtype(plan.compute_dtype)
-        self._codes = CODE_FORMATS.get(plan.weight.codec)
+        self._codes = code_format(plan)
         self._is_frozen = plan.adapter_rank > 0
         """What is packed is never updated; what is trained beside it has memory of its own."""
         self._packed = frozenset(packed_blocks(plan, model.part.blocks))

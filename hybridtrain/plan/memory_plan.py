@@ -60,6 +60,15 @@ class WidenBy(StrEnum):
     """One matrix, wherever it is used, in the backward pass again."""
 
 
+class DynamicRange(StrEnum):
+    """What shares one range of 8-bit codes, taken from its values."""
+
+    GROUP = "group"
+    """256 elements."""
+    TENSOR = "tensor"
+    """A whole matrix."""
+
+
 class AdapterScaling(StrEnum):
     """What the output of an adapter is multiplied with."""
 
@@ -174,6 +183,14 @@ class PhasePlan:
         is_young=True,
     )
     static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
+    symmetric: bool = setting(
+        default=True, says="Ranges of int8 weights are about zero; false: about the middle of their values.",
+        is_young=True,
+    )  # fmt: skip
+    dynamic_range: DynamicRange = setting(
+        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a whole matrix.",
+        is_young=True,
+    )  # fmt: skip
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
     attention: Attention = setting(
         Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
@@ -403,6 +420,11 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each setting beside which nothing can be cut among ranks."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
+    if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
+        yield (
+            "dynamic_range: a rank updates a part of a matrix, which shares no range with the others; set "
+            "int8_weights' dynamic_range = 'group', or drop zero."
+        )
     if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:
         yield (
             "zero_stage: 3 gathers a block into a slot where it is used; add weight_streaming, whose slots they are, "
@@ -504,7 +526,7 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
         plan.compute_dtype,
         plan.max_active_layers if is_int8 or is_streamed else None,
         (plan.prefetch_distance, plan.resident_layers) if is_streamed else None,
-        (plan.static_scales, plan.widen_by) if is_int8 else None,
+        (plan.static_scales, plan.symmetric, plan.dynamic_range, plan.widen_by) if is_int8 else None,
     )
 
 
@@ -546,15 +568,16 @@ def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
         return
 
 
-def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, bool], tuple[Codec, bool]]:
-    """Return what is kept of matrices and of vectors, and whether its scales are static."""
-    exact = (Codec.FLOAT32, False)
+def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, object], tuple[Codec, object]]:
+    """Return what is kept of matrices and of vectors, and how its ranges are taken."""
+    exact: tuple[Codec, object] = (Codec.FLOAT32, None)
     has_master = plan.master.codec is not Codec.ABSENT
     is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
-    values = exact if has_master else (plan.compute_dtype if is_int8 else plan.weight.codec, False)
+    values = exact if has_master else (plan.compute_dtype if is_int8 else plan.weight.codec, None)
     if not is_int8:
         return values, values
-    return (exact if has_master else (Codec.INT8_BLOCKS, plan.static_scales)), values
+    ranges = (plan.static_scales, plan.symmetric, plan.dynamic_range)
+    return (exact if has_master else (Codec.INT8_BLOCKS, ranges)), values
 
 
 def _words(value: object) -> str:
