@@ -275,7 +275,7 @@ class Setting:
             made = kind(value)
         except (TypeError, ValueError):
             made = None
-        if made is None or made != value or isinstance(made, bool) != isinstance(value, bool):
+        if made is None or made != value or (isinstance(value, bool) and not isinstance(made, bool)):
             raise PlanConflictError(f"{self.path}: {value!r} is not {self.words}; set one of those.")
         return made
 
