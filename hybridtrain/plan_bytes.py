@@ -72,7 +72,7 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
         if cell.placement in away:
             away[cell.placement] += size * elements
 
-    place(full.weight, in_blocks, active)
+    place(full.weight, in_blocks, active, size=_weight_bytes(full))
     card += compute * (outside + adapters)
     if full.weight.codec is not full.compute_dtype:
         card += compute * block  # widened, or narrowed, for its visit
@@ -113,6 +113,12 @@ def saved_bytes(model: ModelConfig, plan: MemoryPlan, optimizer: Optimizer | Non
         total += _BYTES[Codec.FLOAT32] * trained
         return total + (_BYTES[weight] * in_blocks if weight is Codec.INT8_BLOCKS else 0)
     return total + _BYTES[weight] * in_blocks + _BYTES[full.compute_dtype] * (trained - in_blocks)
+
+
+def _weight_bytes(plan: PhasePlan) -> float:
+    """Return the bytes of a stored element of a block; codes about a middle keep one per 256 too."""
+    has_middles = plan.weight.codec is Codec.INT8_BLOCKS and not plan.symmetric
+    return _BYTES[plan.weight.codec] + (4 / 256 if has_middles else 0)
 
 
 def _adapter_params(model: ModelConfig, plan: PhasePlan) -> int:
