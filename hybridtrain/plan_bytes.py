@@ -106,13 +106,14 @@ def saved_bytes(model: ModelConfig, plan: MemoryPlan, optimizer: Optimizer | Non
     adapters = _adapter_params(model, full)
     trained = adapters or model.num_params
     in_blocks = adapters or model.num_blocks * block_params(model)
-    weight = full.compute_dtype if adapters else full.weight.codec
+    weight = _BYTES[full.compute_dtype] if adapters else _weight_bytes(full)
     moments = sum(spec.shape is None for spec in (optimizer or AdamWConfig()).state(_MATRIX))
     total = (moments * _BYTES[full.optim_state.codec] + full.history_tensors * _BYTES[full.history_codec]) * trained
     if full.master.codec is not Codec.ABSENT:
         total += _BYTES[Codec.FLOAT32] * trained
-        return total + (_BYTES[weight] * in_blocks if weight is Codec.INT8_BLOCKS else 0)
-    return total + _BYTES[weight] * in_blocks + _BYTES[full.compute_dtype] * (trained - in_blocks)
+        is_coded = full.weight.codec is Codec.INT8_BLOCKS and not adapters
+        return total + (weight * in_blocks if is_coded else 0)
+    return total + weight * in_blocks + _BYTES[full.compute_dtype] * (trained - in_blocks)
 
 
 def _weight_bytes(plan: PhasePlan) -> float:
