@@ -310,16 +310,16 @@ def _open_run(
     write_run_files(out, file, data.settings)
     workload = file.workload.micro_batch(compose(file.optimizations))
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
+    for change in plan_changes(
+        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
+        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
+    ):  # fmt: skip
+        say(f"not as asked: {change}")
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
-    changes = plan_changes(
-        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
-        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
-    )  # fmt: skip
-    remarks = (*(f"not as asked: {change}" for change in changes), *_remarks(file, state_bytes(trainer)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks):
+    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
