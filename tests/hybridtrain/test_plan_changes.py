@@ -69,6 +69,8 @@ CHANGED_CELLS = {
     ("predictor_state", "predictor"): ("history_tensors", {"slow_gradient": 1, "linear": 1}),
 }
 """Settings that are words for a value of the plan."""
+OF_PHASE = {f"{phase}_dtype": phase for phase in Phase}
+"""Element types of one phase alone."""
 SAME_IN_OTHER_WORDS = {"int8": "int8_blocks"}
 LARGE = (2, 3, BLOCKS, BLOCKS + 1, 64, 2**16)
 
@@ -109,9 +111,10 @@ def test_a_setting_is_used_as_given_or_refused_or_its_change_is_told(kind: str, 
         if name not in str(error):
             pytest.fail(f"refused without its name: {error}")
         return
-    phase = Phase.PREDICT if kind == "predict_memory" else Phase.FULL
+    phase = OF_PHASE.get(name, Phase.PREDICT if kind == "predict_memory" else Phase.FULL)
     used = suited(plan.for_phase(phase), BLOCKS).values()
-    path, words = CHANGED_CELLS.get((kind, name), (PATHS.get((kind, name), name), {}))
+    own = "compute_dtype" if name in OF_PHASE else PATHS.get((kind, name), name)
+    path, words = CHANGED_CELLS.get((kind, name), (own, {}))
     wanted = ",".join(value) if isinstance(value, tuple) else words.get(value, value)
     told = plan_changes(stack, GPT2_UNTIED, WORK)
     if used[path] != SAME_IN_OTHER_WORDS.get(str(wanted), wanted):
