@@ -211,11 +211,12 @@ def test_a_dry_run_tells_changes_beside_its_savings(tmp_path: Path) -> None:
     )
     report = plan_run(
         scenario_folder(None), model="gpt2-small", stack=str(file), card="rtx-4090", micro_batch_size=1, seq_len=16,
-        accum_steps=None, savings=True,
+        accum_steps=None, savings=True, link="nvlink",
     )  # fmt: skip
     changes = [
         "recompute_every: 64 asked, 12 used; the model has 12 blocks",
         "max_active_layers: 64 asked, 12 used; the model has 12 blocks",
+        "link: nvlink asked, none used; one card has no other to reach",
     ]
     assert report.as_mapping()["changes"] == changes
     assert all(f"not as asked: {change}" in report.as_text() for change in changes)

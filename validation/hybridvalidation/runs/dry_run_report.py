@@ -312,11 +312,12 @@ def plan_run(
         phases=phase_precision(plan),
         ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
         savings=saved,
-        changes=tuple(
-            plan_changes(
+        changes=(
+            *plan_changes(
                 with_accumulation(chosen.optimizations, accum_steps), shape, workload, chosen.training().optimizer,
                 world=world, phases=run.phases or (Phase.FULL,),
-            )
+            ),
+            *([f"link: {link} asked, none used; one card has no other to reach"] * (world == 1 and link != "pcie")),
         ),
     )  # fmt: skip
 

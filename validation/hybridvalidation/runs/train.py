@@ -32,7 +32,7 @@ from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import LrSchedule, TrainerConfig
+from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
@@ -368,6 +368,12 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
         yield (
             f"not as asked: schedule.final_fraction: {file.schedule.final_fraction:g} asked, none used; a constant "
             "learning rate stays"
+        )
+    leaves_out = {file.guard.on_nan, file.guard.on_spike} & {"skip", "roll_back"}
+    if file.guard.max_faults != GuardConfig().max_faults and not leaves_out:
+        yield (
+            f"not as asked: guard.max_faults: {file.guard.max_faults} asked, none used; on_nan = "
+            f"'{file.guard.on_nan}' and on_spike = '{file.guard.on_spike}' leave no batch out"
         )
     if file.num_steps <= file.schedule.warmup_steps:
         yield (
