@@ -7,8 +7,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE, int8_quantize
+from hybridtrain.engine import parameter_pass
 from hybridtrain.memory.formats import Int8Codes, Int8Weight, weight_part
+from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.optim import OPTIMIZERS, adafactor
+from hybridtrain.optimizations import Int8Weights, OptimizerOffload, WeightStreaming
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import DynamicRange
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
 from numerics import assert_bitwise
+from tiny_models import GPT2_UNTIED, random_steps
+from training_history import stored_weights
 
 ALL = [Int8Codes(symmetric, of_tensor) for symmetric in (True, False) for of_tensor in (False, True)]
 
@@ -109,3 +119,32 @@ def test_a_fault_in_a_value_does_not_vanish(codes: Int8Codes) -> None:
     value_P = torch.randn(2 * GROUP_SIZE)
     value_P[3] = torch.nan
     assert widened(codes, written(codes, value_P))[:GROUP_SIZE].isnan().all()
+
+
+@pytest.mark.parametrize("place", ["resident", "away", "on-host"])
+@pytest.mark.parametrize("master", ["absent", "float32"])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
+def test_an_update_takes_the_range_of_a_whole_matrix(
+    kind: str, master: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (parameter_pass, adafactor):
+        monkeypatch.setattr(module, "SLICE_ELEMENTS", GROUP_SIZE)
+    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", GROUP_SIZE)
+    moves: dict[str, list[Optimization]] = {
+        "resident": [], "away": [OptimizerOffload(), WeightStreaming()],
+        "on-host": [OptimizerOffload(update_on="host")],
+    }  # fmt: skip
+    plan = compose([Int8Weights(dynamic_range=DynamicRange.TENSOR, master=master), *moves[place]])  # type: ignore[arg-type]
+    trainer = Trainer(
+        GPT2_UNTIED, plan, TrainerConfig(optimizer=OPTIMIZERS[kind](lr=0.01)), DirectTransfer(torch.device("cpu"))
+    )
+    trainer.step(random_steps(GPT2_UNTIED, 1)[0])
+    trainer.transfer.finish()
+    weights = stored_weights(trainer)
+    coded = [name for name in weights if f"{name}.scales" in weights]
+    assert len(coded) == 4 * GPT2_UNTIED.num_blocks
+    for name in coded:
+        scales = weights[f"{name}.scales"]
+        assert scales.numel() >= 4  # so many slices, where each has a range of its own
+        assert (scales == scales[0]).all()
+        assert weights[name].abs().max() == 127
