@@ -381,7 +381,8 @@ def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
         most |= {"max_active_layers": num_blocks}
         most.setdefault("prefetch_distance", num_blocks - 1)
     changed = {name: count for name, count in most.items() if getattr(plan, name) > count}
-    return replace(plan, **changed) if changed else plan
+    change: Callable[..., PhasePlan] = replace
+    return change(plan, **changed) if changed else plan
 
 
 def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: int = 1) -> None:

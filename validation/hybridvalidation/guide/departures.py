@@ -49,7 +49,7 @@ DEFAULTS = (
         option="optimizations of a run", documented="checkpointing", reason=(
             "Plain training, to the bit, is what every saving is told against. `hybridtrain fit` names the gentlest "
             "stack that fits."
-        ), ours=lambda: ", ".join(item.kind for item in _of(TrainFile, "optimizations")()) or "none",
+        ), ours=lambda: _of(TrainFile, "optimizations")() or "none",
     ),
     Default(option="checkpointing: interval", documented=8, ours=_of(GradientCheckpointing, "recompute_every")),
     Default(
