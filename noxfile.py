@@ -20,6 +20,7 @@ PEERS = {
     "litgpt": ["tests/peers/test_litgpt.py"],
     "trl": [
         "tests/peers/test_trl.py",
+        "tests/peers/test_moves.py",
         "tests/peers/test_engines.py",
         "tests/peers/test_peft.py",
         "tests/peers/test_nf4.py",

@@ -16,7 +16,7 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger
@@ -61,6 +61,11 @@ class DryRun(CardRun):
     def fits(self) -> bool:
         """Whether card, host memory and disk hold every step."""
         return self.fits_card and self.fits_host
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, and leaves the card's margin free."""
+        return self.card.verdict(self.device_used_bytes, fits=self.fits)
 
     @property
     def fits_host(self) -> bool:

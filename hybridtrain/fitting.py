@@ -26,6 +26,7 @@ from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.nf4_weights import Nf4Weights
 from hybridtrain.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
+from hybridtrain.virtual_gpu.card import MARGIN_SHARE
 from hybridtrain.virtual_gpu.links import Collective
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import reserved_range
@@ -33,8 +34,6 @@ from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
-FREE_SHARE = 0.05
-"""Of the card's bytes that stay free unless another share is asked for: a display, fragments, another driver."""
 _MOST_SHORT_RUNS = 3
 """Of one kind of numbers."""
 _WORTH_TRYING = 1.05
@@ -121,7 +120,7 @@ def fit(
     question: Question,
     *,
     methods: Sequence[Method] = METHODS,
-    free_share: float = FREE_SHARE,
+    free_share: float = MARGIN_SHARE,
     on_try: Callable[[str], None] = lambda _text: None,
     is_exhaustive: bool = False,
 ) -> tuple[Way, ...]:
@@ -130,7 +129,7 @@ def fit(
     Args:
         question: What is to be trained, on what.
         methods: full: all parameters, at each level of ``candidates.LEVELS``; lora, qlora: adapters.
-        free_share: Of the card's bytes that stay free.
+        free_share: Of the card's bytes that stay free; the margin of every answer unless another is asked for.
         on_try: Told what is run next.
         is_exhaustive: Make a short run of everything that fits by arithmetic, not of the best by it alone.
     """
@@ -165,7 +164,7 @@ def _speed(way: Way) -> float:
     return way.tokens_per_s or 0.0
 
 
-def confirmed(question: Question, way: Way, *, free_share: float = FREE_SHARE, leaves_margin: bool = False) -> Way:
+def confirmed(question: Question, way: Way, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False) -> Way:
     """Return a way run dry with every block, and with fewer kept ones where the short run promised too many.
 
     Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card

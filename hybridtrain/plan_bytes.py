@@ -14,7 +14,7 @@ from hybridtrain.optim.optimizer import Optimizer, Role
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Attention, Cell, MemoryPlan, PhasePlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
 
 _BYTES: dict[Codec, float] = {
     Codec.FLOAT32: 4, Codec.BFLOAT16: 2, Codec.FLOAT16: 2, Codec.INT8_BLOCKS: 1 + 4 / 256,
@@ -30,7 +30,7 @@ positions are learned and where they turn; two of the first are as wide as the q
 
 _LOSS_BYTES = {Codec.FLOAT32: 8, Codec.BFLOAT16: 14, Codec.FLOAT16: 14}
 """Of a token and word: logits in fp32 and their gradient; of 16 bits their fp32 copy and its softmax beside them."""
-_MARGIN = 1.05
+_ROUNDING = 1.05
 """For what the allocator rounds, and for what is on its way."""
 
 
@@ -43,12 +43,9 @@ class Bytes:
     disk: float
 
     def fits(self, card: Card, host: Host) -> bool:
-        """Whether there is room, with a margin."""
-        return (
-            _MARGIN * self.card <= card.allocator_capacity_bytes
-            and self.host <= host.tensor_bytes
-            and self.disk <= host.disk_bytes
-        )
+        """Whether there is room, and the card's margin stays free."""
+        used = _ROUNDING * self.card + card.context_bytes
+        return card.verdict(used) is FitVerdict.FITS and self.host <= host.tensor_bytes and self.disk <= host.disk_bytes
 
 
 def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer: Optimizer | None = None) -> Bytes:

@@ -34,8 +34,8 @@ def encode(obj: object) -> JsonMapping:
     """Return a dataclass instance as plain JSON values, keys in field order.
 
     A tagged dataclass (``kind: ClassVar[str]``) starts with its ``kind``. Enums become their value, paths
-    POSIX text, tuples arrays; fields with ``init=False`` are derived and left out, and so is a young field at its
-    default: what was written before there was one has the same text.
+    POSIX text, tuples arrays; fields with ``init=False`` are derived and left out, and so are fields that equality
+    leaves out and a young field at its default: what was written before there was one has the same text.
 
     Raises:
         TypeError: a value is of a type that the decoder could not read back.
@@ -93,7 +93,7 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
         value: object = getattr(obj, field.name)
         if field.metadata.get("is_left_out_at_default") and value == field.default:
             continue
-        if field.init and (nulls or not _is_left_out(field, value, path)):
+        if field.init and field.compare and (nulls or not _is_left_out(field, value, path)):
             encoded[field.name] = _encode_value(value, f"{path}.{field.name}", nulls=nulls)
     return encoded
 

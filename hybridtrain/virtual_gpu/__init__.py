@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.allocator import CachingAllocator as CachingAllocator
     from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig as AllocatorConfig
     from hybridtrain.virtual_gpu.card import Card as Card
+    from hybridtrain.virtual_gpu.card import FitVerdict as FitVerdict
     from hybridtrain.virtual_gpu.card import Host as Host
     from hybridtrain.virtual_gpu.card import card_catalogue as card_catalogue
     from hybridtrain.virtual_gpu.card import find_card as find_card
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "allocator": ("AllocatorOutOfMemory", "CachingAllocator"),
     "allocator_config": ("AllocatorConfig",),
-    "card": ("Card", "Host", "card_catalogue", "find_card"),
+    "card": ("Card", "Host", "FitVerdict", "card_catalogue", "find_card"),
     "card_run": ("CardRun",),
     "estimate": ("MemoryEstimate", "estimate_memory"),
     "ledger": ("LedgerTrace", "StorageLedger", "find_peak"),

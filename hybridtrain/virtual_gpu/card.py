@@ -2,15 +2,29 @@
 
 import re
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cache
 from importlib import resources
+from math import floor
 from pathlib import Path
+from typing import Any
 
 from hybridtrain.config.decode import decode, load_toml
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.units import GB, GIB, MIB
+from hybridtrain.units import GB, GIB, MIB, format_bytes
 
+MARGIN_SHARE = 0.05
+"""Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
+
+A plan cannot know the driver (published capacities of one card differ by up to 0.8 %, of one with 4 GB by 4 %), how
+large context and libraries are (published figures of one card differ by up to 1 %), and what else draws on the card: a
+display takes 0.2 to 0.5 GiB, 1 to 3 % of 16 GB (assumed).
+"""
+NOT_FOUND = "not found"
+"""A source that was looked for; as good as none."""
+_KEPT_MIB, _KEPT_SHARE = 384, 0.01
+"""What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
 _HOPPER = 9
 _DATA_CENTER = frozenset({"8.0", "9.0"})
 """A100, H100, H200."""
@@ -18,14 +32,33 @@ _GEFORCE = frozenset({"8.6", "8.9", "12.0"})
 """RTX 30, 40 and 50; workstation cards of the same chips have other names and other power limits."""
 
 
+class FitVerdict(StrEnum):
+    """Whether a plan fits a card."""
+
+    FITS = "fits"
+    BARELY = "fits barely"
+    """The planned run fits, and leaves less than the margin."""
+    NO = "does not fit"
+
+
+MARGIN_TOLD = (
+    f"{FitVerdict.BARELY}, within the margin of {100 * MARGIN_SHARE:g} % for other drivers, libraries and a display"
+)
+"""For a reader."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Facts about one card, from its vendor."""
+    """Facts about one card: rates from its vendor, memory as CUDA gives it.
+
+    What has no source is on the safe side: memory of the catalogue is 384 MiB and 1 % less than nvidia-smi's total, a
+    context that is left out the largest known of cards with the same compute capability.
+    """
 
     name: str
     """As nvidia-smi has it: GeForce cards are told by it."""
     memory_mib: int
-    """Total memory as nvidia-smi reports it."""
+    """Total MiB as CUDA gives it: torch's ``get_device_properties(0).total_memory``; nvidia-smi shows more."""
     compute_capability: str
     """As '8.9'."""
     tflops_bf16: float
@@ -42,11 +75,18 @@ class Card:
     """Second-level cache; 0: unknown, every op is taken to read device memory."""
     tops_int8: float = 0.0
     """0: unknown."""
-    context_mib: int = 426
-    """CUDA context, outside the allocator. The default was read on an RTX 6000 Ada with torch 2.10;
-    published figures go from 274 to about 430 with lazy module loading."""
+    context_mib: int = None  # type: ignore[assignment]  # filled in below
+    """CUDA context and libraries in MiB, outside the allocator: what a process holds beside reserved bytes."""
+    nvidia_smi_mib: int = field(default=0, compare=False)
+    """Total memory in MiB as nvidia-smi reports it; 0: unknown."""
+    memory_source: str = field(default="", compare=False)
+    """Range in GiB and where it was published; ``not found`` or empty: none."""
+    context_source: str = field(default="", compare=False)
+    """Likewise of the context."""
 
     def __post_init__(self) -> None:
+        if self.context_mib is None:
+            object.__setattr__(self, "context_mib", safe_context_mib(self.compute_capability))
         numbers = ("memory_mib", "tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
         faults = [f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0]
         if self.context_mib < 0 or self.context_mib >= self.memory_mib:
@@ -66,7 +106,7 @@ class Card:
 
     @property
     def memory_bytes(self) -> int:
-        """Total memory in bytes."""
+        """Total memory in bytes, as CUDA gives it."""
         return self.memory_mib * MIB
 
     @property
@@ -78,6 +118,42 @@ class Card:
     def allocator_capacity_bytes(self) -> int:
         """What is left for the allocator."""
         return self.memory_bytes - self.context_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes that a plan must leave free to fit plainly."""
+        return round(MARGIN_SHARE * self.memory_bytes)
+
+    def verdict(self, used_bytes: float, *, fits: bool = True) -> FitVerdict:
+        """Return whether a plan fits.
+
+        Args:
+            used_bytes: What it takes of the card, context included.
+            fits: Whether it ran to its end.
+        """
+        if not fits:
+            return FitVerdict.NO
+        return FitVerdict.FITS if used_bytes <= self.memory_bytes - self.margin_bytes else FitVerdict.BARELY
+
+    def told(self, verdict: FitVerdict) -> str:
+        """Return a verdict for a reader; one that is within the margin says how large that is."""
+        return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
+
+    @property
+    def source_note(self) -> str:
+        """Say which figures of the card have no source; empty: all have one."""
+        figures = (
+            (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
+            (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
+        )
+        found = {
+            "no published figure for {}: a safe one is taken": [
+                told for told, source in figures if source == NOT_FOUND
+            ],
+            "its file states no source for {}": [told for told, source in figures if not source],
+        }
+        notes = [note.format(" and ".join(missing)) for note, missing in found.items() if missing]
+        return f"{self.name}: {'; '.join(notes)}" if notes else ""
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -103,10 +179,33 @@ class Card:
 
 
 @cache
+def _tables() -> dict[str, dict[str, Any]]:
+    text = resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
 def card_catalogue() -> dict[str, Card]:
     """Return every known card by its short name."""
-    text = resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return {name: decode(Card, table, source=f"hardware.toml [{name}]") for name, table in tomllib.loads(text).items()}
+    return {name: decode(Card, _filled(table), source=f"hardware.toml [{name}]") for name, table in _tables().items()}
+
+
+def _filled(table: dict[str, Any]) -> dict[str, Any]:
+    return table if "memory_mib" in table else table | {"memory_mib": safe_memory_mib(table["nvidia_smi_mib"])}
+
+
+def safe_memory_mib(nvidia_smi_mib: int) -> int:
+    """Return MiB that CUDA gives at least of a total that nvidia-smi reports; no card with a source gives less."""
+    return floor(nvidia_smi_mib * (1 - _KEPT_SHARE)) - _KEPT_MIB
+
+
+def safe_context_mib(compute_capability: str) -> int:
+    """Return the largest context in MiB known of cards of a compute capability; of none: of all but A100 and H100."""
+    known: list[tuple[str, int]] = [
+        (table["compute_capability"], table["context_mib"]) for table in _tables().values() if "context_mib" in table
+    ]
+    alike = [size for capability, size in known if capability == compute_capability]
+    return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
 
 
 def find_card(name: str) -> Card:
@@ -114,7 +213,7 @@ def find_card(name: str) -> Card:
 
         >>> card = find_card("rtx-4090")
         >>> card.name, card.memory_bytes, card.tflops_bf16
-        ('NVIDIA GeForce RTX 4090', 25757220864, 165.2)
+        ('NVIDIA GeForce RTX 4090', 25249710080, 165.2)
 
     A name in the catalogue is a table of ``hardware.toml``; a file of your own has the same entries.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.card import Card, FitVerdict
 from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory
@@ -27,8 +27,13 @@ class CardRun:
 
     @property
     def fits_card(self) -> bool:
-        """Whether every step ran under the card's cap."""
+        """Whether every step ran under the card's cap; ``verdict`` keeps a margin besides."""
         return self.capped.oom is None
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, and leaves the margin free."""
+        return self.card.verdict(self.device_used_bytes, fits=self.fits_card)
 
     @property
     def oom(self) -> OutOfMemory | None:
@@ -52,7 +57,7 @@ class CardRun:
 
     @property
     def device_used_bytes(self) -> int:
-        """Reserved bytes plus the CUDA context: what nvidia-smi shows."""
+        """Reserved bytes plus the CUDA context: what the process uses in nvidia-smi."""
         return self.peak_reserved_bytes + self.card.context_bytes
 
     @property
@@ -77,14 +82,18 @@ class CardRun:
             yield clock, by_class
 
     def summary(self) -> str:
-        """Return peak, holders and time in four lines."""
+        """Return peak, holders and time in four lines; a fifth says what of the card has no source."""
         peak, used = self.peak, self.device_used_bytes
-        outcome = "fits" if self.fits_card else "does not fit"
+        outcome, note = self.card.told(self.verdict), self.card.source_note
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.by_class.items() if size)
-        return (
-            f"{self.card.name}: {outcome}, {format_bytes(used)} of {format_bytes(self.card.memory_bytes)} used\n"
-            f"peak in step {peak.step}, {peak.stage}: {format_bytes(peak.allocated_bytes)} allocated, "
-            f"{format_bytes(self.peak_reserved_bytes)} reserved\n"
-            f"held by {held}\n"
-            f"a step takes {format_seconds(self.time.seconds)}, bound by {self.bound}"
+        lines = (
+            f"{self.card.name}: {outcome}, {format_bytes(used)} of {format_bytes(self.card.memory_bytes)} used",
+            (
+                f"peak in step {peak.step}, {peak.stage}: {format_bytes(peak.allocated_bytes)} allocated, "
+                f"{format_bytes(self.peak_reserved_bytes)} reserved"
+            ),
+            f"held by {held}",
+            f"a step takes {format_seconds(self.time.seconds)}, bound by {self.bound}",
+            *filter(None, [note]),
         )
+        return "\n".join(lines)

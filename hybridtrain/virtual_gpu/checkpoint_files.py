@@ -60,12 +60,15 @@ def hybridtrain_virtual(
 
 
 @contextmanager
-def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+def checkpoint_files(
+    is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None], note_save: Callable[[], None]
+) -> Iterator[None]:
     """Let files of tensors be written and read while it is open.
 
     Args:
         is_virtual: Whether a tensor has no values of its own.
         known: The values of a virtual tensor where they are known.
+        note_save: Called when the script saves something.
     """
     true_reduce: Callable[[Tensor, int], Any] = torch.Tensor._reduce_ex_internal
     true_save: Callable[..., None] = torch.save
@@ -78,6 +81,7 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
         return hybridtrain_virtual, (str(tensor.device), tensor.dtype, tuple(tensor.shape), stride, known(tensor))
 
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        note_save()
         _check_overwrites("torch.save", f)
         with mock.patch.object(torch, "device", _TRUE_DEVICE):  # pickle asks whether a device's type is what it is
             true_save(obj, f, *args, **kwargs)
@@ -93,7 +97,9 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
             tag = tags.get(tensor.untyped_storage()._cdata) if not is_virtual(tensor) else None
             return tensor if tag is None else tensor.to(locate(tag))
 
-        if isinstance(f, str | PathLike) and zipfile.is_zipfile(f):
+        path = f if isinstance(f, str | PathLike) else _path_of(f)
+        if path is not None and zipfile.is_zipfile(path):
+            f = path
             kwargs.setdefault("mmap", True)  # bytes that nobody looks at stay on the disk
         locate = _locator(map_location)
         _locators.append(locate)
@@ -109,7 +115,7 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
         stack.enter_context(mock.patch.object(torch, "load", load))
         if find_spec("safetensors") is not None:  # a script may import it later: its true save reads addresses
             import_module("safetensors.torch")
-            stack.enter_context(_safetensors(is_virtual))
+            stack.enter_context(_safetensors(is_virtual, note_save))
         _locators.append(torch.device)
         try:
             yield
@@ -118,13 +124,14 @@ def checkpoint_files(is_virtual: Callable[[Tensor], bool], known: Callable[[Tens
 
 
 @contextmanager
-def _safetensors(is_virtual: Callable[[Tensor], bool]) -> Iterator[None]:
+def _safetensors(is_virtual: Callable[[Tensor], bool], note_save: Callable[[], None]) -> Iterator[None]:
     """Replace the body of ``save_file``, which others import by name."""
     function: FunctionType = modules["safetensors.torch"].save_file
     true_code = function.__code__
     true_save = FunctionType(true_code, function.__globals__, argdefs=function.__defaults__)
 
     def save(tensors: Mapping[str, Tensor], filename: str | PathLike[str], metadata: Mapping[str, str] | None) -> None:
+        note_save()
         _check_overwrites("save_file", filename)
         if any(is_virtual(tensor) for tensor in tensors.values()):
             _write_hole(tensors, Path(filename), metadata)
@@ -172,6 +179,12 @@ def _check_overwrites(what: str, file: object) -> None:
             f"{what}: {path} exists and holds values; a virtual GPU writes shapes only and does not replace it; "
             "give the script another output folder."
         )
+
+
+def _path_of(file: Any) -> str | None:
+    """Return the path of an open file that was not read yet."""
+    name = getattr(file, "name", None)
+    return name if isinstance(name, str) and Path(name).is_file() and not file.tell() else None
 
 
 def _has_mark(path: Path) -> bool:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral
@@ -21,9 +22,12 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from hybridtrain.virtual_gpu.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.nvidia_smi import nvidia_smi
+from hybridtrain.virtual_gpu.stand_in import where_called
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
 _TRUE_DEVICE = torch.device
@@ -34,6 +38,9 @@ _FACTORIES = (
     "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like",
     "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "zeros", "zeros_like",
 )  # fmt: skip
+NCCL_VERSION = (2, 27, 5)
+"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+_CUDNN_VERSION = 91002
 _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 
 
@@ -47,14 +54,16 @@ def facade(ledger: VirtualLedger, autocast: Autocast) -> Iterator[None]:
             (torch.Tensor, methods.names()),
             (torch.cuda, cuda),
             (torch, _TorchFunctions(ledger, autocast).names()),
+            (torch, {"_has_compatible_shallow_copy_type": methods.may_share_type}),
         ):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         for owner, name, value in _elsewhere(ledger, cuda):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(nvidia_smi(ledger.card, ledger.num_cards))
         # Threads that load weights would not be seen: what is watched is the thread that opened the block.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
-        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of))
+        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of, partial(_note_save, ledger)))
         yield
 
 
@@ -75,8 +84,9 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for module in (torch.nn.functional, torch._C._nn):
         yield module, "one_hot", one_hot
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
-    yield torch.version, "cuda", torch.version.cuda or "13.0"
-    yield torch.backends.cuda, "is_built", lambda: True
+    yield from _build_of_cuda()
+    yield from _scripted(ledger)
+    yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *_args, **_kwargs: torch.device("cuda")
     yield torch.accelerator, "device_count", lambda: ledger.num_cards
@@ -89,9 +99,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     true_data_ptr = torch.UntypedStorage.data_ptr
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     yield torch.UntypedStorage, "resize_", _counted_resize(ledger)
-    drop = _Dropout(ledger)
-    yield torch._VF, "dropout", drop
-    yield torch, "dropout", drop
+    yield from _kernels(ledger)
     yield from _libraries()
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
@@ -110,6 +118,74 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[tuple[An
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _kernels(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what CUDA does in one kernel and the CPU does not."""
+    drop = _Dropout(ledger)
+    yield torch._VF, "dropout", drop
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        yield torch._VF, name, _unfused(ledger, name)
+    yield torch, "dropout", drop
+
+
+def _build_of_cuda() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what torch says of its own build and libraries where it was built with CUDA."""
+    yield torch.version, "cuda", torch.version.cuda or "13.0"
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: _CUDNN_VERSION
+    yield torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda"
+    yield torch.cuda.nccl, "version", lambda: NCCL_VERSION
+    for module in (torch.distributed, import_module("torch.distributed.distributed_c10d")):
+        yield module, "is_nccl_available", lambda: True
+
+
+def _scripted(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what lets TorchScript leave code as it is, with torch's own switch (PYTORCH_JIT=0)."""
+    yield torch.jit._state._enabled, "enabled", False
+    for name in ("script", "trace"):
+        yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
+
+
+def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (getattr(obj, "__module__", None) or "").startswith("torch."):
+            ledger.seen.compiled.append(f"torch.jit.{function.__name__} at {where_called()}")
+        return function(obj, *args, **kwargs)
+
+    return call
+
+
+def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
+    function = getattr(torch._VF, name)
+    told = f"{name.partition('_')[0].upper()} planned op by op, where cuDNN has one kernel that keeps other tensors"
+
+    def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
+        if ledger.place_of(input) is Place.DEVICE:
+            ledger.seen.approximated.setdefault(told, where_called())
+        return function(input, *args)
+
+    return run
+
+
+def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[Any, Any]:  # noqa: ARG001  torch's names
+    """Return what ``DataParallel`` of one card passes on (torch/nn/parallel/scatter_gather.py).
+
+    Raises:
+        NotImplementedError: It is of several.
+    """
+    if len(cards) > 1:
+        raise NotImplementedError(
+            f"virtual GPU: DataParallel over {len(cards)} cards is not planned; plan DistributedDataParallel with "
+            "--world, or DataParallel of one card (device_ids=[0])."
+        )
+
+    def move(value: Any) -> Any:
+        return value.to(_as_device(cards[0])) if isinstance(value, Tensor) else value
+
+    return (tree_map(move, tuple(inputs)),), (tree_map(move, kwargs or {}),)
 
 
 def _libraries() -> Iterator[tuple[Any, str, Any]]:
@@ -255,6 +331,7 @@ class _TensorMethods:
         self._true_data: Any = torch.Tensor.data
         self._true_set_item, self._true_tensor = torch.Tensor.__setitem__, torch.tensor
         self._true_data_ptr: Callable[[Tensor], int] = torch.Tensor.data_ptr
+        self._true_shares_type: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
     def names(self) -> dict[str, Any]:
         """Return what to replace."""
@@ -350,16 +427,37 @@ class _TensorMethods:
         self._true_set_item(tensor, index, value)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file."""
+        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file.
+
+        A real tensor that gets virtual data stays the Python object that modules, optimizers and ties know of, with
+        its gradient; a graph that was recorded before would not reach it, as little as after ``swap_tensors``.
+        """
         if is_truly_meta(tensor) == is_truly_meta(value) or (self._place(value) or self._place(tensor)) is None:
             self._true_data.__set__(tensor, value)
         elif is_truly_meta(tensor):
             with self._ledger.moving_to(Place.HOST):
                 self._true_data.__set__(tensor, torch.ops.aten._to_copy(value, device=_META))
         else:
-            made = type(tensor)._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
-            made.__dict__.update(tensor.__dict__)
-            torch.utils.swap_tensors(tensor, made)
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None:
+                gradient.data = gradient.to(value.device, value.dtype)
+            made = torch.Tensor._make_subclass(torch.Tensor, value.detach(), tensor.requires_grad)
+            made.grad = gradient
+            torch._C._swap_tensor_impl(tensor, made)
+
+    def may_share_type(self, tensor: Tensor, other: Tensor) -> bool:
+        """Return whether ``tensor.data = other`` keeps the object: so ``Module.to`` decides whether parameters live on.
+
+        CPU and CUDA share a type, meta shares it with neither. A meta tensor of the script's own is that; a virtual
+        one is on the CPU or on the card.
+        """
+        is_meta = tuple(is_truly_meta(one) and self._ledger.place_of(one) is None for one in (tensor, other))
+        kinds = {type(tensor), type(other)}
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in kinds):
+            return self._true_shares_type(tensor, other)
+        if tensor.layout is not other.layout:
+            return False
+        return is_meta[0] == is_meta[1]
 
     def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
         if self._place(tensor) is None and _as_device(kwargs.get("device")) in {None, torch.device("cpu")}:
@@ -643,7 +741,7 @@ class _TorchFunctions:
             "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
             "clear_autocast_cache": clear,
             "Generator": Generator,
-            "compile": _not_compiled,
+            "compile": partial(_not_compiled, self._ledger),
             "device": _Device,
             "get_default_device": _default_device,
             "get_device_module": lambda *_args: torch.cuda,
@@ -651,7 +749,11 @@ class _TorchFunctions:
         return found
 
 
-def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
+def _note_save(ledger: VirtualLedger) -> None:
+    ledger.seen.num_saves += 1
+
+
+def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
     """Return what was to be compiled as it is: a virtual card runs eager code.
 
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
@@ -660,6 +762,8 @@ def _not_compiled(model: Any = None, **_kwargs: Any) -> Any:
     module = getattr(model, "__module__", None) or ""
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
         return _do_nothing
+    if not kwargs.get("disable"):
+        ledger.seen.compiled.append(f"torch.compile at {where_called()}")
     return (lambda found: found) if model is None else model
 
 

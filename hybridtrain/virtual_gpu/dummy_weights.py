@@ -12,14 +12,14 @@ from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
 
-def write_dummy_weights(folder: Path) -> list[Path]:
+def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
     """Write beside a model's ``config.json`` the files that ``from_pretrained`` of transformers looks for.
 
-    Their headers and lengths are those of real weights, in the type that the configuration names (bfloat16 where it
-    names none); they read as zeros and take no disk. The configuration stays as it is.
+    Their headers and lengths are those of real weights, in the type that the configuration names, float32 where it
+    names none, as transformers has it; they read as zeros and take no disk. The configuration stays as it is.
 
     Returns:
-        The files of weights.
+        The files of weights, and their type.
 
     Raises:
         ConfigError: transformers is missing, there is no usable configuration, or there are weights already.
@@ -44,10 +44,11 @@ def write_dummy_weights(folder: Path) -> list[Path]:
     if not kinds:
         fault = f"{config_file}: architectures: {config.architectures} is no class of transformers; name one."
         raise ConfigError("dummy-weights", [fault])
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
     text = config_file.read_bytes()
     import_module("safetensors.torch")
     with VirtualGpu("h200"):  # any card: nothing is put on it
-        model = getattr(transformers, kinds[0])._from_config(config, dtype=config.dtype or torch.bfloat16)
+        model = getattr(transformers, kinds[0])._from_config(config, dtype=dtype)
         model.save_pretrained(folder, max_shard_size="5GB")
     config_file.write_bytes(text)
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors")), dtype

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, find_card
+from hybridtrain.virtual_gpu.card import Card, FitVerdict, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
@@ -41,8 +41,14 @@ class MemoryEstimate:
 
     @property
     def fits_card(self) -> bool:
-        """Whether the step runs on the card it was asked for."""
+        """Whether the step runs on the card it was asked for; ``verdict`` keeps a margin besides."""
         return not self.oom
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether the step fits, and leaves the card's margin free."""
+        used = self._gpu.ledger.allocator.peak_reserved_bytes + self.card.context_bytes
+        return self.card.verdict(used, fits=self.fits_card)
 
     @cached_property
     def run(self) -> CardRun:
@@ -76,21 +82,21 @@ class MemoryEstimate:
         return self._gpu.stand_ins()
 
     def fits(self, card: Card | str) -> bool:
-        """Say whether the step runs on a card; attention and the like are chosen for that card."""
-        return self._on(find_card(card) if isinstance(card, str) else card).fits_card
+        """Say whether the step fits a card and leaves its margin free; attention and the like are chosen for it."""
+        return self._on(find_card(card) if isinstance(card, str) else card).verdict is FitVerdict.FITS
 
     def largest_batch(self, card: Card | str | None = None) -> int:
-        """Return the largest batch size whose step runs on a card; 0 where not even one sample does.
+        """Return the largest batch size whose step fits a card and leaves its margin free; 0 where no sample does.
 
         Each size tried is a dry run of its own; sizes are doubled, then halved in.
         """
         chosen = self.card if card is None else find_card(card) if isinstance(card, str) else card
         low, high = 0, 1
-        while high <= _LARGEST and self._on(chosen, high).fits_card:
+        while high <= _LARGEST and self._on(chosen, high).verdict is FitVerdict.FITS:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self._on(chosen, middle).fits_card:
+            if self._on(chosen, middle).verdict is FitVerdict.FITS:
                 low = middle
             else:
                 high = middle

@@ -178,6 +178,9 @@ class _Run:
                     peak = (position, self._allocator.allocated_bytes)
         except AllocatorOutOfMemory as refusal:
             return self._report(refusal)
+        for _ in starts:  # steps whose first request was refused
+            self._close_step(peak)
+            peak = (self._position, self._allocator.allocated_bytes)
         self._close_step(peak)
         return None
 

@@ -15,7 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator, Placement, falling
+from hybridtrain.virtual_gpu.allocator import (
+    AllocatorConfig,
+    AllocatorOutOfMemory,
+    CachingAllocator,
+    Placement,
+    falling,
+)
 from hybridtrain.virtual_gpu.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS, Settled, last_cycle
@@ -23,6 +29,8 @@ from hybridtrain.virtual_gpu.replay import first_matmuls
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
+_WIDE = 1.1
+"""Share of the planned bytes from which what other lengths reserve without a cap says nothing about a card."""
 _RISING = (1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _MIXED = (3 / 4, 1.0, 1 / 2, 7 / 8, 5 / 8, 1.0)
 _SCALES = frozenset({TensorClass.ACTIVATION, TensorClass.BOUNDARY})
@@ -36,6 +44,9 @@ class ReservedRange:
     by_change: dict[str, int]
     """The same for each change, the largest of its ways; a change that a trace does not allow is missing: a step whose
     end is not what it began with cannot be repeated."""
+    lengths_fit: bool | None = None
+    """Whether steps of other lengths run under the card's cap, where it gives cached segments back; None where
+    nobody asked, or they take little more than steps of one length."""
 
     @property
     def margin_bytes(self) -> int:
@@ -45,13 +56,18 @@ class ReservedRange:
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures."""
-        return {"planned_bytes": self.planned_bytes, "margin_bytes": self.margin_bytes, "by_change": self.by_change}
+        found = {"planned_bytes": self.planned_bytes, "margin_bytes": self.margin_bytes, "by_change": self.by_change}
+        return found | ({} if self.lengths_fit is None else {"lengths_fit": self.lengths_fit})
 
     def as_text(self) -> str:
         """Return a line for a reader."""
         moves = {change: size - self.planned_bytes for change, size in self.by_change.items()}
         told = ", ".join(f"{change} {_signed(moved)}" for change, moved in moves.items() if change != LENGTHS)
         lengths = f"; steps of mixed lengths {_signed(moves[LENGTHS])}" if LENGTHS in moves else ""
+        if self.lengths_fit is not None:
+            fits = "fit this card, which gives cached segments back when it is full"
+            refused = "may be refused by this card, whose free memory they leave in pieces"
+            lengths = f"; steps of mixed lengths {fits if self.lengths_fit else refused}"
         return f"reserved can move, without a cap: {told}{lengths} (planned, the same trace replayed otherwise)"
 
 
@@ -67,6 +83,7 @@ def reserved_range(
     repeats: int = 0,
     with_lengths: bool = True,
     planned_bytes: int | None = None,
+    capacity_bytes: int | None = None,
 ) -> ReservedRange:
     """Replay a trace as it is and with each change.
 
@@ -77,20 +94,32 @@ def reserved_range(
         repeats: How often the last step is repeated in the plan itself, as ``replay_trace`` does.
         with_lengths: Try steps of other lengths too, which take most of the time.
         planned_bytes: What the trace as it is reserves at most, where a replay with these settings has told already.
+        capacity_bytes: Of the card, under which steps of other lengths are tried where they reserve much more; None:
+            they are not.
     """
     can_repeat = last_cycle(trace) is not None
     planned = [1.0] * (len(trace.steps) + repeats) if can_repeat and repeats else []
 
-    def peak(*, place: Placement | None = None, evaluates: bool = False, lengths: Sequence[float] = planned) -> int:
-        run = _Run(trace, CachingAllocator(config, place=place), workspace_bytes)
+    def peak(
+        *, place: Placement | None = None, evaluates: bool = False, lengths: Sequence[float] = planned,
+        capacity: int | None = None,
+    ) -> int:  # fmt: skip
+        run = _Run(trace, CachingAllocator(config, capacity, place=place), workspace_bytes)
         return run.play(evaluates=evaluates, lengths=lengths)
 
     found = {DRIVER: peak(place=falling()), EVALUATION: peak(evaluates=True)}
     if can_repeat and not repeats:
         found[MORE_STEPS] = peak(lengths=[1.0] * (len(trace.steps) + SETTLING_STEPS))
+    known = peak() if planned_bytes is None else planned_bytes
+    lengths_fit = None
     if with_lengths and can_repeat:
         found[LENGTHS] = max(peak(lengths=order) for order in (_RISING, _MIXED))
-    return ReservedRange(planned_bytes=peak() if planned_bytes is None else planned_bytes, by_change=found)
+        if capacity_bytes is not None and found[LENGTHS] > _WIDE * known:
+            try:
+                lengths_fit = all(peak(lengths=order, capacity=capacity_bytes) for order in (_RISING, _MIXED))
+            except AllocatorOutOfMemory:
+                lengths_fit = False
+    return ReservedRange(planned_bytes=known, by_change=found, lengths_fit=lengths_fit)
 
 
 class _Run:

@@ -11,7 +11,7 @@ A rule holds only for values that depend on arithmetic; what follows from the sc
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,8 @@ class StandIn:
 class StandIns:
     """Gives stand-ins, and remembers where."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_refusal: Callable[[str], object]) -> None:
+        self._note_refusal = note_refusal
         self._uses: Counter[tuple[str, str, str]] = Counter()
         self._truth = True
 
@@ -93,11 +94,13 @@ class StandIns:
 
     def refuse(self, func: torch._ops.OpOverload) -> NoReturn:
         """Say that a shape depends on values that nobody knows."""
-        raise DataDependentError(
+        text = (
             f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
             "computes none; sizes may follow from the script's own data (token ids, masks, lengths); use a path "
             "without it (for experts: grouped or batched matmuls), or leave this line out of the run."
         )
+        self._note_refusal(text)
+        raise DataDependentError(text)
 
     def _even_choice(self, func: torch._ops.OpOverload, scores: Tensor, k: int, dim: int) -> Tensor:
         dim %= scores.dim()

@@ -1,12 +1,17 @@
 """A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
+import os
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from unittest import mock
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +19,31 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator
+from hybridtrain.virtual_gpu.basis import Basis, find_growth, versions
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.cuda_facade import facade
 from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.launchers import launchers
 from hybridtrain.virtual_gpu.ledger import StepMark
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.stand_in import StandIn
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
 from hybridtrain.virtual_gpu.virtual_world import virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the
 other loads CUDA's libraries where it believes that there is a card."""
+
+
+_PATIENCE = 8
+"""Steps of one optimizer after which another that has made none is taken to make none ever; and backward passes, for
+each step that was asked for, after which code is taken to have no optimizer."""
 
 
 class StepsDone(BaseException):
@@ -58,15 +71,17 @@ class VirtualGpu:
         >>> run.fits_card, run.by_class()["optim_state"]
         (True, 8590524416)
 
-    A step ends with an optimizer's ``step``; the next begins with the next forward pass.
+    A step is an iteration: it ends when every optimizer has made its ``step``, and the next begins with the next
+    forward pass. Without an optimizer, each backward pass ends one.
 
     Args:
         card: A card, its name in the catalogue, or a TOML file that describes one.
         host_memory: Bytes of host memory that tensors may take; None: as much as is asked for.
-        steps: After how many optimizer steps the code is stopped; None: never.
+        steps: After how many iterations the code is stopped; None: never.
         allocator: Settings of the caching allocator; None: torch's defaults.
         record_history: Keep what snapshots need.
-        world: Cards that the code is to believe it runs on; above 1 it is one rank of torch.distributed.
+        world: Cards that torchrun would start the code on, of which it is one rank; None: it is started alone, and is
+            what a launcher that it calls makes of it.
         rank: Which of them this card is.
         cards_per_machine: Of the world, as torchrun's ``--nproc-per-node``.
         link: What joins cards of one machine: nvlink, pcie or a TOML file.
@@ -79,28 +94,50 @@ class VirtualGpu:
 
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
-        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int = 1, rank: int = 0,
+        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
         self.card = find_card(card) if isinstance(card, str) else card
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
-        self.world = World(size=world, rank=rank, cards_per_machine=cards_per_machine, link=link, network=network)
+        self._is_launched = world is not None
+        self.world = World(
+            size=1 if world is None else world,
+            rank=rank,
+            cards_per_machine=cards_per_machine,
+            link=link,
+            network=network,
+        )
         self.config = allocator
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.steps_done = 0
+        """Iterations that are done: steps of the optimizer that has made fewest, of those that make any."""
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
         self.num_params = 0
         """Of the largest module that ran."""
         self.oom: OutOfMemory | None = None
-        """What ended the code; None where it caught a refusal, or there was none."""
+        """What ended the code; None where it caught a refusal and went on, or there was none."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._units = WeakIdKeyDictionary()
         self._depth = 0
-        self._between_steps = True
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._idle: WeakSet[Optimizer] = WeakSet()
+        self._updates: Counter[int] = Counter()
+        """Steps of each optimizer, by its identity; kept alive, it would hold its state."""
+        self._unused: set[int] = set()
+        """Optimizers that have made no step yet."""
+        self._stateless: set[int] = set()
+        self._has_state = False
+        self._updated: set[int] = set()
+        """Optimizers that have made a step in this iteration."""
+        self._marks: list[StepMark] = []
+        """Forward passes after an update, in this iteration."""
+        self._backwards_at_begin = 0
+        self._begun = False
+        self._last_refusal_step = 0
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,8 +147,10 @@ class VirtualGpu:
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, autocast))
-            if self.world.size > 1:
+            if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
+            for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
+                stack.enter_context(mock.patch.object(owner, name, value))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),
@@ -119,6 +158,8 @@ class VirtualGpu:
                 register_module_forward_hook(self._leave_module, always_call=True),
             ):
                 stack.callback(hook.remove)
+            stack.enter_context(mock.patch.object(Optimizer, "__init__", self._noting(Optimizer.__init__)))
+            self.ledger.after_backward, self.ledger.on_refusal = self._after_backward, self._on_refusal
             stack.enter_context(self.ledger)
             self._open = stack.pop_all()
         return self
@@ -127,14 +168,32 @@ class VirtualGpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._open.__exit__(kind, error, trace)
-        if isinstance(error, torch.OutOfMemoryError):
-            self.oom = self.ledger.refusal
+        if self.ledger.refusal is not None and not isinstance(error, StepsDone):
+            was_last = self.steps_done == self._last_refusal_step
+            if _holds(error, torch.OutOfMemoryError) or (was_last and (error is not None or not self.steps_done)):
+                self.oom = self.ledger.refusal
         return isinstance(error, StepsDone)
 
     def begin_step(self) -> None:
-        """Say that a training step begins; said by itself where a forward pass follows an optimizer's step."""
-        self._between_steps = False
+        """Say that a training step begins; said by itself where a forward pass follows the end of an iteration."""
+        self._begun = True
+        self._updated.clear()
+        self._marks.clear()
+        self._backwards_at_begin = self.ledger.seen.num_backwards
         self.ledger.begin_step()
+
+    def basis(self) -> Basis:
+        """Return what a plan of the code rests on: what was seen of it, and what went otherwise than on a card."""
+        seen = self.ledger.seen
+        ended_by = "" if self.oom is None else seen.refusals[-1]
+        return Basis(
+            versions=versions(), num_steps=self.steps_done, has_state=self._has_state,
+            num_backwards=seen.num_backwards, num_evaluations=seen.num_evaluations, num_saves=seen.num_saves,
+            compiled=tuple(dict.fromkeys(seen.compiled)),
+            refusals=tuple(dict.fromkeys(text for text in seen.refusals if text != ended_by)),
+            uncounted=dict(seen.uncounted), approximated=dict(seen.approximated),
+            growth=find_growth(self.ledger.trace(), seen.made_at),
+        )  # fmt: skip
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
         """Say what a tensor is for, from its allocation on."""
@@ -152,16 +211,13 @@ class VirtualGpu:
     def report(self) -> CardRun:
         """Replay what was seen so far on the card: to the end, or to the request that ended it.
 
-        Raises:
-            ValueError: No training step was seen.
+        Code without a step, a loss alone or a model that is only loaded, counts as one.
         """
+        if self._unused:
+            self._split_step()
         trace = self.ledger.trace()
-        if not trace.steps and self.oom is not None:
-            trace = replace(trace, steps=(StepMark(0, 0),))
         if not trace.steps:
-            raise ValueError(
-                "VirtualGpu: no training step was seen: no module ran and begin_step() was not called; run one."
-            )
+            trace = replace(trace, steps=(StepMark(0, 0),))
         replay = replay_trace(
             trace, workspace_bytes=0, config=self.config, capacity_bytes=self.ledger.allocator.capacity_bytes,
             record_history=self._record_history,
@@ -177,12 +233,85 @@ class VirtualGpu:
     def _enter_module(self, module: nn.Module, _args: object) -> None:
         if not self._depth:
             # A forward pass inside of a backward pass recomputes, also where an optimizer has stepped in that pass.
-            if self._between_steps and torch._C._current_graph_task_id() == -1:
-                self.begin_step()
+            if torch._C._current_graph_task_id() == -1:
+                self._begin_forward()
             if module not in self._names:
                 self._name(module)
         self._depth += 1
         self.ledger.enter_module(self._names.get(module, ""))
+
+    def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what lets code open a process group that nobody launched: alone, or as its environment says."""
+        dist = import_module("torch.distributed")
+        true_init = dist.init_process_group
+
+        @wraps(true_init)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            size = max(int(kwargs.get("world_size", -1)), int(os.environ.get("WORLD_SIZE", "-1")))
+            if size > 0 and not self._is_launched:
+                self._enter_world(size, int(os.environ.get("RANK", max(0, int(kwargs.get("rank", 0))))))
+            return true_init(*args, **kwargs)
+
+        for module in (dist, import_module("torch.distributed.distributed_c10d")):
+            yield module, "init_process_group", init
+
+    def _enter_world(self, size: int, rank: int = 0) -> None:
+        """Be one rank of as many as a launcher starts.
+
+        Raises:
+            ConfigError: Another number was asked for.
+        """
+        if self._is_launched:
+            if size != self.world.size:
+                fault = f"the launcher starts {size} processes and the world has {self.world.size}; leave --world out."
+                raise ConfigError("virtual", [fault])
+            return
+        self._is_launched, self.world = True, replace(self.world, size=size, rank=rank)
+        self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self._open.enter_context(virtual_world(self.world, self.ledger))
+
+    def _begin_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self.ledger.seen.num_evaluations += 1
+        active = self._active()
+        if self._updated:
+            if self._updated >= {id(one) for one in active}:
+                self.begin_step()
+            else:  # of a network that has a turn of its own, or an optimizer never makes a step
+                self._marks.append(self.ledger.step_mark())
+        elif not self._begun or (not active and self.ledger.seen.num_backwards > self._backwards_at_begin):
+            self.begin_step()
+
+    def _active(self) -> list[Optimizer]:
+        return [one for one in self._optimizers if one not in self._idle]
+
+    def _split_step(self) -> None:
+        """Let an iteration be as many as it had forward passes after an update: some optimizer makes no step ever."""
+        self._idle.update(one for one in self._active() if not self._updates[id(one)])
+        self.ledger.add_steps(self._marks)
+        self._marks.clear()
+
+    def _after_backward(self) -> None:
+        patience = None if self._steps is None else _PATIENCE * self._steps
+        if patience is not None and not self._active() and self.ledger.seen.num_backwards >= patience:
+            raise StepsDone
+
+    def _on_refusal(self) -> None:
+        """Say of an update that is refused what is state; the steps that follow a refusal say whether it mattered."""
+        self._last_refusal_step = self.steps_done
+        for optimizer in self._optimizers:
+            self._label_state(optimizer)
+
+    def _noting(self, true_init: Any) -> Any:
+        @wraps(true_init)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._optimizers.add(optimizer)
+            self._unused.add(id(optimizer))
+            self._stateless.discard(id(optimizer))
+            self._updates[id(optimizer)] = 0  # another may have been there before
+            true_init(optimizer, *args, **kwargs)
+
+        return init
 
     def _leave_module(self, _module: nn.Module, _args: object, _output: object) -> None:
         self._depth -= 1
@@ -198,6 +327,8 @@ class VirtualGpu:
 
     def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         missing = []
+        self._optimizers.add(optimizer)
+        self._idle.discard(optimizer)
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
             self.ledger.label(parameter, TensorClass.WEIGHT, unit)
@@ -210,19 +341,45 @@ class VirtualGpu:
 
     def _after_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         self.ledger.updates = False
+        key = id(optimizer)
+        if not self._label_state(optimizer):
+            self._stateless.add(key)
+        self._updates[key] += 1
+        self._updated.add(key)
+        self._unused.discard(key)
+        if self._updates[key] >= _PATIENCE and any(not self._updates[id(one)] for one in self._active()):
+            self._split_step()
+        counts = {id(one): self._updates[id(one)] for one in self._active()}
+        self.steps_done = max(self.steps_done, min(count for count in counts.values() if count))
+        self._has_state = all(count != 1 or one in self._stateless for one, count in counts.items())
+        if self._steps is not None and min(counts.values()) >= self._steps:
+            raise StepsDone
+
+    def _label_state(self, optimizer: Optimizer) -> bool:
+        """Say which tensors are an optimizer's state; return whether there are any on the card."""
+        found = False
         for parameter in _parameters(optimizer):
             state = optimizer.state.get(parameter, {})
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
+                    found = found or self.ledger.place_of(value) is Place.DEVICE
                     self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
-        self.steps_done += 1
-        self._between_steps = True
-        if self._steps is not None and self.steps_done >= self._steps:
-            raise StepsDone
+        return found
 
     def _unit_of(self, parameter: Tensor) -> str:
         unit: str = self._units.get(parameter, "")  # type: ignore[no-untyped-call]
         return unit
+
+
+def _holds(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Return whether an error is one of a kind, or was raised because of one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _parameters(optimizer: Optimizer) -> Any:

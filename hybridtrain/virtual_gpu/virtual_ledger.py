@@ -24,12 +24,13 @@ from torch.autograd.graph import _engine_run_backward
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.basis import Seen
 from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger, holders
+from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark, StorageLedger, holders
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, scratch_bytes, tensors_in
 from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns
+from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns, where_called
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 _ATEN = torch.ops.aten
@@ -76,15 +77,20 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.card = card
         self.host = host or Host()
         self.allocator = allocator
-        self.stand_ins = StandIns()
         self.is_inside = False
         """Whether an op is being run: then ``Tensor.device`` tells the truth."""
         self.refusal: OutOfMemory | None = None
         """The last request that the card could not serve."""
+        self.seen = Seen()
+        self.stand_ins = StandIns(self.seen.refusals.append)
+        self.after_backward: Callable[[], None] = _do_nothing
+        self.on_refusal: Callable[[], None] = _do_nothing
         self.updates = False
         """Whether an optimizer is at work."""
         self.host_bytes = 0
         self.peak_host_bytes = 0
+        self._real_bytes = 0
+        """Of large tensors on the host that were computed for real."""
         self.card_index = 0
         """By which the code calls its card, of ``num_cards`` in the machine."""
         self.num_cards = 1
@@ -233,6 +239,11 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         outer, self.is_inside = self.is_inside, True
         try:
             return self._run(func, args, kwargs or {})
+        except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
+            self.seen.refusals.append(
+                f"{where_called()}: {func}: torch {torch.__version__} does not say what it makes."
+            )
+            raise
         finally:
             self.is_inside = outer
 
@@ -240,14 +251,20 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         operands = list(tensors_in([*args, *kwargs.values()]))
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
-        if place is None:  # real, or on meta by the script's own wish
-            return func(*args, **kwargs)
+        if place is None:
+            if _makes_much(func, operands) and not any(tensor.is_meta for tensor in operands):
+                return self._compute_real(func, args, kwargs, operands)
+            return func(*args, **kwargs)  # real, or on meta by the script's own wish
         if self._arriving:
             self._await(operands)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        self._stage = self._stage_now()
+        was_backward, self._stage = self._stage is Stage.BACKWARD, self._stage_now()
+        if was_backward is not (self._stage is Stage.BACKWARD):
+            self.seen.num_backwards += not was_backward
+            if was_backward:
+                self.after_backward()
         if self._stage is Stage.BACKWARD:
             self._unit = self._unit_of_node()
             gradient = _accumulated(func, args)
@@ -267,6 +284,33 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self._book(func, args, kwargs, out, place, target)
         self._keep(func, out, written, results)
         return out
+
+    def _compute_real(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """Run an op on real tensors, for real as long as what such ops made is little; beyond, it is counted alone.
+
+        So data that a script prepares keeps its values, and weights that are converted or stacked on the host take no
+        memory.
+        """
+        shapes = self._call(func, args, kwargs, kwargs.get("device"), None)
+        size = sum(tensor.nbytes for tensor in tensors_in([shapes]))
+        if self._real_bytes + size > _REAL_BYTES:
+            return self._perform(func, args, kwargs, operands, Place.HOST, None)
+        out = func(*args, **kwargs)
+        theirs = {tensor.untyped_storage()._cdata for tensor in operands}
+        for tensor in tensors_in([out]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in theirs:
+                theirs.add(storage._cdata)
+                self._real_bytes += storage.nbytes()
+                self._add_host_bytes(storage.nbytes())
+                weakref.finalize(storage, self._release_real, storage.nbytes())
+        return out
+
+    def _release_real(self, size: int) -> None:
+        self._real_bytes -= size
+        self.host_bytes -= size
 
     def _accumulate(self, func: torch._ops.OpOverload, args: tuple[Any, ...], gradient: Tensor) -> Tensor:
         self._values.pop(gradient.untyped_storage()._cdata, None)
@@ -295,9 +339,8 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
             kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
         if device is not None:  # what a factory makes depends on the default type, too
             return func(*args, **kwargs)
-        if func is _ATEN._grouped_mm.default:
-            return _grouped_matmul(*args, **kwargs)
-        return self._meta_cache.call(func, args, kwargs)
+        made = _made_otherwise(func, args, kwargs)
+        return made if made is not None else self._meta_cache.call(func, args, kwargs)
 
     def _book(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
@@ -320,6 +363,9 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 index = self._allocate(scratch, Stage.UPDATE)
                 self._release(index, scratch)
             self._append_op(func, args, kwargs, out, event)
+            library = _WORKSPACES.get(func._overloadpacket)
+            if library is not None:
+                self.seen.uncounted.setdefault(library, where_called())
         else:
             size = count_bytes(func, args, kwargs, out)
             if size >= _HOST_WORK:
@@ -546,9 +592,12 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
                 self._watch_host(storage, 0)
             return
         size = storage.nbytes()
+        self._watch_host(storage, size)
+        self._add_host_bytes(size)
+
+    def _add_host_bytes(self, size: int) -> None:
         self.host_bytes += size
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        self._watch_host(storage, size)
         if self.host_bytes > self.host.tensor_bytes:
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -593,14 +642,27 @@ class VirtualLedger(StorageLedger):  # type: ignore[no-untyped-call]
         try:
             address = self.allocator.malloc(size, self.stream)
         except AllocatorOutOfMemory as refusal:
+            self.on_refusal()
             self.refusal = self._outcome(refusal)
-            raise torch.OutOfMemoryError(self._refusal(refusal)) from None
+            text = self._refusal(refusal)
+            self.seen.refusals.append(f"{where_called()}: {text}")
+            raise torch.OutOfMemoryError(text) from None
         index = super()._allocate(size, stage)
+        if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
+            self.seen.made_at[index] = where_called()
         if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
         self._streams.append(self.stream)
         return index
+
+    def step_mark(self) -> StepMark:
+        """Return where a step that begins now would begin."""
+        return StepMark(len(self._events), len(self._ops))
+
+    def add_steps(self, marks: Sequence[StepMark]) -> None:
+        """Let steps have begun at earlier marks."""
+        self._steps = sorted([*self._steps, *marks], key=lambda mark: (mark.event, mark.op))
 
     def trace(self) -> LedgerTrace:
         """Return what was recorded so far."""
@@ -703,6 +765,11 @@ _FIRST_KEY = {
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
 """Bytes from which arithmetic on the host is worth a place in the timeline."""
+_FIRST_STEP_WITH_PLACES = 3
+_REAL_WORK = 2**20
+"""Bytes of real operands from which an op's result is counted."""
+_REAL_BYTES = 2**28
+"""Bytes of such results that are computed for real at a time."""
 _INTEGER_FACTORIES = frozenset({_ATEN.arange, _ATEN.randint, _ATEN.randperm})
 _KNOWN_FACTORIES = frozenset(
     {
@@ -710,6 +777,21 @@ _KNOWN_FACTORIES = frozenset(
         _ATEN.randperm, _ATEN.scalar_tensor, _ATEN.tril_indices, _ATEN.triu_indices, _ATEN.zeros,
     }
 )  # fmt: skip
+_SHRUNK = {
+    _ATEN.mse_loss.default: 2, _ATEN.smooth_l1_loss.default: 2, _ATEN.binary_cross_entropy.default: 3,
+}  # fmt: skip
+"""Losses whose mean or sum lies in the storage of all their elements (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu): the
+result is resized to a number. By the place of the reduction among the arguments."""
+_WORKSPACES = {
+    **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
+    **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
+    **dict.fromkeys(
+        (_ATEN._linalg_svd, _ATEN._linalg_eigh, _ATEN.linalg_qr, _ATEN.linalg_cholesky_ex, _ATEN.linalg_lu_factor_ex,
+         _ATEN.linalg_inv_ex, _ATEN._linalg_solve_ex),
+        "workspaces of cuSOLVER",
+    ),
+}  # fmt: skip
+"""What libraries take inside of ops, by how they decide at run time."""
 _QUESTIONS = frozenset(
     {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
 )
@@ -723,8 +805,33 @@ _FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default
 """Ops after which nothing is left of what a tensor held."""
 
 
+def _do_nothing() -> None:
+    """Wait for whoever wants to know."""
+
+
+def _makes_much(func: torch._ops.OpOverload, operands: list[Tensor]) -> bool:
+    """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
+    if func.is_view or func._schema.is_mutable or func in DATA_DEPENDENT:
+        return False
+    return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
+
+
 def _storage(num_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
+
+
+def _made_otherwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return what an op makes where torch's own answer on the meta device is another than a card's."""
+    if func is _ATEN._grouped_mm.default:
+        return _grouped_matmul(*args, **kwargs)
+    if func in _SHRUNK and _is_reduced(func, args):
+        return torch.empty_like(torch.broadcast_tensors(*args[:2])[0], device=_META).resize_(())
+    return None
+
+
+def _is_reduced(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    position = _SHRUNK[func]
+    return bool(args[position]) if len(args) > position else True
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -25,10 +25,6 @@ from hybridtrain.virtual_gpu.links import Collective, World
 from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
 from hybridtrain.virtual_gpu.virtual_streams import VirtualStreams
 
-_NCCL_VERSION = (2, 27, 5)
-"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
-
-
 _KINDS = {
     "allgather": Collective.ALL_GATHER, "allgather_base": Collective.ALL_GATHER,
     "all_gather_into_tensor": Collective.ALL_GATHER, "all_gather_into_tensor_out": Collective.ALL_GATHER,
@@ -77,10 +73,7 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     yield c10d, "rendezvous", lambda *_args, **_kwargs: iter([(fake(), world.rank, world.size)])
     yield c10d, "_new_process_group_helper", partial(_fake_group, _find(c10d.__name__, "_new_process_group_helper"))
     yield c10d, "default_pg_nccl_timeout", timedelta(minutes=10)  # None where torch was built without NCCL
-    for module in (dist, c10d):
-        yield module, "is_nccl_available", lambda: True
     yield torch._C, "_get_accelerator", lambda *_args: torch.device("cuda")
-    yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
     yield torch.multiprocessing, "spawn", partial(_spawn, world)
     yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that nobody has
     ledger.links = partial(_link_seconds, world, ledger.card)
@@ -93,6 +86,9 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     if hasattr(dispatch, "run_dtensor_rng_op"):  # since torch 2.13; it moves the state of a generator that nobody draws
         yield dispatch, "run_dtensor_rng_op", lambda _start, _end, op, *args, **kwargs: op(*args, **kwargs)
     yield import_module("torch.distributed.tensor._random"), "_rng_tracker", None
+    schema = import_module("torch.distributed.tensor._op_schema")
+    _has(schema, "_rebuild_tensor_from_dtensor_meta")
+    yield schema, "_rebuild_tensor_from_dtensor_meta", _on_host
     propagator = _find("torch.distributed.tensor._sharding_prop", "ShardingPropagator")
     true_meta = _has(propagator, "_propagate_tensor_meta_non_cached")
     yield propagator, "_propagate_tensor_meta_non_cached", _uncounted(ledger, true_meta)
@@ -197,6 +193,12 @@ def _spawn(
 ) -> None:  # fmt: skip
     """Run one of the processes that a script would start for its cards: this rank's."""
     fn(world.local_rank, *args)
+
+
+def _on_host(spec: Any) -> torch.Tensor:
+    """Return what DTensor asks ops about, on the CPU: this torch need not know any other device."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
 
 
 def _uncounted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,9 @@
 """Weights that take no disk: what from_pretrained makes of them, and what is refused."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,8 @@ EXPERTS = Qwen3MoeConfig(
 def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, config: PreTrainedConfig) -> None:
     config.save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_bytes()
-    files = write_dummy_weights(tmp_path)
+    files, dtype = write_dummy_weights(tmp_path)
+    assert dtype is torch.bfloat16
     assert (tmp_path / "config.json").read_bytes() == text
     with VirtualGpu("rtx-4090"):
         model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
@@ -38,6 +42,22 @@ def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, c
         assert torch.cuda.memory_allocated() >= size
     assert size < sum(file.stat().st_size for file in files) < size + 2**15
     assert sum(file.stat().st_blocks * 512 for file in files) < 2**16
+
+
+@pytest.mark.parametrize(("named", "dtype"), [(None, torch.float32), ("float16", torch.float16)])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_weights_have_the_type_that_transformers_gives_them(
+    tmp_path: Path, named: str | None, dtype: torch.dtype, key: str
+) -> None:
+    settings = {name: value for name, value in LLAMA.to_dict().items() if name not in {"dtype", "torch_dtype"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | ({} if named is None else {key: named})))
+    files, found = write_dummy_weights(tmp_path)
+    assert found is dtype
+    with VirtualGpu("rtx-4090"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert model.dtype is dtype
+        size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size < sum(file.stat().st_size for file in files) < size + 2**15
 
 
 def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
@@ -65,3 +85,26 @@ def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path, change: 
 def test_no_configuration_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such file; put the model's config\.json there"):
         write_dummy_weights(tmp_path)
+
+
+WIDENS = """
+import resource, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).to("cuda")
+assert torch.cuda.memory_allocated() >= 4 * sum(p.numel() for p in model.parameters())
+print("KiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_weights_that_are_widened_on_the_host_take_no_memory(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    write_dummy_weights(tmp_path)
+    script = tmp_path / "widens.py"
+    script.write_text(WIDENS)
+    command = [sys.executable, "-m", "hybridtrain", "virtual", "--card", "h200", "--", str(script), str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(re.findall(r"KiB (\d+)", told)[0]) < 2**21, "2 GiB, of 7.2 GiB of weights"

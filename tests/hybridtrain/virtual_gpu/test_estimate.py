@@ -6,6 +6,7 @@ from torch import nn
 
 from hybridtrain import estimate_memory
 from hybridtrain.errors import ConfigError
+from hybridtrain.virtual_gpu.card import MARGIN_TOLD, FitVerdict
 
 WIDTH = 1024
 PARAMS = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
@@ -38,7 +39,7 @@ def test_a_module_that_exists_is_not_changed_and_counts_the_same() -> None:
     assert found.by_class()["optim_state"] == 0
 
 
-def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+def test_the_largest_batch_leaves_the_margin_free_and_the_next_fits_barely() -> None:
     found = estimate_memory(build, torch.empty(8, WIDTH), card="rtx-4060-ti-16gb", optimizer="SGD")
     largest = found.largest_batch()
     assert largest > 8
@@ -46,10 +47,15 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
         estimate_memory(build, torch.empty(size, WIDTH, device="meta"), card="rtx-4060-ti-16gb", optimizer="SGD")
         for size in (largest, largest + 1)
     )
-    assert (fits.fits_card, next_one.fits_card) == (True, False)
-    assert "CUDA out of memory" in next_one.summary()
+    assert (fits.verdict, next_one.verdict) == (FitVerdict.FITS, FitVerdict.BARELY)
+    assert (fits.fits("rtx-4060-ti-16gb"), next_one.fits("rtx-4060-ti-16gb"), next_one.fits_card) == (True, False, True)
+    assert MARGIN_TOLD in next_one.summary()
     assert next_one.fits("rtx-4090")
-    assert next_one.peak_bytes > fits.peak_bytes  # what it would take
+    beyond = torch.empty(2 * largest, WIDTH, device="meta")
+    too_large = estimate_memory(build, beyond, card="rtx-4060-ti-16gb", optimizer="SGD")
+    assert (too_large.fits_card, too_large.verdict) == (False, FitVerdict.NO)
+    assert "CUDA out of memory" in too_large.summary()
+    assert too_large.peak_bytes > next_one.peak_bytes  # what it would take
 
 
 def test_settings_reach_the_step() -> None:

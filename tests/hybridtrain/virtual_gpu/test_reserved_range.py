@@ -52,3 +52,17 @@ def test_shorter_steps_leave_segments_that_longer_ones_cannot_use() -> None:
     assert found.by_change[LENGTHS] > found.planned_bytes
     assert found.margin_bytes < found.by_change[LENGTHS] - found.planned_bytes
     assert "steps of mixed lengths +" in found.as_text()
+
+
+def test_lengths_that_would_reserve_much_more_are_tried_under_the_card() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+
+    run = estimate_memory(build, torch.empty(4096, 1024), card="rtx-4090").run
+    wide = reserved_range(run.trace, workspace_bytes=WORKSPACE)
+    assert wide.lengths_fit is None
+    for capacity, fits in ((wide.by_change[LENGTHS], True), (run.peak.allocated_bytes, False)):
+        found = reserved_range(run.trace, workspace_bytes=WORKSPACE, capacity_bytes=capacity)
+        assert (found.by_change, found.lengths_fit) == (wide.by_change, fits)
+        assert f"steps of mixed lengths {'fit this card' if fits else 'may be refused'}" in found.as_text()
+        assert "lengths +" not in found.as_text()

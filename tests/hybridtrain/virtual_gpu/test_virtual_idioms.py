@@ -221,3 +221,13 @@ def test_ranges_for_a_profiler_are_no_fault() -> None:
         torch.cuda.nvtx.range_pop()
     torch.cuda.memory._record_memory_history(max_entries=10)
     assert torch.cuda.nvtx.range("f")(lambda: 3)() == 3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "huber_loss", "l1_loss"])
+def test_a_loss_keeps_the_storage_that_torch_leaves_it(name: str, reduction: str) -> None:
+    function = getattr(nn.functional, name)
+    ones = np.ones((64, 64), dtype=np.float32)  # real, as are the results
+    real = function(torch.from_numpy(ones), torch.from_numpy(ones), reduction=reduction)
+    found = function(torch.rand(64, 64, device="cuda"), torch.rand(64, 64, device="cuda"), reduction=reduction)
+    assert (found.shape, found.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())

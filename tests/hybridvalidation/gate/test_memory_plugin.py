@@ -15,6 +15,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtrain import estimate_memory
+from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridvalidation.gate.ci_text import annotation, markdown_table
 from hybridvalidation.gate.memory_baseline import fold, unfold
 
@@ -112,6 +113,29 @@ def test_a_plan_as_approved_passes_whatever_else_is_asked(pytester: pytest.Pytes
     assert "equal: test_step.py::test_step" in again.stdout.str()
     run(pytester, "--memory-approve")
     assert (pytester.path / "memory-baseline.json").read_bytes() == before
+
+
+def test_a_plan_within_the_margin_fits_barely_and_says_so(pytester: pytest.Pytester) -> None:
+    figures = (
+        'name = "small"\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\nmemory_gbps = 200.0\n'
+        "pcie_gbps = 16.0\ncontext_mib = 400\n"
+    )
+    card = pytester.path / "card.toml"
+    card.write_text(f"{figures}memory_mib = 4096\n")
+    write(pytester, more=f"card={str(card)!r}")
+    assert MARGIN_TOLD not in run(pytester, "--memory-approve").stdout.str()
+    assert "fits_barely" not in plans(pytester)["test_step.py::test_step"]
+    build = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    used = estimate_memory(build, torch.empty(8, WIDTH), card=str(card)).run.device_used_bytes
+    card.write_text(f"{figures}memory_mib = {used // 2**20}\n")  # segments and context are whole MiB
+    tight = run(pytester, "--memory-report=report.md")
+    tight.assert_outcomes(passed=1)
+    out = tight.stdout.str()
+    assert "equal, fits barely: test_step.py::test_step" in out
+    assert MARGIN_TOLD in out
+    assert MARGIN_TOLD in (pytester.path / "report.md").read_text()
+    run(pytester, "--memory-approve")
+    assert plans(pytester)["test_step.py::test_step"]["fits_barely"] is True
 
 
 def test_a_smaller_peak_fails_until_it_is_approved(pytester: pytest.Pytester) -> None:

@@ -1,7 +1,9 @@
 """``hybridtrain fit``: a table, JSON, and files that are read back."""
 
 import json
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import load_config
+from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend.quality import ladder_notes
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -75,6 +78,38 @@ def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: 
     text = capsys.readouterr().out
     assert "fits" in text
     assert "extended from a dry run of three blocks" in text
+
+
+def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "card.toml"
+
+    def ways(memory_mib: int, *options: str) -> tuple[list[dict[str, Any]], int]:
+        card.write_text(
+            f'name = "small"\nmemory_mib = {memory_mib}\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\n'
+            "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 64\n"
+        )
+        code = main([*arguments, "--card", str(card), "--method", "lora", "--quick", "--json", *options])
+        return json.loads(capsys.readouterr().out)["ways"], code
+
+    smallest = ways(66)[0][0]
+    assert (smallest["fits"], smallest["verdict"]) == (False, "does not fit")
+    needed_mib = ceil(smallest["device_used_bytes"] / 2**20)
+    barely, code = ways(needed_mib)
+    assert (barely[0]["fits"], barely[0]["verdict"], code) == (False, "fits barely", 1)
+    roomy, code = ways(2048)
+    assert (roomy[0]["fits"], roomy[0]["verdict"], code) == (True, "fits", 0)
+
+
+def test_the_answer_names_the_margin_and_what_of_the_card_has_no_source(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_one_without = [*arguments, "--method", "lora", "--quick", "--card", "rtx-4080"]
+    assert main(of_one_without) == 0
+    told = capsys.readouterr().out
+    assert "15.57 GiB of which 5 % stay free" in told
+    assert find_card("rtx-4080").source_note in told.splitlines()
 
 
 @pytest.mark.parametrize("name", ["./nofolder", "some/where/else", "a--b/c"])

@@ -14,7 +14,7 @@ from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.fitting import Way, confirmed
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.recommendation import Recommendation, recommend
-from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend import command
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     ffn_width=1376,
 )  # fmt: skip
 """3 blocks, so that some can be kept, or streamed through the slots of others."""
-SMALL = 148
+SMALL = 156
 """MiB of a card that holds neither state nor the weights of all blocks."""
 
 
@@ -50,10 +50,13 @@ def test_a_large_card_keeps_everything_and_exact_numbers() -> None:
     assert found.chosen.keep_last == MODEL.num_blocks
 
 
-def test_what_can_move_reserved_bytes_stays_free() -> None:
+def test_what_can_move_reserved_bytes_and_the_margin_stay_free() -> None:
     for asked in (question(2048), question(SMALL)):
         found = ask(asked)
-        assert found.run.peak_reserved_bytes + found.way.margin_bytes <= asked.card.allocator_capacity_bytes
+        assert found.run.device_used_bytes + found.way.margin_bytes + asked.card.margin_bytes <= asked.card.memory_bytes
+        assert found.run.verdict is FitVerdict.FITS
+        size = f"{asked.card.margin_bytes / 2**20:.2f} MiB"
+        assert f"a margin of 5 % ({size})" in command.RecommendReport(answer=found, model="mine").as_text()
 
 
 def test_a_small_card_streams() -> None:
@@ -81,7 +84,9 @@ def test_little_host_memory_asks_for_fewer_bytes() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"nothing fits: .* on the card and .* of host memory .*--seq"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"nothing fits: .* on the card and .* of host memory .*5 % of the card free.*--seq"
+    ):
         ask(replace(question(80), num_sequences=1))  # of one size, so that no level is tried twice
 
 
@@ -124,10 +129,15 @@ def test_what_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Question:
     """Return the question that the command asks; nothing is searched."""
-    seen: list[Question] = []
+    return asked_with_share(monkeypatch, *arguments)[0]
 
-    def note(question: Question, _say: object) -> Recommendation:
-        seen.append(question)
+
+def asked_with_share(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Question, float]:
+    """Return it with the share of the card that stays free."""
+    seen: list[tuple[Question, float]] = []
+
+    def note(question: Question, _say: object, *, free_share: float) -> Recommendation:
+        seen.append((question, free_share))
         raise OutOfMemoryError("nothing was searched")
 
     monkeypatch.setattr(command, "recommend", note)
@@ -144,10 +154,19 @@ def test_every_preset_has_a_default_question(model: str, monkeypatch: pytest.Mon
 
 
 def test_a_scenarios_stated_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = asked_for(monkeypatch, "--scenario", "7b-16gb", "--tokens-per-step", "131072")
-    assert (question.card.memory_mib, question.num_sequences) == (14 * 1024, 128)
-    question = asked_for(monkeypatch, "--scenario", "7b-16gb", "--device-budget", "10GiB")
-    assert (question.card.memory_mib, question.num_sequences) == (10 * 1024, 8)
+    question, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--tokens-per-step", "131072")
+    assert (question.card.memory_mib, question.num_sequences, share) == (14 * 1024, 128, 0.0)
+    question, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--device-budget", "10GiB")
+    assert (question.card.memory_mib, question.num_sequences, share) == (10 * 1024, 8, 0.0)
+
+
+def test_a_budget_beyond_the_margin_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = find_card("rtx-4090")
+    model = ["--model", "gpt2-small", "--card", "rtx-4090"]
+    for budget in ("23GiB", "100GiB"):
+        assert asked_with_share(monkeypatch, *model, "--device-budget", budget)[0].card == card
+        assert asked_with_share(monkeypatch, *model, "--device-budget", budget)[1] == MARGIN_SHARE
+    assert asked_with_share(monkeypatch, *model)[1] == MARGIN_SHARE
 
 
 def test_a_budget_below_what_cuda_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +195,7 @@ def test_blocks_stay_on_the_card_where_the_bus_is_waited_for(monkeypatch: pytest
     )
     way = Way(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
     streamed = confirmed(asked, way, free_share=0.0, leaves_margin=True)
-    found = recommendation._with_resident_blocks(asked, streamed)
+    found = recommendation._with_resident_blocks(asked, streamed, 0.0)
     assert found.candidate.resident_layers == (MODEL.num_blocks if waits else 0)
     assert (found.tokens_per_s > streamed.tokens_per_s) is waits
 

@@ -90,7 +90,8 @@ def test_a_script_runs_as_it_stands(script: Path, capsys: pytest.CaptureFixture[
     assert "step 2 of" in out
     assert "by module" in out
     assert "train.py:" in out  # where a number was read that nobody computed
-    assert out.endswith("fits\n")
+    assert out.splitlines()[-1].startswith("fits; UPPER BOUND: torch.compile at ")
+    assert "compiled code planned as eager; seen: 3 whole steps, no evaluation, no saving" in out
 
 
 def test_json_is_one_object_with_the_keys_of_a_dry_run(
@@ -135,11 +136,33 @@ def test_a_full_card_ends_the_script_and_says_where(
     assert json.loads(capsys.readouterr().out)["step_time_s"] is None
 
 
+def test_a_script_within_the_margin_fits_barely(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "small.toml"
+
+    def run(memory_mib: int, *options: str) -> str:
+        card.write_text(
+            f'name = "small"\nmemory_mib = {memory_mib}\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\n'
+            "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 400\n"
+        )
+        assert main(["virtual", "--card", str(card), *options, "--", str(script)]) == 0
+        return capsys.readouterr().out
+
+    used_mib = json.loads(run(8192, "--json"))["device_used_bytes"] // 2**20  # segments and context are whole MiB
+    told = run(used_mib)
+    assert told.splitlines()[-1].startswith("fits barely, within the margin of 5 % ")
+    assert "small: its file states no source for capacity" in told
+    answer = json.loads(run(used_mib, "--json"))
+    assert (answer["fits"], answer["verdict"]) == (True, "fits barely")
+    assert run(used_mib * 2).splitlines()[-1].startswith("fits; UPPER BOUND")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("raise SystemExit(7)", "ended by itself with code 7"),
-        ("print(1)", "no training step was seen"),
+        ("print(1)", "nothing was put on the card"),
     ],
 )
 def test_a_script_that_does_not_train_is_told(

@@ -100,7 +100,7 @@ def rows(table: str) -> list[list[str]]:
 
 def test_the_headline_says_what_is_run_on_what() -> None:
     assert headline(run_of()) == (
-        "A tiny model: 41.7k parameters on NVIDIA GeForce RTX 3090 (24.00 GiB), 16 tokens per step (2 x 8)"
+        "A tiny model: 41.7k parameters on NVIDIA GeForce RTX 3090 (23.56 GiB), 16 tokens per step (2 x 8)"
     )
 
 
@@ -113,7 +113,7 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
     assert head[:4] == ["stack", "fits", "allocated GiB", "reserved GiB"]
     figures = ["28.00", "30.00", "31.00", "40.00", "50.00", "8", "0.250", "4,096", "compute"]
     whole = "100.00 [100.00, 100.00]"
-    assert vanilla == ["vanilla", "yes", *figures, whole, whole]
+    assert vanilla == ["vanilla", "barely", *figures, whole, whole]
     assert lean == ["lean", "NO", *figures, "80.00 [80.00, 80.00]", whole]
 
 
@@ -129,6 +129,13 @@ def test_phases_are_told_apart_where_a_stack_has_several() -> None:
     )
     assert rows(phase_table(run, MARKDOWN)) == [["stack", "full", "predict"], ["lean", "20.00", "28.00"]]
     assert phase_table(run_of(record("dry_run", "vanilla", memory=PLANNED)), MARKDOWN) == ""
+
+
+def test_a_stack_within_the_margin_of_the_card_fits_barely() -> None:
+    card = run_of().scenario.card.resolve()
+    for used, told in ((card.memory_bytes - card.margin_bytes, "yes"), (card.memory_bytes, "barely")):
+        run = run_of(record("dry_run", "lean", memory=replace(PLANNED, device_used_bytes=used)))
+        assert rows(summary_table(run, MARKDOWN))[2][:2] == ["lean", told]
 
 
 def test_a_stack_that_host_memory_refuses_says_so() -> None:

@@ -73,7 +73,7 @@ def plan_part(job: PlanJob) -> PlannedPart:
     stack = part.stack
     if stack is None:
         question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
-        candidate = recommend(question, lambda _: None).chosen
+        candidate = recommend(question, lambda _: None, free_share=0.0).chosen  # the cap is exact
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
         stack = Stack(
             name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()

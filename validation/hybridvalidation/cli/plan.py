@@ -102,7 +102,7 @@ def virtual(
     card: CardName,
     host_memory: str | None = None,
     steps: Count | None = None,
-    world: Count = 1,
+    world: Count | None = None,
     rank: int = 0,
     link: str = "pcie",
     expandable_segments: Flag = False,
@@ -117,11 +117,12 @@ def virtual(
     Example: hybridtrain virtual --card rtx-4090 --steps 2 -- train.py --batch-size 4
 
     Args:
-        command: A Python file, or -m and a module, and its arguments.
+        command: A Python file, -m and a module, or a launcher (torchrun, accelerate launch), and its arguments.
         card: Name of a card, or a .toml file with its figures.
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
         steps: Stop the script after so many optimizer steps; default: let it end.
         world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
+            Default: what a launcher says, else a script that nobody launched.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
         expandable_segments: Plan with torch's expandable_segments:True.
@@ -155,12 +156,12 @@ def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noq
     """
     from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
 
-    files = write_dummy_weights(folder)
+    files, dtype = write_dummy_weights(folder)
     size = sum(file.stat().st_size for file in files)
-    names = names_of(files)
+    names, name = names_of(files), str(dtype).removeprefix("torch.")
     return Answer(
-        text=f"{len(files)} files of {size / 1e9:.2f} GB that take no disk: {', '.join(names)}",
-        content={"files": names, "bytes": size},
+        text=f"{len(files)} files of {size / 1e9:.2f} GB in {name} that take no disk: {', '.join(names)}",
+        content={"files": names, "bytes": size, "dtype": name},
     )
 
 
@@ -211,7 +212,7 @@ def fit(
     tokens_per_step: Count | None = None,
     tokens: Count = 100_000_000,
     method: Names = ("full", "lora", "qlora"),
-    margin: float = 5.0,
+    margin: float | None = None,
     world: Count = 1,
     link: str = "pcie",
     quick: Flag = False,
@@ -232,7 +233,7 @@ def fit(
         tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
         tokens: Of the data set, for the hours it takes.
         method: full (at each level of exactness), lora, qlora; with commas between them.
-        margin: Percent of the card's bytes that stay free.
+        margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
         link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
         quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.

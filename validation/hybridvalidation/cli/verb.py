@@ -75,6 +75,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return [path.as_posix() for path in paths]
 
 
+_INDENT = "\n    "
 Kind = Literal["scenarios", "stacks", "optimizations", "optimizers", "models", "cards", "targets"]
 
 
@@ -96,11 +97,19 @@ def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
 
 
 def described(kind: Kind) -> dict[str, str]:
-    """Return what each optimization or optimizer is, its settings with their defaults, and its presets."""
+    """Return what each optimization, optimizer or card is: settings with their defaults and presets, or its memory."""
     from dataclasses import MISSING, fields, is_dataclass
 
     from hybridtrain.optimizations import OPTIMIZATIONS
+    from hybridtrain.units import format_bytes
+    from hybridtrain.virtual_gpu.card import card_catalogue
 
+    if kind == "cards":
+        return {
+            name: f"{card.name}, {format_bytes(card.memory_bytes)}, of these {format_bytes(card.context_bytes)} CUDA "
+            f"context{card.source_note and f'{_INDENT}{card.source_note}'}"
+            for name, card in card_catalogue().items()
+        }
     catalogue: Mapping[str, type] = {}
     if kind in {"optimizations", "optimizers"}:
         catalogue = OPTIMIZATIONS if kind == "optimizations" else _optimizers()
@@ -112,7 +121,7 @@ def described(kind: Kind) -> dict[str, str]:
         ]
         presets = [f"preset = {_as_toml(preset)}" for preset in getattr(found, "PRESETS", {})]
         lines = [(found.__doc__ or "").partition("\n")[0], ", ".join(settings), " or ".join(presets)]
-        told[name] = "\n    ".join(line for line in lines if line)
+        told[name] = _INDENT.join(line for line in lines if line)
     return told
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hybridtrain.config.rules import young
 from hybridtrain.units import format_bytes
 
 _BLOCK = re.compile(r"(?<=[./])\d+(?=\.|$)")
@@ -40,6 +41,8 @@ class PlanFigures:
     """Holders of the peak's bytes as ``class/module``; of ``layers.{0..31}`` what each of these blocks holds."""
     made_with: str
     """Packages whose versions decide what a model allocates."""
+    fits_barely: bool = young(False)
+    """Whether it fits and leaves less than the card's margin free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

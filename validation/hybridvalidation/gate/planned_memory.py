@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridvalidation.gate.memory_baseline import PlanFigures, fold
 from hybridvalidation.sizes import parse_size
 
@@ -28,9 +29,15 @@ class PlannedMemory:
 
     name: str
     run: "CardRun"
-    fits_card: bool
+    verdict: FitVerdict
+    """Whether the card holds reserved bytes and CUDA's context; barely, where less than the margin stays free."""
     limits_bytes: list[int] = field(default_factory=list)
     """What ``assert_peak_below`` was asked for."""
+
+    @property
+    def fits_card(self) -> bool:
+        """Whether the card holds the plan, with the margin or without."""
+        return self.verdict is not FitVerdict.NO
 
     @property
     def peak_bytes(self) -> int:
@@ -73,7 +80,7 @@ class PlannedMemory:
         with_ = (f"{name} {version(name).partition('+')[0]}" for name in _PACKAGES if name in sys.modules)
         return PlanFigures(
             test=test, card=self.run.card.name, fits=self.fits_card, peak_bytes=self.peak_bytes, by_module=fold(held),
-            made_with=", ".join(with_),
+            made_with=", ".join(with_), fits_barely=self.verdict is FitVerdict.BARELY,
         )  # fmt: skip
 
 
@@ -104,14 +111,14 @@ class MemoryPlanner:
             )  # fmt: skip
         except ConfigError as error:  # the test's line and the sentence say all
             raise error.with_traceback(None) from None
-        return self._keep(name, found.run, fits_card=found.fits_card)
+        return self._keep(name, found.run, verdict=found.verdict)
 
     def of_run(self, run: "CardRun", *, name: str | None = None) -> PlannedMemory:
         """Take the report of a ``VirtualGpu`` instead: a training loop of one's own."""
-        return self._keep(name, run, fits_card=run.fits_card)
+        return self._keep(name, run, verdict=run.verdict)
 
-    def _keep(self, name: str | None, run: Any, *, fits_card: bool) -> PlannedMemory:
-        plan = PlannedMemory(name=name or self.test, run=run, fits_card=fits_card)
+    def _keep(self, name: str | None, run: Any, *, verdict: FitVerdict) -> PlannedMemory:
+        plan = PlannedMemory(name=name or self.test, run=run, verdict=verdict)
         if any(plan.name == other.name for other in self.plans):
             raise ValueError(f"memory_plan: {self.test} plans '{plan.name}' twice; names are unique: give each name=.")
         self.plans.append(plan)

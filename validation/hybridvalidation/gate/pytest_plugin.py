@@ -14,6 +14,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import RecordError
 from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.card import MARGIN_TOLD, FitVerdict
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.ci_text import annotation, markdown_table, write_markdown
 from hybridvalidation.gate.memory_baseline import (
@@ -163,6 +164,7 @@ class MemoryGate:
             *(f"{row.verdict}: {name}: {row.change.change()}" for name, row in sorted(self.rows.items())),
             *(f"gone: {name}: no test makes it any more" + self._drop_hint() for name in self.gone),
             *(f"two tests share a name: {clash}; give each name= of its own" for clash in self.clashes),
+            *([MARGIN_TOLD] if any(row.change.new.fits_barely for row in self.rows.values()) else []),
             *filter(None, (self._annotation(row) for row in self.rows.values())),
         ]
         if self.approves and self.rows and not self.clashes:
@@ -185,6 +187,7 @@ class MemoryGate:
         hint = (
             "Meant? `pytest --memory-approve` writes the baseline." if any(row.change.fails for _, row in rows) else ""
         )
+        more += [MARGIN_TOLD] if any(row.change.new.fits_barely for _, row in rows) else []
         parts = [COMMENT, f"### Planned GPU memory: {told}", table if rows else "", *more, hint]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -235,7 +238,8 @@ class _Row:
     def verdict(self) -> str:
         """The verdict, and whether the limit holds."""
         words = [self.change.verdict] if self.change.verdict is not Verdict.NOT_COMPARED or not self.is_over else []
-        return ", ".join([*words, *(["over its limit"] if self.is_over else [])])
+        barely = [FitVerdict.BARELY] if self.change.new.fits_barely else []
+        return ", ".join([*words, *(["over its limit"] if self.is_over else []), *barely])
 
 
 def _cells(name: str, row: _Row) -> list[str]:

@@ -6,12 +6,13 @@ from tabulate import tabulate
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.units import format_count, to_gib
+from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridvalidation.recommend.fit_command import fit_command
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.ladder.quality import telling_of_stacks, told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
@@ -32,15 +33,16 @@ def recommendations(files: ScenarioFiles, results: Path) -> str:
             continue
         scenario = files.scenario(name)
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
-        found = [(memory, stack) for stack in scenario.stacks if (memory := run.memory(stack)) and memory.fits]
         model, card = scenario.model.resolve(), scenario.card.resolve()
+        found = [(memory, stack) for stack in scenario.stacks if (memory := run.memory(stack)) and memory.fits]
         head = [f"[{format_count(model.num_params)}](../results/tables/{name}.md)", card.name]
         if not found:
             rows.append([*head, "nothing on record fits", *["-"] * 6])
             continue
-        memory, stack = max(found, key=lambda each: each[0].tokens_per_s)
+        memory, stack = max(found, key=lambda each: (each[0].verdict(card) is FitVerdict.FITS, each[0].tokens_per_s))
+        barely = " (fits barely)" if memory.verdict(card) is FitVerdict.BARELY else ""
         rows.append([
-            *head, stack, f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
+            *head, f"{stack}{barely}", f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
             f"{to_gib(memory.host_peak_bytes):.2f}", f"{memory.tokens_per_s:,.0f}", memory.bound,
             told_in_short(telling.get(stack)),
         ])  # fmt: skip
@@ -62,14 +64,14 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
     """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
     report = fit_command(
         model=model, card=card, host_memory=host_memory, seq=None, tokens_per_step=None, tokens=100_000_000,
-        methods=("full", "lora", "qlora"), margin=5.0, confirm=False, write=None, say=lambda _line: None,
+        methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
     )  # fmt: skip
     rows = []
     for way in report.ways:
         hours = way.hours(report.tokens)
         rows.append([
-            way.name, "yes" if way.fits else "NO", f"{to_gib(way.device_bytes):.1f}", f"{to_gib(way.host_bytes):.1f}",
-            f"{to_gib(way.disk_bytes):.1f}",
+            way.name, fits_cell(report.verdict(way)),
+            *(f"{to_gib(size):.1f}" for size in (way.device_bytes, way.host_bytes, way.disk_bytes)),
             "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}", "-" if hours is None else f"{hours:.1f}",
             way.candidate.arrangement.name, way.evidence,
         ])  # fmt: skip
@@ -89,6 +91,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
     command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
     return (
         f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "
-        f"{question.num_sequences} x {question.seq_len} tokens a step, 5 % of the card free.\n\n{table}\n\n"
+        f"{question.num_sequences} x {question.seq_len} tokens a step, {report.free_percent:g} % of the card free."
+        f"\n\n{table}\n\n"
         f"Found when this page was built; times are estimated (roofline). Files that train each way:\n\n    {command}"
     )

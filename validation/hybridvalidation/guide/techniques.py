@@ -26,7 +26,7 @@ from hybridvalidation.scenario_files import STACK_UNIONS, ScenarioFiles
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.ladder.equivalence import judge_rung
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
@@ -116,7 +116,7 @@ def _run(model: ModelConfig, stack: Sequence[Optimization], card: str, workload:
 def _row(name: str, run: DryRun) -> list[str]:
     sizes = (run.peak.allocated_bytes, run.device_used_bytes, run.host_peak_bytes, run.disk_peak_bytes)
     return [
-        name, "yes" if run.fits else "NO", *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
+        name, fits_cell(run.verdict), *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
         f"{run.tokens_per_s:,.0f}",
     ]  # fmt: skip
 

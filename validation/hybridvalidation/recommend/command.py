@@ -15,7 +15,7 @@ from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
 from hybridtrain.recommendation import Recommendation, recommend
 from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict, Host, find_card
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.roofline import Bound
 from hybridvalidation.recommend.reasons import reasons
@@ -70,6 +70,8 @@ class RecommendReport:
             },
             "device_used_bytes": round(way.device_bytes),
             "margin_bytes": way.margin_bytes,
+            "free_percent": 100 * self.answer.free_share,
+            "card_note": self.answer.question.card.source_note,
             "host_peak_bytes": round(way.host_bytes),
             "disk_peak_bytes": round(way.disk_bytes),
             "candidates": [
@@ -83,6 +85,12 @@ class RecommendReport:
             "reasons": reasons(self.answer),
             "evidence": {"memory": way.evidence, "time": "estimated"},
         }  # fmt: skip
+
+    @property
+    def _margin(self) -> str:
+        share = self.answer.free_share
+        size = format_bytes(share * self.answer.question.card.memory_bytes)
+        return f", and a margin of {100 * share:g} % ({size})" if share else ""
 
     @property
     def _step_seconds(self) -> float:
@@ -114,7 +122,9 @@ class RecommendReport:
                     f"{format_bytes(round(way.host_bytes))} ({way.host_bytes / GB:.1f} GB), disk "
                     f"{format_bytes(round(way.disk_bytes))} ({way.evidence}); {format_bytes(way.margin_bytes)} of the "
                     "card are left for what more steps, an evaluation or the driver add to reserved bytes"
+                    f"{self._margin}"
                 ),
+                *filter(None, [question.card.source_note]),
                 (
                     f"{format_seconds(self._step_seconds)} a step, {way.tokens_per_s:,.0f} tokens/s (estimated): "
                     f"{shares}{of}"
@@ -162,10 +172,12 @@ def recommend_command(
     if given is not None and given > question.card.memory_bytes:
         has = f"{question.card.name}, which has {format_bytes(question.card.memory_bytes)}"
         raise ConfigError("--device-budget", [f"{device_budget} is above {has}; lower it, or leave it out"])
+    free_share = MARGIN_SHARE
     if budget is not None:
-        question = _within(question, budget)
-        say(f"at most {format_bytes(question.card.memory_bytes)} of the card")
-    report = RecommendReport(answer=recommend(question, lambda text: say(f"trying {text}")), model=name)
+        question, free_share = _within(question, budget)
+        say(f"at most {format_bytes((1 - free_share) * question.card.memory_bytes)} of the card")
+    answer = recommend(question, lambda text: say(f"trying {text}"), free_share=free_share)
+    report = RecommendReport(answer=answer, model=name)
     if write is not None:
         replace_file(write, report.as_toml(write.stem).encode())
     return report
@@ -191,17 +203,21 @@ def stated_budget(scenario: Scenario, targets: Mapping[str, Target]) -> int | No
     return min(bounds, default=None)
 
 
-def _within(question: Question, budget: int) -> Question:
-    """Return the question for as much of the card as a budget allows.
+def _within(question: Question, budget: int) -> tuple[Question, float]:
+    """Return the question for as much of the card as a budget allows, and the share of that which stays free.
+
+    A budget that leaves the margin free is used to its end.
 
     Raises:
         ConfigError: the budget does not even hold the CUDA context.
     """
-    card, size = question.card, min(question.card.memory_mib, budget // MIB)
+    card, size = question.card, budget // MIB
+    if card.verdict(size * MIB) is not FitVerdict.FITS:
+        return question, MARGIN_SHARE
     if size <= card.context_mib:
         said = f"{format_bytes(budget)} must be above the CUDA context's {format_bytes(card.context_bytes)}"
         raise ConfigError("--device-budget", [f"{said}; allow more"])
-    return replace(question, card=replace(card, memory_mib=size))
+    return replace(question, card=replace(card, memory_mib=size)), 0.0
 
 
 def _of_scenario(scenario: Scenario, tokens_per_step: int | None) -> tuple[Question, str]:

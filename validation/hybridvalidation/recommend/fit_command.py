@@ -22,6 +22,7 @@ from hybridtrain.plan_bytes import saved_bytes
 from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
+from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict
 from hybridtrain.virtual_gpu.links import World
 from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.recommend.command import ask
@@ -34,6 +35,7 @@ _QUALITY = {
     "qlora": "as lora, over weights rounded to 4 bits; the guide's page NF4 weights",
 }
 _PERCENT = 100
+_NO = "NO"
 _MOST_CONFIRMED = 2
 """Ways run whole: the first one, and another where that turned out not to fit."""
 _ADAPTER_LR = 2e-4
@@ -96,6 +98,7 @@ class FitReport:
             "seq_len": question.seq_len,
             "tokens_per_step": question.num_sequences * question.seq_len,
             "free_percent": self.free_percent,
+            "card_note": question.card.source_note,
             "tokens": self.tokens,
             "ways": [self._row_mapping(way) for way in self.ways],
             "recommended": None if (best := recommended(self.ways)) is None else best.name,
@@ -105,6 +108,7 @@ class FitReport:
         candidate = way.candidate
         return {
             "method": way.method, "numbers": way.name, "says": candidate.level.says, "fits": way.fits,
+            "verdict": self.verdict(way).value,
             "arrangement": candidate.arrangement.name, "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
             "device_used_bytes": round(way.device_bytes), "host_peak_bytes": round(self._of_machine(way.host_bytes)),
@@ -132,8 +136,9 @@ class FitReport:
             (
                 f"{self.model} ({format_count(question.model.num_params)} parameters) on {cards}{question.card.name}, "
                 f"{to_gib(question.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
-                f"{host} of host memory for tensors; {question.num_sequences} x {question.seq_len} tokens a step\n"
+                f"{host} of host memory for tensors; {question.num_sequences} x {question.seq_len} tokens a step"
             ),
+            f"{note}\n" if (note := question.card.source_note) else "",
             tabulate([self._row(way) for way in self.ways], headers=headers, tablefmt="simple", disable_numparse=True),
             "\nnumbers (how exact weights and optimizer state are), and what they cost in quality:",
             *(f"  {way.name}: {way.candidate.level.says}. {self._quality(way)}" for way in self.ways),
@@ -181,7 +186,7 @@ class FitReport:
         mark = {"estimated": "~", "arithmetic": "~~"}.get(way.evidence, "")
         hours, candidate = way.hours(self.tokens), way.candidate
         return [
-            "fits" if way.fits else "NO",
+            _NO if (verdict := self.verdict(way)) is FitVerdict.NO else verdict.value,
             way.name,
             f"{mark}{to_gib(way.device_bytes):.2f}",
             f"{mark}{to_gib(self._of_machine(way.host_bytes)):.2f}",
@@ -193,6 +198,12 @@ class FitReport:
             str(candidate.keep_last),
             candidate.arrangement.name,
         ]
+
+    def verdict(self, way: Way) -> FitVerdict:
+        """Return whether a way fits; barely where only the margin that stays free has no room for it."""
+        fits_host = self._of_machine(way.host_bytes) <= self.question.host.tensor_bytes
+        is_within = way.device_bytes <= self.question.card.memory_bytes
+        return FitVerdict.FITS if way.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
 
     def _quality(self, way: Way) -> str:
         missing = "no arm of a ladder has just these numbers; the guide's page Which stack names the nearest"
@@ -236,7 +247,7 @@ def train_path(folder: Path, way: Way) -> Path:
 
 def fit_command(
     *, model: str, card: str, host_memory: str, seq: int | None, tokens_per_step: int | None, tokens: int,
-    methods: Sequence[str], margin: float, confirm: bool, write: Path | None, say: Callable[[str], None],
+    methods: Sequence[str], margin: float | None, confirm: bool, write: Path | None, say: Callable[[str], None],
     world: int = 1, link: str = "pcie", scenarios: Path | None = None, results: Path = RESULTS,
 ) -> FitReport:  # fmt: skip
     """Find the ways, run the fastest whole if asked to, and write the files of those that fit to ``write``.
@@ -249,6 +260,7 @@ def fit_command(
     faults = [f"'{name}' must be one of {', '.join(METHODS)}" for name in methods if name not in METHODS]
     if faults:
         raise ConfigError("--method", faults)
+    margin = _PERCENT * MARGIN_SHARE if margin is None else margin
     if not 0 <= margin < _PERCENT:
         raise ConfigError("--margin", [f"{margin:g} must be a share of the card in percent, from 0 to below 100"])
     question, _ = ask(model, card, host_memory, seq, tokens_per_step, World(size=world, link=link))

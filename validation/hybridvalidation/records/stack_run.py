@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
 from hybridvalidation.records.record import Record
 
 RunKind = Literal["dry_run", "accuracy", "measured"]
@@ -95,6 +95,10 @@ class MemoryFigures:
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Bytes that each rank of several takes of its card, of those that were run; the other figures are of the one that
     holds the most, times of the slowest."""
+
+    def verdict(self, card: Card) -> FitVerdict:
+        """Return whether the plan fits, and leaves the card's margin free."""
+        return card.verdict(self.device_used_bytes, fits=self.fits)
 
     def shortage(self, host: Host) -> str:
         """Return what does not hold the run, and by how much; empty where all do."""

@@ -19,7 +19,7 @@ from hybridtrain.plan_changes import plan_changes
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.card import FitVerdict, Host, find_card
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
@@ -47,7 +47,7 @@ class DryRunReport:
     stack: str
     model: str
     fitting_stacks: tuple[str, ...] = ()
-    """Stacks that would fit; only looked for when this one does not."""
+    """Stacks that would fit and leave the margin free; only looked for when this one does not fit."""
     are_run_dry: bool = False
     """Whether those were run dry; else they fit by arithmetic."""
     phases: Mapping[str, Mapping[str, str]] | None = None
@@ -66,6 +66,11 @@ class DryRunReport:
         """Whether it runs on the card, or each of the ranks on its own."""
         return self.figures.fits
 
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, and leaves the card's margin free."""
+        return self.figures.verdict(self.run.card)
+
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds."""
         figures = self.figures
@@ -77,6 +82,9 @@ class DryRunReport:
             "peak_reserved_bytes": figures.peak_reserved_bytes,
             "reserved_range": self.reserved.as_mapping(),
             "device_used_bytes": figures.device_used_bytes,
+            "verdict": self.verdict.value,
+            "margin_bytes": self.run.card.margin_bytes,
+            "card_note": self.run.card.source_note,
             "host_peak_bytes": figures.host_peak_bytes,
             "host_by_class": dict(figures.host_by_class),
             "disk_peak_bytes": figures.disk_peak_bytes,
@@ -145,6 +153,7 @@ class DryRunReport:
                 title,
                 table,
                 memory,
+                *filter(None, [run.card.source_note]),
                 self.reserved.as_text(),
                 self._host_line(),
                 steps,
@@ -197,7 +206,7 @@ class DryRunReport:
 
     def _answer(self) -> Iterator[str]:
         if self.fits:
-            yield "fits"
+            yield self.run.card.told(self.verdict)
             return
         if self.figures.oom is not None:
             yield self._oom_text()
@@ -287,7 +296,8 @@ def plan_run(
     def fits(name: str) -> bool:
         other, config = others[name]
         if suggest:
-            return dry_run(shape, other, found_card, workload, host=run.host, config=config).fits
+            another = dry_run(shape, other, found_card, workload, host=run.host, config=config)
+            return another.verdict is FitVerdict.FITS
         return bytes_of(shape, other, workload, config.optimizer).fits(found_card, run.host)
 
     tried = progress_bar(list(others), shown=suggest and progress, unit="stack", desc="stacks run dry")

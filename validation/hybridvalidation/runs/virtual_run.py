@@ -1,6 +1,5 @@
 """``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
 
-import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -8,15 +7,16 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tabulate import tabulate
 
 from hybridtrain.errors import ConfigError, HybridTrainError
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.basis import Basis, growth_text
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.card_run import CardRun
 from hybridtrain.virtual_gpu.estimate import by_module
+from hybridtrain.virtual_gpu.launchers import python_command
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
@@ -26,6 +26,8 @@ from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _MODULES_SHOWN = 8
 _STAND_INS_SHOWN = 8
+_REFUSALS_SHOWN = 3
+_STEPS_SHOWN = 6
 _RUNNER = "<frozen runpy>"
 
 
@@ -51,8 +53,9 @@ class VirtualRun:
     host_memory_bytes: int | None
     stand_ins: tuple[StandIn, ...]
     without_gradient: tuple[str, ...]
-    reserved: ReservedRange
-    """By how much reserved bytes move when a run is not quite this one."""
+    basis: Basis
+    reserved: ReservedRange | None
+    """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
 
     @property
     def fits(self) -> bool:
@@ -69,8 +72,11 @@ class VirtualRun:
             "peak_allocated_bytes": run.peak.allocated_bytes,
             "peak_active_bytes": max(step.active_bytes for step in run.steps),
             "peak_reserved_bytes": run.peak_reserved_bytes,
-            "reserved_range": self.reserved.as_mapping(),
+            "reserved_range": None if self.reserved is None else self.reserved.as_mapping(),
             "device_used_bytes": run.device_used_bytes,
+            "verdict": run.verdict.value,
+            "margin_bytes": run.card.margin_bytes,
+            "card_note": run.card.source_note,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
             "disk_peak_bytes": 0,
@@ -105,6 +111,7 @@ class VirtualRun:
                 {"where": use.where, "op": use.op, "rule": use.rule, "times": use.times} for use in self.stand_ins
             ],
             "without_gradient": list(self.without_gradient),
+            "basis": self.basis.as_mapping(),
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
@@ -117,10 +124,12 @@ class VirtualRun:
         rest = held[_MODULES_SHOWN:]
         if rest:
             modules.append([f"({len(rest)} others)", f"{to_gib(sum(size for _, size in rest)):.3f}"])
-        steps = "; ".join(
+        peaks = [
             f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
             for step in run.steps
-        )
+        ]
+        if len(peaks) > _STEPS_SHOWN:
+            peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
         lines = [
             f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
             tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
@@ -130,18 +139,18 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
-            self.reserved.as_text(),
+            *filter(None, [run.card.source_note, self.reserved and self.reserved.as_text()]),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
-            steps,
+            "; ".join(peaks),
             self._speed(),
         ]
-        return "\n".join([*lines, *self._remarks(), "fits" if self.fits else self._refusal()])
+        return "\n".join([*lines, *self._remarks(), self.basis.as_text(), self._verdict()])
 
     def _speed(self) -> str:
         if not self.fits:
             return "no time of a step: the last one did not end"
         time = self.run.time
-        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated); eager code, nothing compiled"
+        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated)"
 
     def _cards(self) -> str:
         name, world = self.run.card.name, self.world
@@ -158,6 +167,28 @@ class VirtualRun:
             names = ", ".join(sorted(set(self.without_gradient))[:3])
             yield f"WARNING: {len(self.without_gradient)} trainable parameters got no gradient, as in {names}"
 
+        refusals = self.basis.refusals
+        if refusals:
+            yield "refused by the virtual card and caught by the script, which went on otherwise than on a card:"
+            yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
+            if len(refusals) > _REFUSALS_SHOWN:
+                yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
+
+    def _verdict(self) -> str:
+        """Return whether it fits, and in the same line what that is worth."""
+        basis, worth = self.basis, []
+        if basis.lower_bound and self.fits:
+            worth.append(f"LOWER BOUND: {basis.lower_bound}")
+        if basis.upper_bound:
+            worth.append(f"UPPER BOUND: {basis.upper_bound}")
+        worth += [f"APPROXIMATE: {what} ({where})" for what, where in basis.approximated.items()]
+        if basis.growth is not None and self.fits:
+            free = self.run.card.memory_bytes - self.run.device_used_bytes
+            worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+        if basis.refusals:
+            worth.append("ON THIS PATH ONLY: the script caught what the virtual card refused, see above")
+        return "; ".join([self.run.card.told(self.run.verdict) if self.fits else self._refusal(), *worth])
+
     def _refusal(self) -> str:
         oom = self.run.oom
         assert oom is not None, "a run that does not fit was refused something"
@@ -171,18 +202,18 @@ class VirtualRun:
 
 def run_script(
     script: str, arguments: Sequence[str], *, card: str, host_memory: float | None = None, steps: int | None = None,
-    world: int = 1, rank: int = 0, link: str = "pcie",
+    world: int | None = None, rank: int = 0, link: str = "pcie",
     expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
 ) -> VirtualRun:  # fmt: skip
-    """Run a script to its end, to its ``steps``-th optimizer step or to the request that the card refuses.
+    """Run a script to its end, to its ``steps``-th iteration or to the request that the card refuses.
 
     Args:
-        script: A Python file, or ``-m`` and then the module as the first argument.
+        script: A Python file, ``-m`` and then the module as the first argument, or a launcher.
         arguments: The script's own.
         card: Name of a card, or a .toml file with its figures.
         host_memory: Bytes of the machine around the card; None: as much as is asked for.
-        steps: After how many optimizer steps the script is stopped.
-        world: Cards that torchrun would start it on.
+        steps: After how many iterations the script is stopped, each a step of every optimizer.
+        world: Cards that torchrun would start it on; None: one that nobody launched, or what a launcher says.
         rank: Which of them this run is.
         link: What joins them.
         expandable_segments: Plan with torch's expandable_segments:True.
@@ -191,14 +222,15 @@ def run_script(
         quiet: Send what the script prints to standard error.
 
     Raises:
-        ConfigError: The script is not there, or it ended without a training step.
+        ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
     """
-    is_module = script == "-m"
-    if is_module and not arguments:
-        raise ConfigError("virtual", ["-m: says no module; give its name after it."])
-    if not is_module and not Path(script).is_file():
-        raise ConfigError("virtual", [f"script '{script}' does not exist; give a Python file, or -m and a module."])
+    command = python_command([script, *arguments])
+    if command is None:
+        fault = "-m: says no module; give its name after it." if script == "-m" else (
+            f"script '{script}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
+        )  # fmt: skip
+        raise ConfigError("virtual", [fault])
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     try:
         gpu = VirtualGpu(
@@ -207,17 +239,14 @@ def run_script(
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError("virtual", [str(error)]) from error
-    name = arguments[0] if is_module else script
+    name = command.name
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
-    with output, _as_main(script, arguments), _script_errors(name), gpu:
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(name, run_name="__main__")
-    try:
-        run = gpu.report()
-    except ValueError as error:
-        raise ConfigError("virtual", [f"{name}: {error}"]) from error
+    with output, _script_errors(name, gpu), gpu:
+        command.run()
+    run, basis = gpu.report(), gpu.basis()
+    if not run.trace.sizes and gpu.oom is None:
+        fault = f"{name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
+        raise ConfigError("virtual", [f"{fault} Name the script that trains."])
     if snapshot is not None:
         write_run_snapshot(run, snapshot, allocator)
     if trace is not None:
@@ -225,38 +254,40 @@ def run_script(
     return VirtualRun(
         script=name, run=run, world=gpu.world, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
         host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
-        without_gradient=gpu.without_gradient,
-        reserved=reserved_range(run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator),
+        without_gradient=gpu.without_gradient, basis=basis,
+        reserved=None if basis.growth is not None else reserved_range(
+            run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator,
+            capacity_bytes=run.card.allocator_capacity_bytes,
+        ),
     )  # fmt: skip
 
 
 @contextmanager
-def _script_errors(name: str) -> Iterator[None]:
+def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
     """Tell a script's own errors from ours, and let it end where the card is full: the report says where."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        pass
     except HybridTrainError:
         raise
-    except SystemExit as end:
-        if end.code not in {None, 0}:
-            raise ConfigError("virtual", [f"{name}: the script ended by itself with code {end.code}."]) from end
-    except Exception as error:
-        raise ScriptError(name, error) from error
+    except (Exception, SystemExit) as error:
+        if gpu.oom is not None:
+            return
+        refusal = next((one for one in _reasons(error) if isinstance(one, HybridTrainError)), None)
+        if refusal is not None:
+            raise refusal from error
+        if not isinstance(error, SystemExit):
+            raise ScriptError(name, error) from error
+        if error.code not in {None, 0}:
+            told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])
+            raise ConfigError(
+                "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
+            ) from error
 
 
-@contextmanager
-def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Let ``sys.argv`` and ``sys.path`` be what they are for a script that Python itself runs."""
-    outer = sys.argv, sys.path[:]
-    if script == "-m":
-        sys.argv = list(arguments)
-        sys.path.insert(0, str(Path.cwd()))
-    else:
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = outer
+def _reasons(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised because of."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

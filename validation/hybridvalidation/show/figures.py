@@ -31,7 +31,7 @@ from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.targets import all_targets
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.figures import method_figures
 from hybridvalidation.study.ladder.equivalence import Finding, Judged
 from hybridvalidation.study.ladder.quality import all_judged
@@ -93,7 +93,7 @@ class Figures:
             found = run.memory(stack)
             assert found is not None, f"{name} has no figures of {stack}"
             rows.append([
-                stack, "yes" if found.fits else "NO", f"{to_gib(found.device_used_bytes):.2f}",
+                stack, fits_cell(found.verdict(scenario.card.resolve())), f"{to_gib(found.device_used_bytes):.2f}",
                 f"{to_gib(found.host_peak_bytes):.2f}", f"{found.step_time_s:.2f}", f"{found.tokens_per_s:,.0f}",
                 found.bound,
             ])  # fmt: skip

@@ -6,11 +6,18 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridvalidation.judge.joint import Joint
 from hybridvalidation.judge.verdict import Status, Verdict, short_number
 from hybridvalidation.records.record import Record
 
 TERMINAL, MARKDOWN = "simple", "github"
+_FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}
+
+
+def fits_cell(verdict: FitVerdict) -> str:
+    """Return whether a plan fits as a cell of a column 'fits'."""
+    return _FITS[verdict]
 
 
 def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:

@@ -30,14 +30,20 @@ class Trouble:
     """Regular expressions of lines that show it."""
     measures: tuple[str, ...] = ()
     """Names of ``MEASURES``."""
+    variant_of: tuple[str, ...] = ()
+    """Names of troubles; one's signs must be there too, and it is not told where a variant is."""
+    frames: tuple[str, ...] = ()
+    """Regular expressions of lines of the failure's traceback; the first variant that has one is told."""
+    figures: tuple[str, ...] = ()
+    """Regular expressions of what else of the log is told, its last place each."""
 
     def __post_init__(self) -> None:
         faults = [f"measures: '{name}' must be one of {', '.join(MEASURES)}" for name in {*self.measures} - {*MEASURES}]
-        for sign in self.signs:
+        for sign in (*self.signs, *self.frames, *self.figures):
             try:
                 re.compile(sign)
             except re.error as error:
-                faults.append(f"signs: '{sign}' must be a regular expression ({error})")
+                faults.append(f"'{sign}' must be a regular expression ({error})")
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -46,12 +52,23 @@ class Trouble:
 class _Table:
     trouble: tuple[Trouble, ...]
 
+    def __post_init__(self) -> None:
+        with_signs = {trouble.name for trouble in self.trouble if trouble.signs}
+        unknown = sorted({name for trouble in self.trouble for name in trouble.variant_of} - with_signs)
+        if unknown:
+            raise ValueError(f"variant_of: {', '.join(unknown)} must be a trouble with signs")
+
 
 @cache
 def troubles() -> tuple[Trouble, ...]:
     """Return every trouble, what is told first first."""
     text = resources.files("hybridvalidation.troubles").joinpath("troubles.toml").read_text(encoding="utf-8")
     return decode(_Table, tomllib.loads(text), source="troubles.toml").trouble
+
+
+def signs_of(name: str) -> tuple[str, ...]:
+    """Return the signs of a trouble of that name."""
+    return next(trouble.signs for trouble in troubles() if trouble.name == name)
 
 
 def troubles_page() -> str:

@@ -3,11 +3,13 @@
 from tabulate import tabulate
 
 from hybridtrain.units import to_gib
+from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridtrain.virtual_gpu.roofline import efficiency_of
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section
+from hybridvalidation.show.tables import fits_cell
 
 _HEADERS = (
     "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "tokens/step",
@@ -39,7 +41,7 @@ def _row(run: ScenarioRun, stack: str) -> list[str]:
     cells = ["unknown", *["-"] * 9]
     if memory is not None:
         cells = [
-            "yes" if memory.fits else ("NO" if memory.fits_host else "NO, host"),
+            fits_cell(memory.verdict(run.scenario.card.resolve())) if memory.fits_host else "NO, host",
             f"{to_gib(memory.peak_allocated_bytes):.2f}",
             f"{to_gib(memory.peak_reserved_bytes):.2f}",
             f"{to_gib(memory.device_used_bytes):.2f}",
@@ -65,7 +67,8 @@ def _how(run: ScenarioRun) -> str:
     each = " of one rank" if run.scenario.world > 1 else ""
     told = (
         f"Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors{each}, "
-        f"without the process itself{_host_limit(run)}. Speed: estimated, by a roofline at "
+        f"without the process itself{_host_limit(run)}; barely: {MARGIN_TOLD}. "
+        f"Speed: estimated, by a roofline at "
         f"{100 * efficiency.matmul:.0f} % of the card's matmul rate for large products, less for small ones, and "
         f"{100 * efficiency.memory:.0f} % of its bandwidths."
     )
