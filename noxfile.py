@@ -13,6 +13,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests", "lint", "docs", "types", "gate"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+SPREAD = ("--numprocesses", "auto", "--dist", "loadfile")
+"""A file goes to one process: what its tests share is made once."""
 KERNEL_ENV = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 PEERS = {
     "litgpt": ["tests/peers/test_litgpt.py"],
@@ -47,7 +49,7 @@ def tests(session: nox.Session) -> None:
     """Run the test suite."""
     install(session, "test")
     # One thread: tiny ops gain nothing from a second, and lose much where another process has its core.
-    arguments = session.posargs or ["--numprocesses", "auto"]
+    arguments = session.posargs or SPREAD
     session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
     if not session.posargs:
         tests_kernels(session)
@@ -58,7 +60,7 @@ def tests_kernels(session: nox.Session) -> None:
     """Run Triton's kernels in its interpreter, against torch; the session tests includes it."""
     install(session, "test")
     # Set before triton is imported: a kernel is interpreted or compiled from its definition on.
-    session.run("pytest", *(session.posargs or ["tests/hybridkernels", "--numprocesses", "auto"]), env=KERNEL_ENV)
+    session.run("pytest", *(session.posargs or ["tests/hybridkernels", *SPREAD]), env=KERNEL_ENV)
 
 
 @nox.session(name="tests-peers", default=False)
@@ -66,7 +68,7 @@ def tests_kernels(session: nox.Session) -> None:
 def tests_peers(session: nox.Session, peer: str) -> None:
     """Run scripts and trainers of others on the virtual card; each peer has an environment of its own."""
     install(session, f"peers-{peer}")
-    session.run("pytest", *(session.posargs or [*PEERS[peer], "--numprocesses", "auto"]), env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", *(session.posargs or [*PEERS[peer], *SPREAD]), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(name="tests-browser", default=False)
@@ -128,8 +130,14 @@ def report(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Print dry-run times, CPU training throughput against transformers, and pytest-benchmark's tables of kernels."""
+    """Print dry-run times, CPU training throughput against transformers, and pytest-benchmark's tables of kernels.
+
+    nox -s bench -- --quick: the tables of 8-bit kernels alone, in seconds.
+    """
     install(session, "test", "bench")
+    if session.posargs == ["--quick"]:
+        session.run("pytest", "kernels/benchmarks", "-k", "int8")
+        return
     session.run("python", "benchmarks/dry_run_speed.py", *session.posargs)
     session.run("python", "benchmarks/cpu_throughput.py", *session.posargs)
     session.run("pytest", "kernels/benchmarks")

@@ -69,7 +69,7 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
         if cell.placement in away:
             away[cell.placement] += size * elements
 
-    place(full.weight, in_blocks, active)
+    place(full.weight, in_blocks, active, size=_weight_bytes(full))
     card += compute * (outside + adapters)
     if full.weight.codec is not full.compute_dtype:
         card += compute * block  # widened, or narrowed, for its visit
@@ -103,13 +103,20 @@ def saved_bytes(model: ModelConfig, plan: MemoryPlan, optimizer: Optimizer | Non
     adapters = _adapter_params(model, full)
     trained = adapters or model.num_params
     in_blocks = adapters or model.num_blocks * block_params(model)
-    weight = full.compute_dtype if adapters else full.weight.codec
+    weight = _BYTES[full.compute_dtype] if adapters else _weight_bytes(full)
     moments = sum(spec.shape is None for spec in (optimizer or AdamWConfig()).state(_MATRIX))
     total = (moments * _BYTES[full.optim_state.codec] + full.history_tensors * _BYTES[full.history_codec]) * trained
     if full.master.codec is not Codec.ABSENT:
         total += _BYTES[Codec.FLOAT32] * trained
-        return total + (_BYTES[weight] * in_blocks if weight is Codec.INT8_BLOCKS else 0)
-    return total + _BYTES[weight] * in_blocks + _BYTES[full.compute_dtype] * (trained - in_blocks)
+        is_coded = full.weight.codec is Codec.INT8_BLOCKS and not adapters
+        return total + (weight * in_blocks if is_coded else 0)
+    return total + weight * in_blocks + _BYTES[full.compute_dtype] * (trained - in_blocks)
+
+
+def _weight_bytes(plan: PhasePlan) -> float:
+    """Return the bytes of a stored element of a block; codes about a middle keep one per 256 too."""
+    has_middles = plan.weight.codec is Codec.INT8_BLOCKS and not plan.symmetric
+    return _BYTES[plan.weight.codec] + (4 / 256 if has_middles else 0)
 
 
 def _adapter_params(model: ModelConfig, plan: PhasePlan) -> int:

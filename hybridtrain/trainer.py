@@ -21,6 +21,7 @@ from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepSh
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.formats import code_format
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.stages import Stages
@@ -123,7 +124,7 @@ class Trainer:
         )  # fmt: skip
         FirstValues(
             self.model, self._engine.weights, self._engine.states, config.optimizer, self.copies, self._observer,
-            seed=config.seed, source=source, codec=self.plan.weight.codec,
+            seed=config.seed, source=source, codes=code_format(self.plan),
         ).write(self._engine.units)  # fmt: skip
         self.pass_tied()
 

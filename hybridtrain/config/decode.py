@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hybridtrain.config.aliases import KINDS, OPTIONS, tell_alias
 from hybridtrain.config.encode import tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
@@ -93,6 +94,8 @@ def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_U
     decoded = decoder.value(cls, mapping, "$")
     if decoder.faults:
         raise ConfigError(source, decoder.faults)
+    for alias, name in decoder.aliases.items():
+        tell_alias(source, alias, name)
     assert isinstance(decoded, cls), f"decoding {cls.__name__} gave neither a fault nor an object"
     return decoded
 
@@ -141,6 +144,8 @@ class _Decoder:
 
     def __init__(self, unions: Unions) -> None:
         self.faults: list[str] = []
+        self.aliases: dict[str, str] = {}
+        """Names that were read as others."""
         self._unions = unions
 
     def value(self, hint: object, value: object, path: str) -> object:
@@ -197,6 +202,8 @@ class _Decoder:
             return self._object(kinds[""], value, path)
         if "kind" not in value:
             return self._fault(f"{path}.kind", f"is missing; one of {_list(names)} is required")
+        if isinstance(found := value["kind"], str) and KINDS.get(found) in kinds:
+            value = {**value, "kind": self._known_as(found, KINDS[found])}
         kind = self._choice(names, value["kind"], f"{path}.kind")
         return self._object(kinds[kind], value, path) if isinstance(kind, str) else _FAILED
 
@@ -207,7 +214,7 @@ class _Decoder:
         assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
         hints = get_type_hints(cls)
         known = {field.name: field for field in fields(cls) if field.init}
-        value = self._with_preset(cls, value, path)
+        value = self._with_preset(cls, self._renamed(cls, value, path), path)
         self._check_keys(cls, known, value, path)
         arguments: dict[str, object] = {}
         for name, field in known.items():
@@ -217,6 +224,22 @@ class _Decoder:
                 needed = describe_hint(hints[name])
                 arguments[name] = self._fault(_child(path, name), f"is missing; {needed} is required")
         return _FAILED if _FAILED in arguments.values() else self._build(cls, arguments, path)
+
+    def _renamed(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
+        """Return a table with the keys of the class in place of other names for them."""
+        renamed: dict[str, object] = {}
+        aliases = OPTIONS.get(cls.__name__, {})
+        for key, item in value.items():
+            name = aliases.get(key, key)
+            given = [other for other in value if aliases.get(other, other) == name]
+            if len(given) > 1 and key == given[-1]:
+                self._fault(_child(path, name), f"is given {len(given)} times, as {_list(given)}; keep one of them")
+            renamed[name if key == name else self._known_as(key, name)] = item
+        return renamed
+
+    def _known_as(self, alias: str, name: str) -> str:
+        self.aliases[alias] = name
+        return name
 
     def _with_preset(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
         """Return a table with what its ``preset`` stands for; keys of the table itself win."""

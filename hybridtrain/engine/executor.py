@@ -24,7 +24,7 @@ from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import BlockModel, Documents
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.linear import Linear
-from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, Schedule
+from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, Schedule, suited
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 
 
@@ -103,7 +103,8 @@ class Executor:
         for linear in (module for module in self._model.blocks.modules() if isinstance(module, Linear)):
             linear.is_ternary = plan.linear is LinearKind.TERNARY
         first, stop = self.part.blocks.start, self.part.blocks.stop
-        self.first_kept = max(stop - plan.kept_blocks, first) if plan.recompute_every else first
+        plan = suited(plan, stop - first)
+        self.first_kept = stop - plan.kept_blocks if plan.recompute_every else first
         interval = plan.recompute_every or 1
         self.segments = [
             range(start, min(start + interval, self.first_kept)) for start in range(first, self.first_kept, interval)

@@ -1,7 +1,7 @@
 """The first value of every parameter: read from somewhere, or random by the seed. P elements of a flat slice.
 
 What is read goes to its place slice by slice, so that no matrix needs to be in memory whole beside what stores it;
-only 4-bit codes are made of whole matrices, whose scales depend on each other.
+only codes whose scales depend on each other are made of whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import CODE_FORMATS, StoredWeight
+from hybridtrain.memory.formats import CodeFormat, StoredWeight
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import WeightStore
@@ -22,7 +22,6 @@ from hybridtrain.models.linear import Linear
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.models.widening import widened
 from hybridtrain.optim.optimizer import Optimizer, Role
-from hybridtrain.plan.placement import Codec
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
@@ -42,7 +41,7 @@ class FirstValues:
         observer: Told what tensors are for.
         seed: Keys random values, by parameter.
         source: Values to read; None: all are random. Adapters always begin as the identity.
-        codec: Of frozen matrices.
+        codes: Of frozen matrices; None: those are values.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class FirstValues:
         *,
         seed: int,
         source: WeightSource | None,
-        codec: Codec,
+        codes: CodeFormat | None,
     ) -> None:
         self._model = model
         self._weights = weights
@@ -66,7 +65,7 @@ class FirstValues:
         self._observer = observer
         self._seed = seed
         self._source = source
-        self._codes = CODE_FORMATS.get(codec)
+        self._codes = codes
 
     @torch.no_grad()
     def write(self, units: Sequence[Unit]) -> None:
@@ -91,13 +90,17 @@ class FirstValues:
         with self._observer.region(Stage.UPDATE, unit):
             role = Role(tuple(parameter.shape), in_block=block_number(unit) >= 0)
             specs = self._optimizer.state(role)
-            if self._source is not None and not is_adapter(name):
+            reads = self._source is not None and not is_adapter(name)
+            if reads and not self._states.formats.of(weight).needs_whole:
                 self._states.initialize_slices(unit, parameter, self._read(name, parameter), weight, specs)
                 return
             initial = weight[0]
             if initial.dtype != torch.float32 or len(weight) > 1:
                 initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._transfer.device)
-            self._draw(name, initial, number)
+            if reads:
+                self._read_whole(name, parameter, initial)
+            else:
+                self._draw(name, initial, number)
             self._states.initialize(unit, parameter, initial, weight, specs)
 
     def _write_frozen(self, unit: Unit, numbers: Mapping[str, int]) -> None:
@@ -110,8 +113,7 @@ class FirstValues:
                 if self._source is None:
                     self._draw(name, target, numbers[name])
                 else:
-                    for part, value_P in self._read(name, parameter):
-                        target.view(-1)[part].copy_(value_P)
+                    self._read_whole(name, parameter, target)
                 if is_coded:
                     assert self._codes is not None, "only a code format stores several tensors"
                     self._codes.encode(target.view(-1), stored)
@@ -126,6 +128,10 @@ class FirstValues:
         for start in range(0, count, _READ_ELEMENTS):
             part = slice(start, min(start + _READ_ELEMENTS, count))
             yield part, self._source.read(name, part).to(self._transfer.device, torch.float32)
+
+    def _read_whole(self, name: str, parameter: nn.Parameter, target: Tensor) -> None:
+        for part, value_P in self._read(name, parameter):
+            target.view(-1)[part].copy_(value_P)
 
     def _draw(self, name: str, values: Tensor, number: int) -> None:
         if name.endswith("magnitude"):

@@ -196,20 +196,26 @@ class ParameterPass:
             if self.optimizer.needs_whole(_role(unit, entry.state)):
                 yield _Item(unit, partial(self._update_whole, entry, settings)), []
                 continue
-            for part, key in self._keyed_parts(entry):
+            for part, key in self._keyed_parts(unit, entry):
                 yield (
                     _Item(unit, partial(self._update_slice, entry, part, settings), key),
                     _update_pieces(entry, part, settings),
                 )
             _written(entry.state, settings)
 
-    def _keyed_parts(self, entry: _Entry) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    def _keyed_parts(self, unit: Unit, entry: _Entry) -> Iterator[tuple[slice, tuple[int, ...]]]:
         """Yield the slices that are updated here; the first of a share draws from a key of its own, if there are."""
         for share, held in self._shards.held(entry.state.parameter.numel()):
-            for part in _parts(held.stop - held.start, streamed=_is_streamed(entry)):
+            usual = SLICE_ELEMENTS if _is_streamed(entry) else RESIDENT_SLICE_ELEMENTS
+            for part in _parts(held.stop - held.start, self._height(unit, entry.state, usual)):
                 is_keyed = self._shards.shares > 1 and not part.start
                 key = (entry.index, share) if is_keyed else ()
                 yield slice(held.start + part.start, held.start + part.stop), key
+
+    def _height(self, unit: Unit, state: ParameterState, usual: int = SLICE_ELEMENTS) -> int:
+        """Return the elements of a parameter that are worked on at a time: all, where its codes share a range."""
+        is_coded = self._states.formats.codes.is_coded and _role(unit, state).in_block and state.parameter.dim() > 1
+        return state.parameter.numel() if is_coded and self._states.formats.codes.needs_whole else usual
 
     def _step(self, state: ParameterState, settings: StepSettings) -> UpdateStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""
@@ -242,11 +248,11 @@ class ParameterPass:
         """Return what the largest piece of work takes in a slot."""
         return max(
             (
-                self._states.streamed_bytes(state, SLICE_ELEMENTS)
-                + grads.streamed_bytes(unit.name, index, SLICE_ELEMENTS)
+                self._states.streamed_bytes(state, height) + grads.streamed_bytes(unit.name, index, height)
                 for unit in chosen
                 for index, state in enumerate(self._states.of(unit.name))
                 if not self.optimizer.needs_whole(_role(unit, state))
+                for height in (self._height(unit, state),)
             ),
             default=0,
         )
@@ -311,7 +317,7 @@ class ParameterPass:
         self.optimizer.update_group(values, grads, moments, entries[0].step)
         if settings.hook is not None:
             for entry, value, grad in zip(entries, values, grads, strict=True):
-                for part in _parts(value.numel(), streamed=False):
+                for part in _parts(value.numel(), RESIDENT_SLICE_ELEMENTS):
                     weight = WeightSlice(ExactWeight(), (value.view(-1)[part],), None)
                     state, extra = (_resident_slices(slots, part) for slots in (entry.state.slots, entry.state.extra))
                     settings.hook(self.optimizer, weight, grad.view(-1)[part], state, extra, part, entry.step)
@@ -352,6 +358,8 @@ class ParameterPass:
                 piece = weight.part(part)
                 settings.hook(self.optimizer, piece, grad.view(-1)[part], slices, extra, part, step)
                 piece.write()
+            if weight.storage.needs_whole:
+                weight.write()
         homes = [state.companion, *(tensor for slot in state.slots for tensor in slot.tensors)]
         found = [companion, *(tensor for tensors in brought for tensor in tensors)]
         for home, tensor in zip(homes, found, strict=True):
@@ -417,7 +425,7 @@ class ParameterPass:
                 return
             slot_bytes = max(
                 (
-                    piece_bytes(self._visit_pieces(state, next(_parts(state.parameter.numel())), settings))
+                    piece_bytes(self._visit_pieces(state, next(self._visit_parts(unit, state)), settings))
                     for unit in self.units
                     for state in self._visited_states(unit, settings)
                 ),
@@ -438,9 +446,12 @@ class ParameterPass:
             with self._observer.region(Stage.UPDATE, unit.name):
                 states = self._visited_states(unit, settings)
             for index, state in enumerate(states):
-                for part in _parts(state.parameter.numel()):
+                for part in self._visit_parts(unit, state):
                     visited = partial(self._visit_slice, unit, index, part, work, settings)
                     yield _Item(unit, visited), self._visit_pieces(state, part, settings)
+
+    def _visit_parts(self, unit: Unit, state: ParameterState) -> Iterator[slice]:
+        return _parts(state.parameter.numel(), self._height(unit, state))
 
     def _visited_states(self, unit: Unit, settings: PassSettings) -> list[ParameterState]:
         """Return the states of a unit; moments that never were are made only where someone looks at them."""
@@ -599,8 +610,7 @@ def _role(unit: Unit, state: ParameterState) -> Role:
     return Role(tuple(state.parameter.shape), in_block=block_number(unit.name) >= 0)
 
 
-def _parts(count: int, *, streamed: bool = True) -> Iterator[slice]:
-    height = SLICE_ELEMENTS if streamed else RESIDENT_SLICE_ELEMENTS
+def _parts(count: int, height: int = SLICE_ELEMENTS) -> Iterator[slice]:
     yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
 
 

@@ -4,7 +4,7 @@ from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.parameter_pass import ParameterPass, PassSettings
 from hybridtrain.engine.weight_move import WeightMove
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import WeightFormats, adapter_formats, weight_formats
+from hybridtrain.memory.formats import WeightFormats, adapter_formats, int8_codes, weight_formats
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.weight_store import WeightStore
@@ -127,4 +127,7 @@ class PlanEngine:
 def _formats(plan: PhasePlan) -> WeightFormats:
     if plan.adapter_rank:
         return adapter_formats(plan.master.codec, plan.compute_dtype)
-    return weight_formats(plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales)
+    return weight_formats(
+        plan.weight.codec, plan.master.codec, plan.compute_dtype, static_scales=plan.static_scales,
+        int8=int8_codes(plan),
+    )  # fmt: skip

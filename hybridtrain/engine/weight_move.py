@@ -116,7 +116,8 @@ class WeightMove:
             stays = old.companion_dtype is new.companion_dtype is torch.float32
             stays = stays and companion is not None and _place(companion) is self._master
             kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
-        for part in _parts(state.parameter.numel()):
+        count = state.parameter.numel()
+        for part in [slice(0, count)] if new.needs_whole else _parts(count):
             companion_P = None if companion is None else self._read(companion, part)
             value_P = old.load(weight_part(source, part), companion_P)
             created_P = self._store(new, value_P, weight_part(target, part))
@@ -153,7 +154,7 @@ def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, targe
     """Return whether what is stored stays the same, bit by bit."""
     return (
         type(old) is type(new)
-        and getattr(old, "is_static", None) == getattr(new, "is_static", None)
+        and old.saved_as == new.saved_as
         and [part.dtype for part in source] == [part.dtype for part in target]
     )
 

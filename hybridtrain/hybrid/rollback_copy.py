@@ -72,8 +72,8 @@ class RollbackCopy:
         layout, firsts, buffer = self._layouts[piece.unit]
         tensors, places = _stored(piece), []
         for tensor, field in zip(tensors, layout.fields[firsts[piece.index] :], strict=False):
-            is_scale = piece.weight.storage.is_coded and tensor is piece.weight.stored[-1]  # one per group
-            start = piece.part.start // GROUP_SIZE if is_scale else piece.part.start
+            is_of_group = any(tensor is other for other in piece.weight.stored[1:])  # there are others of codes alone
+            start = piece.part.start // GROUP_SIZE if is_of_group else piece.part.start
             places.append((tensor, (buffer, field.offset + start * field.dtype.itemsize)))
         return places
 

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize, quantize
 from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups
+from hybridkernels.int8_quantize.reference import LARGEST_CODE, SMALLEST_SCALE
 from hybridkernels.nf4 import Nf4Sizes, nf4_dequantize, nf4_quantize
 from hybridtrain.dtypes import to_torch_dtype
+from hybridtrain.plan.memory_plan import DynamicRange, PhasePlan
 from hybridtrain.plan.placement import Codec
 
 SLICE_ELEMENTS = 1 << 23
@@ -186,22 +188,73 @@ class CodeFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Int8Codes:
-    """Symmetric 8-bit codes and a float32 scale per 256 of them."""
+    """8-bit codes from -127 to 127, evenly spaced, and a float32 scale per 256 of them."""
+
+    is_symmetric: bool = True
+    """Ranges are about zero; else about a middle, float32, that is kept per 256 codes too."""
+    of_tensor: bool = False
+    """All of a matrix shares one range, whose scale and middle are repeated for every 256 codes."""
+
+    @property
+    def name(self) -> str:
+        """Of the format in a saved state."""
+        return f"int8{'' if self.is_symmetric else '_affine'}{'_tensor' if self.of_tensor else ''}"
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
-        """Return codes and scales."""
-        return TensorSpec((num_elements,), torch.int8), TensorSpec((num_groups(num_elements),), torch.float32)
+        """Return codes, scales and middles if there are any."""
+        groups = TensorSpec((num_groups(num_elements),), torch.float32)
+        return TensorSpec((num_elements,), torch.int8), *([groups] if self.is_symmetric else [groups, groups])
 
-    def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Round to nearest."""
-        codes, scales = stored
-        int8_quantize(value_P, codes, scales, stochastic=False)
+    def encode(
+        self, value_P: Tensor, stored: Sequence[Tensor], *, stochastic: bool = False, static: bool = False
+    ) -> None:
+        """Write the codes of (P,) float32 values, and their ranges unless those are static."""
+        codes, scales, *middles = stored
+        if middles:
+            if not static:
+                middles[0].copy_(_middles(value_P, self.of_tensor))
+            value_P = value_P.clone()
+            _add_to_groups(value_P, middles[0], -1.0)
+        if self.of_tensor and not static:
+            scale = torch.linalg.vector_norm(value_P, torch.inf) / LARGEST_CODE
+            scales.copy_(torch.where(scale < SMALLEST_SCALE, 0.0, scale))
+            static = True
+        int8_quantize(value_P, codes, scales, stochastic=stochastic, static=static)
 
     def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
-        """Multiply."""
-        codes, scales = stored
-        int8_dequantize(codes, scales, out_P)
+        """Multiply, and add the middle in float32."""
+        codes, scales, *middles = stored
+        if not middles or out_P.dtype == torch.float32:
+            int8_dequantize(codes, scales, out_P)
+            if middles:
+                _add_to_groups(out_P, middles[0], 1.0)
+            return
+        for start in range(0, codes.numel(), SLICE_ELEMENTS):
+            part = slice(start, min(start + SLICE_ELEMENTS, codes.numel()))
+            value_P = torch.empty(part.stop - start, dtype=torch.float32, device=out_P.device)
+            self.widen(weight_part(tuple(stored), part), value_P)
+            out_P[part].copy_(value_P)
+
+
+def _middles(value_P: Tensor, of_tensor: bool) -> Tensor:
+    """Return the middle between the least and the largest value of each 256, (G,), or of all of them, ()."""
+    if of_tensor:
+        low, high = torch.aminmax(value_P)
+        return low.mul(0.5).add(high, alpha=0.5)
+    whole = value_P.numel() - value_P.numel() % GROUP_SIZE
+    ranges = [torch.aminmax(value_P[:whole].view(-1, GROUP_SIZE), dim=1)]
+    if whole < value_P.numel():
+        ranges.append(torch.aminmax(value_P[whole:].view(1, -1), dim=1))
+    return torch.cat([low.mul(0.5).add(high, alpha=0.5) for low, high in ranges])
+
+
+def _add_to_groups(value_P: Tensor, added_G: Tensor, alpha: float) -> None:
+    """Add ``alpha`` times a number of each 256 to them."""
+    whole = value_P.numel() - value_P.numel() % GROUP_SIZE
+    value_P[:whole].view(-1, GROUP_SIZE).add_(added_G[: whole // GROUP_SIZE, None], alpha=alpha)
+    value_P[whole:].add_(added_G[whole // GROUP_SIZE :], alpha=alpha)
 
 
 class Nf4Codes:
@@ -227,6 +280,16 @@ class Nf4Codes:
 CODE_FORMATS: dict[Codec, CodeFormat] = {Codec.INT8_BLOCKS: Int8Codes(), Codec.NF4: Nf4Codes()}
 
 
+def int8_codes(plan: PhasePlan) -> Int8Codes:
+    """Return how a plan stores 8-bit weights."""
+    return Int8Codes(plan.symmetric, plan.dynamic_range is DynamicRange.TENSOR)
+
+
+def code_format(plan: PhasePlan) -> CodeFormat | None:
+    """Return how a plan stores matrices as codes; None where it stores values."""
+    return int8_codes(plan) if plan.weight.codec is Codec.INT8_BLOCKS else CODE_FORMATS.get(plan.weight.codec)
+
+
 # ---- weights
 
 
@@ -240,7 +303,7 @@ class Typed(Protocol):
 
 
 StoredWeight = tuple[Tensor, ...]
-"""What is stored of a weight: its values, or int8 codes and one float32 scale per 256 of them."""
+"""What is stored of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
 
 
 class WeightFormat(Protocol):
@@ -256,6 +319,8 @@ class WeightFormat(Protocol):
     """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
     is_coded: bool
     """Stored as codes and scales."""
+    needs_whole: bool
+    """``create`` and ``store`` must see all of a weight, whose elements share a range."""
     saved_as: str
     """What of it a saved state holds: the widest values, codes where there are none, both where codes are kept too."""
 
@@ -282,6 +347,7 @@ class _ValueFormat:
     companion_dtype: torch.dtype | None = None
     rounds_stochastically = False
     is_coded = False
+    needs_whole = False
     saved_as = "float32"
 
 
@@ -389,7 +455,8 @@ class Int8Weight:
     """int8 codes are all there is: each update is rounded stochastically onto their grid.
 
     Args:
-        static_scales: Keep the scales of the first values, which get twice the room that those need.
+        codes: Their ranges.
+        static_scales: Keep the ranges of the first values, which get twice the room that those need.
     """
 
     in_place = False
@@ -397,32 +464,32 @@ class Int8Weight:
     companion_dtype: torch.dtype | None = None
     is_coded = True
 
-    def __init__(self, *, static_scales: bool) -> None:
-        self.is_static = static_scales
-        self.rounds_stochastically = not static_scales  # the op takes new scales
-        self.saved_as = "int8_static" if static_scales else "int8"
+    def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
+        self.codes = codes
+        self.needs_whole = codes.of_tensor
+        self._is_static = static_scales
+        self.rounds_stochastically = codes == Int8Codes() and not static_scales  # the op takes new scales
+        self.saved_as = f"{codes.name}{'_static' if static_scales else ''}"
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Round to nearest once."""
-        codes, scales = weight
-        int8_quantize(initial.view(-1), codes, scales, stochastic=False)
-        if self.is_static:
-            scales.mul_(_STATIC_ROOM)
-            int8_quantize(initial.view(-1), codes, scales, stochastic=False, static=True)
+        self.codes.encode(initial.view(-1), weight)
+        if self._is_static:
+            weight[1].mul_(_STATIC_ROOM)
+            self.codes.encode(initial.view(-1), weight, static=True)
         return None
 
     def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Widen the codes; exact."""
-        codes, scales = weight
-        value_P = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        int8_dequantize(codes, scales, value_P)
+        value_P = torch.empty(weight[0].shape, dtype=torch.float32, device=weight[0].device)
+        self.codes.widen(weight, value_P)
         return value_P
 
     def store(
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
-        """Round onto the grid, which a new scale per group spans unless scales are static."""
-        int8_quantize(value_P, *weight, stochastic=not nearest, static=self.is_static)
+        """Round onto the grid, which a new range spans unless ranges are static."""
+        self.codes.encode(value_P.view(-1), weight, stochastic=not nearest, static=self._is_static)
 
 
 class Int8OfMaster(Int8Weight):
@@ -431,8 +498,8 @@ class Int8OfMaster(Int8Weight):
     reads_weight = False
     companion_dtype: torch.dtype | None = torch.float32
 
-    def __init__(self, *, static_scales: bool) -> None:
-        super().__init__(static_scales=static_scales)
+    def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
+        super().__init__(codes, static_scales=static_scales)
         self.rounds_stochastically = False
         self.saved_as = f"float32_{self.saved_as}"
 
@@ -450,7 +517,7 @@ class Int8OfMaster(Int8Weight):
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
         """Round the copy into the codes."""
-        int8_quantize(value_P, *weight, stochastic=False, static=self.is_static)
+        super().store(value_P, weight, companion_P, nearest=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +543,9 @@ def adapter_formats(master: Codec, compute_dtype: Codec) -> WeightFormats:
     return WeightFormats(values, values)
 
 
-def weight_formats(weight: Codec, master: Codec, compute_dtype: Codec, *, static_scales: bool = False) -> WeightFormats:
+def weight_formats(
+    weight: Codec, master: Codec, compute_dtype: Codec, *, static_scales: bool = False, int8: Int8Codes | None = None
+) -> WeightFormats:
     """Return the formats for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates.
 
     Embedding, head and vectors are stored in the compute dtype even where matrices are int8.
@@ -485,8 +554,8 @@ def weight_formats(weight: Codec, master: Codec, compute_dtype: Codec, *, static
         values = _value_format(weight, master)
         return WeightFormats(values, values)
     codes: dict[Codec, WeightFormat] = {
-        Codec.FLOAT32: Int8OfMaster(static_scales=static_scales),
-        Codec.ABSENT: Int8Weight(static_scales=static_scales),
+        Codec.FLOAT32: Int8OfMaster(int8 or Int8Codes(), static_scales=static_scales),
+        Codec.ABSENT: Int8Weight(int8 or Int8Codes(), static_scales=static_scales),
     }
     if master not in codes:
         raise ValueError(f"master.codec: {master} cannot accompany int8 weights; allowed: float32, absent")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridtrain.memory.formats import StateFormat, StoredWeight, WeightFormat, weight_part
+from hybridtrain.memory.formats import ExactWeight, StateFormat, StoredWeight, WeightFormat, weight_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class WeightSlice:
         return self._value
 
     def part(self, part: slice) -> "WeightSlice":
-        """Return a range of the elements, with a value of its own."""
+        """Return a range of the elements, with a value of its own, or one that the whole writes where it must."""
+        if self.storage.needs_whole:
+            return WeightSlice(ExactWeight(), (self.value.view(-1)[part],), None)
         companion = None if self.companion is None else self.companion.view(-1)[part]
         return WeightSlice(self.storage, weight_part(self.stored, part), companion)
 

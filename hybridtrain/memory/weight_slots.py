@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.memory.copy_engine import CopyEngine, Gather
-from hybridtrain.memory.formats import CODE_FORMATS, CodeFormat, StoredWeight
+from hybridtrain.memory.formats import CodeFormat, StoredWeight
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
 from hybridtrain.models.widening import Widen, set_widening
-from hybridtrain.plan.memory_plan import PhasePlan
+from hybridtrain.plan.memory_plan import CODED, PhasePlan, suited
 from hybridtrain.plan.placement import Placement
 
 
@@ -144,7 +144,7 @@ class _MatrixWidening:
 
     @property
     def layout(self) -> Hashable:
-        return type(self._slot.codes), tuple((part.shape, part.stride(), part.dtype) for part in self._stored)
+        return self._slot.codes, tuple((part.shape, part.stride(), part.dtype) for part in self._stored)
 
     def pretend(self, *, is_done: bool) -> None:
         if is_done:
@@ -171,13 +171,13 @@ def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
     if plan.weight.placement is Placement.DEVICE:
         return ()
     count = len(blocks)
-    resident = min(plan.resident_layers, count)
+    resident = suited(plan, count).resident_layers
     return tuple(block for i, block in enumerate(blocks) if (i + 1) * resident // count == i * resident // count)
 
 
 def packed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
     """Return those of the held blocks whose parameters are bound to slots instead of having memory of their own."""
-    if plan.weight.codec in CODE_FORMATS:
+    if plan.weight.codec in CODED:
         return tuple(blocks)
     return streamed_blocks(plan, blocks)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import CODE_FORMATS, StoredWeight
+from hybridtrain.memory.formats import StoredWeight, code_format
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import ByteLayout, Stored, TierTensor, lay_out
@@ -35,7 +35,7 @@ from hybridtrain.models.adapter import without_adapters
 from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.layers import Head
 from hybridtrain.models.widening import set_widening
-from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice, WidenBy
+from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice, WidenBy, suited
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
@@ -132,12 +132,13 @@ class WeightStore:
         is_empty: bool = False,
         shards: Shards | None = None,
     ) -> None:
+        plan = suited(plan, len(model.part.blocks))
         self._shards = shards or Shards(copies)
         self._model = model
         self._copies = copies
         self._observer = observer
         self.compute_dtype = to_torch_dtype(plan.compute_dtype)
-        self._codes = CODE_FORMATS.get(plan.weight.codec)
+        self._codes = code_format(plan)
         self._is_frozen = plan.adapter_rank > 0
         """What is packed is never updated; what is trained beside it has memory of its own."""
         self._packed = frozenset(packed_blocks(plan, model.part.blocks))
@@ -331,9 +332,7 @@ class WeightStore:
             ]
         if self._ranks:
             num_slots = plan.max_active_layers if self._codes is None else plan.prefetch_distance + 1
-            self._stored_slots = [
-                self._slot(self._stored_layout.num_bytes, f"slot.{i}") for i in range(min(num_slots, len(self._ranks)))
-            ]
+            self._stored_slots = [self._slot(self._stored_layout.num_bytes, f"slot.{i}") for i in range(num_slots)]
         if self._ranks and self._shards.cuts_weights:
             stored = self._stored_layout.views(self._stored_slots[0].flat)
             self._row_layout = self._shards.row_layout(stored)

@@ -325,10 +325,12 @@ class BatchWorkload:
             raise ValueError("\n".join(faults))
 
     def micro_batch(self, plan: MemoryPlan) -> Workload:
-        """Return what one micro-batch has when the plan splits the batch."""
-        return Workload(
-            micro_batch_size=self.batch_size // plan.for_phase(Phase.FULL).grad_accum_steps, seq_len=self.seq_len
-        )
+        """Return what one micro-batch has when the plan splits the batch; ``ConfigError``: not into equal parts."""
+        steps = plan.for_phase(Phase.FULL).grad_accum_steps
+        if self.batch_size % steps:
+            said = f"batch_size: {self.batch_size} must be a multiple of the micro-batches of a step ({steps})"
+            raise ConfigError("workload", [f"{said}; change batch_size, or grad_accumulation's grad_accum_steps"])
+        return Workload(micro_batch_size=self.batch_size // steps, seq_len=self.seq_len)
 
 
 def block_params(model: ModelConfig) -> int:

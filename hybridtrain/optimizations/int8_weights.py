@@ -1,4 +1,4 @@
-"""8-bit weights: matrices of the blocks in int8 with one scale per 256 elements."""
+"""8-bit weights: matrices of the blocks in int8, with a scale per 256 elements or one range per matrix."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
-from hybridtrain.plan.memory_plan import WidenBy
+from hybridtrain.plan.memory_plan import DynamicRange, WidenBy
 from hybridtrain.plan.placement import Codec, Placement
 
 
@@ -27,6 +27,12 @@ class Int8Weights:
     says, a float32 copy without it; float32 where FULL is not among ``active_phases``."""
     static_scales: bool = False
     """Keep the scales of the first values, doubled for room, instead of taking them anew at each update."""
+    symmetric: bool = young(True)
+    """Codes from -127 to 127 stand for a range about zero. false: about the middle of its values, 4 more bytes per 256
+    elements; better where values lie to one side."""
+    dynamic_range: DynamicRange = young(DynamicRange.GROUP)
+    """group: 256 elements share a range. tensor: a whole matrix does, and is updated in one piece; coarser, and its
+    scale is kept per 256 elements all the same, so that it saves no bytes."""
     widen_by: WidenBy = young(WidenBy.BLOCK)
     """block: once a visit. matrix: one at a time, anew in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)

@@ -1,5 +1,6 @@
 """Low-rank adapters: the weights are frozen, and little matrices beside them are trained."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -35,8 +36,8 @@ class Lora:
         faults = []
         if self.rank < 1:
             faults.append(f"rank: {self.rank} must be at least 1; drop the optimization instead")
-        if self.alpha <= 0:
-            faults.append(f"alpha: {self.alpha} must be above 0")
+        if not 0 < self.alpha < math.inf:
+            faults.append(f"alpha: {self.alpha} must be a finite number above 0")
         if not 0 <= self.dropout < 1:
             faults.append(f"dropout: {self.dropout} must be in [0, 1)")
         if not self.targets or not all(self.targets):

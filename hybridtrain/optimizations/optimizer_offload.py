@@ -19,17 +19,24 @@ class OptimizerOffload:
     tier: Literal["host", "disk"] = "host"
     """Where state lives."""
     offload_grads: bool = True
-    """Gradients wait in host memory; without it they stay on the device until the update. An update on the host
-    needs them there in any case."""
+    """Gradients wait in host memory, where an update on the host needs them; without it they stay on the device until
+    the update."""
 
     def __post_init__(self) -> None:
+        faults = []
         if self.update_on == "host" and self.tier == "disk":
-            raise ValueError("tier: disk needs update_on = 'device'; an update on the host works in host memory")
+            faults.append("tier: disk needs update_on = 'device'; an update on the host works in host memory")
+        if self.update_on == "host" and not self.offload_grads:
+            faults.append(
+                "offload_grads: false needs update_on = 'device'; an update on the host reads gradients in host memory"
+            )
+        if faults:
+            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the place of everything the update reads and writes."""
         yield Claim("master.placement", Placement(self.tier))
         yield Claim("optim_state.placement", Placement(self.tier))
         yield from setting_claims(self)
-        if self.offload_grads or self.update_on == "host":
+        if self.offload_grads:
             yield Claim("grad.placement", Placement.HOST)

@@ -21,8 +21,9 @@ class WeightStreaming:
 
     max_active_layers: int = 2
     """Blocks on the device at a time, those on the way included: 1 cannot hide any copy."""
-    prefetch_distance: int = 1
-    """Blocks fetched ahead; never more than leaves one place for the block at work."""
+    prefetch_distance: int | None = None
+    """Blocks fetched ahead, below max_active_layers, which counts the block at work too. None: 1, or 0 where one layer
+    is active."""
     resident_layers: int = 0
     """Blocks that stay on the device beside the streamed ones, spread evenly among them."""
     tier: Literal["host", "disk"] = "host"
@@ -40,3 +41,5 @@ class WeightStreaming:
         for phase in claimed_phases(self.active_phases):
             yield Claim("weight.placement", Placement(self.tier), phase)
         yield from setting_claims(self)
+        if self.prefetch_distance is None:
+            yield Claim("prefetch_distance", min(1, self.max_active_layers - 1))

@@ -25,10 +25,10 @@ class Claim:
 
 
 def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]:
-    """Yield a claim for each setting of the plan that ``owner`` has a field for: they have the same name."""
+    """Yield a claim for each setting of the plan that ``owner`` has a field for, of the same name, and a value."""
     for path, setting in SETTINGS.items():
-        if hasattr(owner, path):
-            yield Claim(path, setting.read(getattr(owner, path)), phase)
+        if (value := getattr(owner, path, None)) is not None:
+            yield Claim(path, setting.read(value), phase)
 
 
 def setting_faults(owner: object, *, switch: str = "") -> list[str]:
@@ -40,9 +40,9 @@ def setting_faults(owner: object, *, switch: str = "") -> list[str]:
     """
     faults = []
     for path, setting in SETTINGS.items():
-        if setting.least is None or not hasattr(owner, path):
+        if setting.least is None or (value := getattr(owner, path, None)) is None:
             continue
-        value, least = getattr(owner, path), 1 if path == switch else setting.least
+        least = 1 if path == switch else setting.least
         if value < least:
             advice = "; drop the optimization instead" if path == switch else ""
             faults.append(f"{path}: {value} must be at least {least}{advice}")

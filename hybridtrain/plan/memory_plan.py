@@ -7,7 +7,7 @@ cannot be made.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Final, TypeVar, cast
@@ -60,6 +60,15 @@ class WidenBy(StrEnum):
     """One matrix, wherever it is used, in the backward pass again."""
 
 
+class DynamicRange(StrEnum):
+    """What shares one range of 8-bit codes, taken from its values."""
+
+    GROUP = "group"
+    """256 elements."""
+    TENSOR = "tensor"
+    """A whole matrix."""
+
+
 class AdapterScaling(StrEnum):
     """What the output of an adapter is multiplied with."""
 
@@ -84,6 +93,8 @@ class Cell:
 T = TypeVar("T")
 _FLOATS: Final = (Codec.FLOAT32, Codec.BFLOAT16, Codec.FLOAT16)
 _TIERS: Final = (Placement.DEVICE, Placement.HOST, Placement.DISK)
+CODED: Final = frozenset({Codec.INT8_BLOCKS, Codec.NF4})
+"""Storage that has to be widened before it is computed with."""
 
 
 def setting(
@@ -172,6 +183,14 @@ class PhasePlan:
         is_young=True,
     )
     static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
+    symmetric: bool = setting(
+        default=True, says="Ranges of int8 weights are about zero; false: about the middle of their values.",
+        is_young=True,
+    )  # fmt: skip
+    dynamic_range: DynamicRange = setting(
+        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a whole matrix.",
+        is_young=True,
+    )  # fmt: skip
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
     attention: Attention = setting(
         Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
@@ -222,7 +241,7 @@ class PhasePlan:
         )
 
     def __post_init__(self) -> None:
-        faults = [*_value_faults(self), *_contradictions(self), *_uncut(self)]
+        faults = [*_value_faults(self), *_contradictions(self), *_adapter_faults(self), *_uncut(self)]
         if faults:
             raise PlanConflictError("\n".join(faults))
 
@@ -246,9 +265,19 @@ class Setting:
     is_young: bool
 
     def read(self, value: object) -> PlanValue:
-        """Return a value as the type of the setting; raises ``ValueError`` for the name of no member of an enum."""
+        """Return a value as the type of the setting.
+
+        Raises:
+            PlanConflictError: it is of another type, the name of no member of an enum, or would be rounded.
+        """
         kind: Callable[..., PlanValue] = type(self.default)
-        return kind(value)
+        try:
+            made = kind(value)
+        except (TypeError, ValueError):
+            made = None
+        if made is None or made != value or (isinstance(value, bool) and not isinstance(made, bool)):
+            raise PlanConflictError(f"{self.path}: {value!r} is not {self.words}; set one of those.")
+        return made
 
     @property
     def words(self) -> str:
@@ -257,7 +286,9 @@ class Setting:
             return "true or false"
         if type(self.default) is str:
             return "names separated by commas"
-        return " | ".join(self.allowed) if self.allowed else f"a number of at least {self.least}"
+        if self.allowed:
+            return " | ".join(self.allowed)
+        return f"{'a' if isinstance(self.default, float) else 'a whole'} number of at least {self.least}"
 
 
 def describe_settings() -> Iterator[Setting]:
@@ -312,8 +343,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     """Fill every cell and setting that nobody claimed.
 
     Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
-    stored weights are less exact than fp32; fetching ahead leaves one place to the block at work; all else has the
-    default of its declaration.
+    stored weights are less exact than fp32; all else has the default of its declaration.
 
     Raises:
         PlanConflictError: as ``PhasePlan``.
@@ -324,7 +354,6 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     values["master.codec"] = claims.get("master.codec", Codec.ABSENT if is_exact else Codec.FLOAT32)
     for path in ("grad.codec", "boundary.codec"):
         values[path] = claims.get(path, values["compute_dtype"])
-    values["prefetch_distance"] = min(int(values["prefetch_distance"]), int(values["max_active_layers"]) - 1)
     arguments: dict[str, object] = {}
     cells: dict[str, dict[str, PlanValue]] = {}
     for path, setting in SETTINGS.items():
@@ -333,6 +362,27 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
     make_cell: Callable[..., Cell] = Cell
     make_plan: Callable[..., PhasePlan] = PhasePlan
     return make_plan(**arguments, **{name: make_cell(**cell) for name, cell in cells.items()})
+
+
+def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
+    """Return a plan whose counts of blocks a model of ``num_blocks`` can fill: the one place where they are lowered.
+
+    ``hybridtrain.plan_changes`` tells each difference.
+    """
+    most: dict[str, int] = {}
+    if plan.recompute_every:
+        most |= {"recompute_every": num_blocks, "kept_blocks": num_blocks}
+    is_coded, is_streamed = plan.weight.codec in CODED, plan.weight.placement is not Placement.DEVICE
+    if is_streamed:
+        streamed = max(1, num_blocks - plan.resident_layers)
+        most |= {"resident_layers": num_blocks, "max_active_layers": streamed}
+        most |= {"prefetch_distance": streamed - 1, "zero_prefetch": streamed - 1}
+    if is_coded:  # their values take places of resident blocks too
+        most |= {"max_active_layers": num_blocks}
+        most.setdefault("prefetch_distance", num_blocks - 1)
+    changed = {name: count for name, count in most.items() if getattr(plan, name) > count}
+    change: Callable[..., PhasePlan] = replace
+    return change(plan, **changed) if changed else plan
 
 
 def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: int = 1) -> None:
@@ -358,7 +408,12 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
     if plan.prefetch_distance >= plan.max_active_layers > 0:
         yield (
             f"prefetch_distance: {plan.prefetch_distance} must be below max_active_layers ({plan.max_active_layers}), "
-            "which counts the block at work too."
+            f"which counts the block at work too; lower it, or set max_active_layers = {plan.prefetch_distance + 1}."
+        )
+    if plan.visit_micro_batches > plan.grad_accum_steps:
+        yield (
+            f"visit_micro_batches: {plan.visit_micro_batches} must be at most grad_accum_steps "
+            f"({plan.grad_accum_steps}); lower it, or set 0 for all of a step."
         )
 
 
@@ -366,6 +421,11 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each setting beside which nothing can be cut among ranks."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
+    if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
+        yield (
+            "dynamic_range: a rank updates a part of a matrix, which shares no range with the others; set "
+            "int8_weights' dynamic_range = 'group', or drop zero."
+        )
     if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:
         yield (
             "zero_stage: 3 gathers a block into a slot where it is used; add weight_streaming, whose slots they are, "
@@ -415,17 +475,28 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
-    if plan.weight.codec is Codec.NF4 and not plan.adapter_rank:
-        yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
-    if plan.adapter_rank and plan.linear is LinearKind.TERNARY:
-        yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
-    if plan.adapter_rank and not plan.adapter_targets:
-        yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
     if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
         yield (
             "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
             "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
         )
+
+
+def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for what frozen weights and adapters cannot do."""
+    if plan.weight.codec is Codec.NF4 and not plan.adapter_rank:
+        yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
+    if plan.adapter_rank and plan.linear is LinearKind.TERNARY:
+        yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
+    if plan.adapter_rank and plan.static_scales:
+        yield "static_scales: lora freezes the matrices, so that their scales never change; leave static_scales out."
+    if plan.adapter_rank and plan.compute_dtype is Codec.FLOAT32 and plan.master.codec is not Codec.ABSENT:
+        yield (
+            f"master.codec: {plan.master.codec} beside adapters that are float32 themselves; leave master out, or add "
+            "mixed_precision."
+        )
+    if plan.adapter_rank and not plan.adapter_targets:
+        yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
 
 
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
@@ -448,7 +519,7 @@ _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
 
 def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
     """Return what decides how weights are stored; at a border where it changes they are stored anew."""
-    is_int8 = plan.weight.codec in {Codec.INT8_BLOCKS, Codec.NF4}
+    is_int8 = plan.weight.codec in CODED
     is_streamed = plan.weight.placement is not Placement.DEVICE
     return (
         plan.weight,
@@ -456,7 +527,7 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
         plan.compute_dtype,
         plan.max_active_layers if is_int8 or is_streamed else None,
         (plan.prefetch_distance, plan.resident_layers) if is_streamed else None,
-        (plan.static_scales, plan.widen_by) if is_int8 else None,
+        (plan.static_scales, plan.symmetric, plan.dynamic_range, plan.widen_by) if is_int8 else None,
     )
 
 
@@ -498,15 +569,16 @@ def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
         return
 
 
-def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, bool], tuple[Codec, bool]]:
-    """Return what is kept of matrices and of vectors, and whether its scales are static."""
-    exact = (Codec.FLOAT32, False)
+def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, object], tuple[Codec, object]]:
+    """Return what is kept of matrices and of vectors, and how its ranges are taken."""
+    exact: tuple[Codec, object] = (Codec.FLOAT32, None)
     has_master = plan.master.codec is not Codec.ABSENT
     is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
-    values = exact if has_master else (plan.compute_dtype if is_int8 else plan.weight.codec, False)
+    values = exact if has_master else (plan.compute_dtype if is_int8 else plan.weight.codec, None)
     if not is_int8:
         return values, values
-    return (exact if has_master else (Codec.INT8_BLOCKS, plan.static_scales)), values
+    ranges = (plan.static_scales, plan.symmetric, plan.dynamic_range)
+    return (exact if has_master else (Codec.INT8_BLOCKS, ranges)), values
 
 
 def _words(value: object) -> str:

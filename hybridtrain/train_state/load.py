@@ -14,8 +14,8 @@ from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.formats import (
-    CODE_FORMATS,
     STATE_FORMATS,
+    Int8Codes,
     PlainState,
     StateFormat,
     StoredWeight,
@@ -29,7 +29,6 @@ from hybridtrain.memory.tier_tensor import Stored, write_slice
 from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.block_model import Unit
 from hybridtrain.phase import Phase
-from hybridtrain.plan.placement import Codec
 from hybridtrain.tensor_file import FileTensor
 from hybridtrain.train_state.generations import Say, newest_generation
 from hybridtrain.train_state.identity import differences, settings_of
@@ -137,8 +136,13 @@ def _weight_shapes(entry: ParameterEntry) -> list[tuple[tuple[int, ...], torch.d
     count = torch.Size(entry.shape).numel()
     shapes = [] if values == _CODED else [(entry.shape, _DTYPES[values])]
     if _CODED in entry.format:
-        shapes += [((count,), torch.int8), ((-(-count // GROUP_SIZE),), torch.float32)]
+        shapes += [(spec.shape, spec.dtype) for spec in _codes_of(entry.format).specs(count)]
     return shapes
+
+
+def _codes_of(saved_as: str) -> Int8Codes:
+    """Return how codes of a saved format are read; what shares a range only matters to who writes them."""
+    return Int8Codes(is_symmetric="affine" not in saved_as.split("_"))
 
 
 def _require_shapes(names: Sequence[str], wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], files: Files) -> None:
@@ -186,14 +190,14 @@ def _fill_weight(
     """Write a weight and its companion: codes as they are where the storage is the same, else by the values."""
     tensors = [files[name] for name in entry.tensors]
     is_same = storage.saved_as == entry.format
-    for part in parts_of(torch.Size(entry.shape).numel()):
+    count = torch.Size(entry.shape).numel()
+    for part in [slice(0, count)] if storage.needs_whole else parts_of(count):
         target = weight_part(weight, part)
         companion_P: Tensor | None
         if is_same and storage.is_coded:
-            *values, codes, scales = tensors
-            groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
-            target[0].copy_(codes.read(part))
-            target[1].copy_(scales.read(groups))
+            values, coded = tensors[: -len(target)], tensors[-len(target) :]
+            for stored, read in zip(target, _read_codes(coded, part), strict=True):
+                stored.copy_(read)
             companion_P = values[0].read(part) if values else None
         else:
             value_P = _weight_values(tensors, entry.format, part).to(trainer.transfer.device)
@@ -213,11 +217,16 @@ def _weight_values(tensors: Sequence[FileTensor], saved_as: str, part: slice) ->
     """Return a range of a saved weight's values, float32, on the CPU."""
     if not saved_as.startswith(_CODED):
         return tensors[0].read(part).float()
-    codes, scales = tensors
-    groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     values_P = torch.empty(part.stop - part.start)
-    CODE_FORMATS[Codec.INT8_BLOCKS].widen((codes.read(part), scales.read(groups)), values_P)
+    _codes_of(saved_as).widen(_read_codes(tensors, part), values_P)
     return values_P
+
+
+def _read_codes(tensors: Sequence[FileTensor], part: slice) -> tuple[Tensor, ...]:
+    """Return a range of codes, and what is saved of their groups."""
+    groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
+    codes, *others = tensors
+    return codes.read(part), *(other.read(groups) for other in others)
 
 
 def _fill_states(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridtrain.memory.formats import Split16Master, WeightFormat
+from hybridtrain.memory.formats import Int8Weight, Split16Master, WeightFormat
 from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
 from hybridtrain.memory.state_store import ParameterState, StateSlot
@@ -213,7 +213,9 @@ def state_bytes(trainer: Trainer) -> int:
 def _weight_bytes(storage: WeightFormat, state: ParameterState) -> int:
     count = state.parameter.numel()
     values = 0 if storage.saved_as.startswith("int8") else count * (2 if storage.saved_as == "bfloat16" else 4)
-    return values + (count + 4 * -(-count // GROUP_SIZE) if storage.is_coded else 0)
+    if not isinstance(storage, Int8Weight):
+        return values
+    return values + sum(prod(spec.shape) * spec.dtype.itemsize for spec in storage.codes.specs(count))
 
 
 def _weight(
@@ -234,7 +236,7 @@ def _weight(
     values = companion if companion is not None else None if storage.is_coded else weight[0]
     if values is not None:
         yield SavedTensor(name=name, shape=shape, dtype=values.dtype, read=_reader(keep(name, values)))
-    for kind, stored in zip(("codes", "scales"), weight if storage.is_coded else (), strict=False):
+    for kind, stored in zip(("codes", "scales", "middles"), weight if storage.is_coded else (), strict=False):
         yield _plain(f"{name}/{kind}", stored, keep)
 
 

@@ -29,7 +29,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.memory_plan import UpdateDevice
+from hybridtrain.plan.memory_plan import DynamicRange, UpdateDevice
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, find_peak
@@ -97,6 +97,17 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
     ],
     "int8-weights": [Int8Weights()],
     "int8-weights-streamed": [Int8Weights(), MixedPrecision(), WeightStreaming(), Int8Optimizer()],
+    "int8-affine-streamed": [Int8Weights(symmetric=False), MixedPrecision(), WeightStreaming(), OptimizerOffload()],
+    "int8-tensor-absent": [
+        Int8Weights(master="absent", dynamic_range=DynamicRange.TENSOR),
+        Int8Optimizer(),
+        OptimizerOffload(),
+    ],
+    "int8-affine-tensor-frozen": [
+        Lora(),
+        Int8Weights(symmetric=False, dynamic_range=DynamicRange.TENSOR),
+        MixedPrecision(),
+    ],
     "int8-static-one-slot": [
         Int8Weights(master="absent", static_scales=True),
         WeightStreaming(max_active_layers=1),

@@ -34,6 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
@@ -197,6 +198,8 @@ def wide_predict(name: str) -> list[Optimization]:
 SAME: dict[str, tuple[str, list[Optimization]]] = {
     "int8": ("fp32", [INT8]),
     "int8-static": ("fp32", [replace(INT8, static_scales=True), PredictMemory()]),
+    "int8-affine": ("fp32", [replace(INT8, symmetric=False), PredictMemory()]),
+    "int8-tensor": ("bf16", [replace(INT8, dynamic_range=DynamicRange.TENSOR), PredictMemory()]),
     "int8-away": ("fp32", [INT8, PredictMemory()]),
     "int8-streamed": ("fp32", [INT8, STREAMED_PREDICT]),
     "int8-after-disk": ("fp32", [INT8, FROM_DISK]),

@@ -30,6 +30,7 @@ from hybridtrain.optimizations import (
     Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Placement
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
@@ -75,6 +76,8 @@ CASES = {
     "zero3-fused": Case(
         "gpt2", 2, (Zero(stage=3), *STREAMED, VERTICAL, FusedUpdate(), OptimizerOffload(offload_grads=False))
     ),
+    "zero2-int8-affine": Case("llama", 4, (Zero(stage=2), Int8Weights(symmetric=False, static_scales=True))),
+    "zero3-int8-affine": Case("gpt2", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent", symmetric=False))),
     "zero3-int8-weights": Case("llama", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent"))),
     "zero3-all-away": Case(
         "gpt2",
@@ -210,6 +213,7 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
     [
         ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
+        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "shares no range with the others"),
         ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
         ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
         ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),

@@ -23,6 +23,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.trainer_config import TrainerConfig
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED
 
@@ -74,6 +75,13 @@ STORAGE: dict[str, list[Optimization]] = {
     "int8-weights-master": [Int8Weights()],
     "int8-weights-absent": [Int8Weights(master="absent")],
     "int8-weights-static": [Int8Weights(master="absent", static_scales=True), MixedPrecision(master="absent")],
+    "int8-affine-absent": [Int8Weights(master="absent", symmetric=False)],
+    "int8-tensor-static": [Int8Weights(master="absent", dynamic_range=DynamicRange.TENSOR, static_scales=True)],
+    "int8-affine-tensor-bf16": [
+        Int8Weights(symmetric=False, dynamic_range=DynamicRange.TENSOR),
+        MixedPrecision(),
+        Int8Optimizer(),
+    ],
     "int8-weights-bf16": [Int8Weights(), MixedPrecision()],
     "int8-all": [Int8Weights(), MixedPrecision(master="absent"), Int8Optimizer()],
     "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), ADAFACTOR],
@@ -99,7 +107,8 @@ PLACES: dict[str, list[Optimization]] = {
 
 
 ROUNDS_BY_CHANCE = {
-    "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all"
+    "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all",
+    "int8-affine-absent", "int8-tensor-static",
 }  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def stored_weights(trainer: Trainer) -> dict[str, Tensor]:
         for (name, parameter), parts in zip(unit.parameters, stored, strict=True):
             for index, part in enumerate(parts):
                 value = read_stored(part)
-                found[name if not index else f"{name}.scales"] = (
+                found[f"{name}{('', '.scales', '.middles')[index]}"] = (
                     value.view(parameter.shape) if value.numel() == parameter.numel() else value
                 )
     return found

@@ -15,6 +15,7 @@ from hybridtrain.optimizations import (
     GradientCheckpointing,
     Int8Optimizer,
     Int8Weights,
+    Lora,
     MixedPrecision,
     OptimizerOffload,
     PredictMemory,
@@ -69,11 +70,6 @@ MAKES: dict[str, tuple[list[Optimization], Changes]] = {
     ),
     "update-on-host": (
         [OptimizerOffload(update_on="host")],
-        {"update_on": UpdateDevice.HOST}
-        | {f"{name}.placement": Placement.HOST for name in ("master", "optim_state", "grad")},
-    ),
-    "update-on-host-takes-gradients-anyway": (
-        [OptimizerOffload(update_on="host", offload_grads=False)],
         {"update_on": UpdateDevice.HOST}
         | {f"{name}.placement": Placement.HOST for name in ("master", "optim_state", "grad")},
     ),
@@ -175,6 +171,9 @@ FAULTS: dict[str, Callable[[], Optimization]] = {
     "tier: disk needs update_on = 'device'; an update on the host works in host memory": lambda: OptimizerOffload(
         update_on="host", tier="disk"
     ),
+    "offload_grads: false needs update_on = 'device'; an update on the host reads gradients in host memory": lambda: (
+        OptimizerOffload(update_on="host", offload_grads=False)
+    ),
     "recompute_every: 0 must be at least 1; drop the optimization instead\n"
     "kept_blocks: -1 must be at least 0": lambda: GradientCheckpointing(recompute_every=0, kept_blocks=-1),
     "visit_micro_batches: -3 must be at least 0": lambda: GradAccumulation(schedule="vertical", visit_micro_batches=-3),
@@ -198,6 +197,10 @@ BOUNDARY_FAULT = (
     "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the activations "
     "inside the blocks stay on the device and nothing would be saved."
 )
+PREFETCH_FAULT = (
+    "prefetch_distance: 3 must be below max_active_layers (1), which counts the block at work too; lower it, or set "
+    "max_active_layers = 4."
+)
 SPLIT_FAULT = "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
 REFUSED: list[tuple[str, list[Optimization]]] = [
     (BOUNDARY_FAULT, [ActivationOffload()]),
@@ -205,6 +208,22 @@ REFUSED: list[tuple[str, list[Optimization]]] = [
     (FUSED_FAULT, [FusedUpdate(), GradAccumulation()]),
     (FUSED_FAULT, [FusedUpdate(), GradAccumulation(schedule="vertical", visit_micro_batches=3)]),
     (SPLIT_FAULT, [Int8Weights(), MixedPrecision(master="split16")]),
+    (
+        PREFETCH_FAULT,
+        [WeightStreaming(max_active_layers=1, prefetch_distance=3)],
+    ),
+    (
+        "visit_micro_batches: 3 must be at most grad_accum_steps (2); lower it, or set 0 for all of a step.",
+        [GradAccumulation(grad_accum_steps=2, schedule="vertical", visit_micro_batches=3)],
+    ),
+    (
+        "static_scales: lora freezes the matrices, so that their scales never change; leave static_scales out.",
+        [Lora(), Int8Weights(static_scales=True)],
+    ),
+    (
+        "master.codec: float32 beside adapters that are float32 themselves; leave master out, or add mixed_precision.",
+        [Lora(), Int8Weights(master="float32")],
+    ),
     (f"{BOUNDARY_FAULT}\n{FUSED_FAULT}", [ActivationOffload(), FusedUpdate(), GradAccumulation()]),
 ]
 

@@ -240,8 +240,8 @@ def test_gradients_of_8_bit_weights_have_the_compute_dtype() -> None:
     assert plan.master == on_device(Codec.FLOAT32)
 
 
-@pytest.mark.parametrize(("slots", "wish", "distance"), [(1, 1, 0), (1, 0, 0), (2, 5, 1), (3, 1, 1), (3, 2, 2)])
-def test_fetching_ahead_leaves_a_slot_for_the_block_at_work(slots: int, wish: int, distance: int) -> None:
+@pytest.mark.parametrize(("slots", "wish", "distance"), [(1, None, 0), (1, 0, 0), (2, None, 1), (3, 1, 1), (3, 2, 2)])
+def test_fetching_ahead_leaves_a_slot_for_the_block_at_work(slots: int, wish: int | None, distance: int) -> None:
     plan = compose([WeightStreaming(max_active_layers=slots, prefetch_distance=wish)])
     assert plan.for_phase(Phase.FULL).prefetch_distance == distance
 
@@ -265,6 +265,8 @@ NEEDS: dict[str, dict[str, PlanValue]] = {
     "history_codec": {"history_tensors": 1},
     "adapter_rank": {"adapter_targets": "query"},
     "zero_stage": {"weight.placement": "host"},
+    "visit_micro_batches": {"grad_accum_steps": 8},
+    "max_active_layers": {"prefetch_distance": 0},
     "zero_prefetch": {"zero_stage": 3, "weight.placement": "host", "max_active_layers": 8, "prefetch_distance": 7},
 }
 """What a value needs beside it."""
@@ -291,9 +293,8 @@ def test_a_setting_is_described_where_it_is_declared(setting: Setting) -> None:
 WRONG: dict[str, dict[str, object]] = {
     "recompute_every: -1 must be at least 0.": {"recompute_every": -1},
     "grad_accum_steps: 0 must be at least 1.": {"grad_accum_steps": 0},
-    "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too.": {
-        "prefetch_distance": 2
-    },
+    "prefetch_distance: 2 must be below max_active_layers (2), which counts the block at work too; lower it, or set "
+    "max_active_layers = 3.": {"prefetch_distance": 2},
     "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks, nf4; claim one of those.": {
         "weight": on_device(Codec.SPLIT16)
     },

@@ -81,7 +81,7 @@ def test_every_key_of_every_file_says_what_it_means() -> None:
     assert [(cls.__name__, key.name) for cls in tables for key in keys_of(cls) if not key.says] == []
     assert "`[model.shape.experts]`" in file_settings("training")
     table = settings_table(OPTIMIZATIONS["gradient_checkpointing"])
-    assert re.search(r"\| `recompute_every` +\| a number of at least 0 +\| `8` ", table)
+    assert re.search(r"\| `recompute_every` +\| a whole number of at least 0 +\| `8` ", table)
 
 
 def test_recommendations_are_the_fastest_rows_that_fit() -> None:

@@ -174,6 +174,11 @@ def test_a_budget_below_what_cuda_takes_is_refused(capsys: pytest.CaptureFixture
     assert "102.40 MiB must be above the CUDA context's" in capsys.readouterr().err
 
 
+def test_a_budget_above_the_card_is_refused_and_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--model", "gpt2-small", "--card", "rtx-4090", "--device-budget", "48GiB"]) == 2
+    assert "48GiB is above RTX 4090, which has" in capsys.readouterr().err
+
+
 def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(to_toml(replace(MODEL, max_seq_len=777)))

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.errors import DataError
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
@@ -56,3 +57,10 @@ def test_a_batch_of_other_sequences_ends_elsewhere(monkeypatch: pytest.MonkeyPat
 )
 def test_without_fp32_accumulation_there_is_nothing_to_compare(stack: tuple[Optimization, ...]) -> None:
     assert difference(*stack) is None
+
+
+def test_more_validation_batches_than_the_corpus_holds_are_refused() -> None:
+    short = replace(CORPUS, validation=CORPUS.validation[: 2 * SPEC.batch_size * SPEC.seq_len + 1])
+    assert len(list(accuracy._windows(replace(SPEC, validation_batches=2), short))) == 2
+    with pytest.raises(DataError, match="validation_batches: 3 asked, embedded holds 2"):
+        list(accuracy._windows(replace(SPEC, validation_batches=3), short))

@@ -18,11 +18,12 @@ from hybridtrain.optimizations import (
     GradAccumulation,
     GradientCheckpointing,
     MixedPrecision,
+    PredictMemory,
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.runs.phase_table import phase_precision, phase_table
@@ -96,6 +97,25 @@ def test_a_training_run_tells_savings_and_what_it_copied(tmp_path: Path, monkeyp
     assert told == {lane: planned[lane] / 2 for lane in ("copy in", "copy out")}  # byte for byte what the plan says
     assert [entry["kind"] for entry in result.as_mapping()["optimizations"]] == [  # type: ignore[index, union-attr, attr-defined]
         item.kind for item in STACK
+    ]
+
+
+def test_a_training_run_tells_settings_that_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    file = TrainFile(
+        model=ModelSpec(shape=replace(GPT2_UNTIED, vocab_size=256)), workload=BatchWorkload(batch_size=1, seq_len=16),
+        optimizations=(GradientCheckpointing(recompute_every=9), PredictMemory()), num_steps=1, sample_tokens=0,
+        schedule=LrSchedule(kind="constant", warmup_steps=0, final_fraction=0.5), guard=GuardConfig(max_faults=3),
+    )  # fmt: skip
+    said: list[str] = []
+    train(file, open_corpus(text, vocab_size=256), tmp_path / "run", resume=False, say=said.append, progress=False)
+    assert [line for line in said if line.startswith("not as asked: ")] == [
+        "not as asked: recompute_every: 9 asked, 4 used; the model has 4 blocks",
+        "not as asked: predict_memory: acts in predict alone, which this run does not have",
+        "not as asked: schedule.final_fraction: 0.5 asked, none used; a constant learning rate stays",
+        "not as asked: guard.max_faults: 3 asked, none used; on_nan = 'stop' and on_spike = 'say' leave no batch out",
     ]
 
 

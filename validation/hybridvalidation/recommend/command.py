@@ -160,7 +160,8 @@ def recommend_command(
         ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
         OutOfMemoryError: nothing fits.
     """
-    budget = None if device_budget is None else parse_size(device_budget, "--device-budget")
+    given = None if device_budget is None else parse_size(device_budget, "--device-budget")
+    budget = given
     if scenario is None:
         question, name = ask(model, card, host_memory, seq, tokens_per_step)
     else:
@@ -168,6 +169,9 @@ def recommend_command(
         found = files.scenario(scenario)
         question, name = _of_scenario(found, tokens_per_step)
         budget = stated_budget(found, files.targets()) if budget is None else budget
+    if given is not None and given > question.card.memory_bytes:
+        has = f"{question.card.name}, which has {format_bytes(question.card.memory_bytes)}"
+        raise ConfigError("--device-budget", [f"{device_budget} is above {has}; lower it, or leave it out"])
     free_share = MARGIN_SHARE
     if budget is not None:
         question, free_share = _within(question, budget)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.corpus import Corpus, embedded_corpus
+from hybridtrain.errors import DataError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.phase import Phase
@@ -96,8 +97,15 @@ def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor,
         seq_len=spec.seq_len,
         max_batches=spec.validation_batches,
     )
+    found = 0
     for batch in batches:
+        found += 1
         yield torch.from_numpy(batch.token_ids_BT), torch.from_numpy(batch.target_ids_BT)
+    if found < spec.validation_batches:
+        raise DataError(
+            f"accuracy.validation_batches: {spec.validation_batches} asked, {corpus.name} holds {found}; lower it, or "
+            "validate on a longer corpus"
+        )
 
 
 def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> float | None:

@@ -15,6 +15,7 @@ from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan_bytes import bytes_of
+from hybridtrain.plan_changes import plan_changes
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
@@ -57,6 +58,8 @@ class DryRunReport:
     """Of several cards those that differ, by number; ``run`` is the one that holds the most."""
     savings: tuple[Saving, ...] | None = None
     """What each optimization saves; only where it was asked for."""
+    changes: tuple[str, ...] = ()
+    """Settings that this run does not use as asked."""
 
     @property
     def fits(self) -> bool:
@@ -116,6 +119,7 @@ class DryRunReport:
             "link": self.run.world.link if self.ranks else None,
             "ranks": [_rank_mapping(run) for run in self.ranks],
             "savings": None if self.savings is None else savings_mapping(self.savings),
+            "changes": list(self.changes),
             "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
@@ -157,6 +161,7 @@ class DryRunReport:
                 *self._rank_lines(),
                 *phases,
                 *savings,
+                *(f"not as asked: {change}" for change in self.changes),
                 *self._answer(),
             ]
         )
@@ -317,7 +322,14 @@ def plan_run(
         phases=phase_precision(plan),
         ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
         savings=saved,
-    )
+        changes=(
+            *plan_changes(
+                with_accumulation(chosen.optimizations, accum_steps), shape, workload, chosen.training().optimizer,
+                world=world, phases=run.phases or (Phase.FULL,),
+            ),
+            *([f"link: {link} asked, none used; one card has no other to reach"] * (world == 1 and link != "pcie")),
+        ),
+    )  # fmt: skip
 
 
 def _rank_mapping(run: DryRun) -> dict[str, object]:

@@ -157,7 +157,9 @@ def settings_of(item: Optimization) -> str:
     content = encode(item)
     values: Mapping[str, object] = content if isinstance(content, Mapping) else {}
     return ", ".join(
-        f"{name} {_word(value)}" for name, value in values.items() if name not in {"kind", "active_phases"}
+        f"{name} {_word(value)}"
+        for name, value in values.items()
+        if name not in {"kind", "active_phases"} and value is not None
     )
 
 

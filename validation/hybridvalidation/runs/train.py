@@ -28,13 +28,14 @@ from hybridtrain.models.adapter import adapter_coverage
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
+from hybridtrain.plan_changes import plan_changes
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.train_state.identity import settings_of
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
-from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
@@ -332,6 +333,11 @@ def _open_run(
     write_run_files(out, file, data.settings)
     workload = file.workload.micro_batch(compose(file.optimizations))
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
+    for change in plan_changes(
+        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
+        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
+    ):  # fmt: skip
+        say(f"not as asked: {change}")
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
@@ -388,6 +394,17 @@ def _remarks(file: TrainFile, trainer: Trainer, size: int) -> Iterator[str]:
         yield (
             f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
             f"{file.schedule.factor(total):g} of the learning rate"
+        )
+    if file.schedule.kind == "constant" and file.schedule.final_fraction != LrSchedule().final_fraction:
+        yield (
+            f"not as asked: schedule.final_fraction: {file.schedule.final_fraction:g} asked, none used; a constant "
+            "learning rate stays"
+        )
+    leaves_out = {file.guard.on_nan, file.guard.on_spike} & {"skip", "roll_back"}
+    if file.guard.max_faults != GuardConfig().max_faults and not leaves_out:
+        yield (
+            f"not as asked: guard.max_faults: {file.guard.max_faults} asked, none used; on_nan = "
+            f"'{file.guard.on_nan}' and on_spike = '{file.guard.on_spike}' leave no batch out"
         )
     if file.num_steps <= file.schedule.warmup_steps:
         yield (

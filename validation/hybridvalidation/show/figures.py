@@ -20,6 +20,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.judge.roll_up import Row as TargetRow
 from hybridvalidation.judge.verdict import Status
@@ -74,6 +75,10 @@ class Figures:
         plain = sum(not row.has_remark for row in rows)
         told = {"all": lambda: str(len(self._targets)), "hold": lambda: str(len(rows)), "plainly": lambda: str(plain)}
         return _chosen(what, told)
+
+    def departures(self, what: str) -> str:
+        """Return documented defaults beside ours (``defaults``), or the documents' names of options (``names``)."""
+        return _chosen(what, {"defaults": defaults_table, "names": names_table})
 
     def scenario(self, name: str, *stacks: str) -> str:
         """Return a scenario's dry runs: the whole first table of its page, or the main columns of some stacks."""
