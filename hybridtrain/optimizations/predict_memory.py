@@ -21,7 +21,8 @@ class PredictMemory:
 
     optimizer_state: Literal["none", "cpu", "pinned", "compress", "drop"] = "cpu"
     """none: stays. cpu, pinned: waits on the host, which is always pinned for a CUDA card. compress: moments become
-    8-bit codes on the device and come back rounded. drop: moments are forgotten and start anew, bias correction too."""
+    8-bit codes on the device and come back rounded. drop: moments are forgotten and start anew, bias correction too;
+    jumps then go along an average of gradients that were divided by the root of the second moment while it was there."""
     discard_activations: bool = True
     """Keep no boundaries in PREDICT: a predicted step runs no backward pass."""
 

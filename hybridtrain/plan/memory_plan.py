@@ -421,11 +421,6 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
     if plan.adapter_rank and not plan.adapter_targets:
         yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
-    if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
-        yield (
-            "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
-            "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
-        )
 
 
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
