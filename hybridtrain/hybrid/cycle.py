@@ -277,11 +277,14 @@ class HybridTrainer(Stateful):
         if self._config.rollback == "copy" and self._rollback is None:
             self._rollback = RollbackCopy(self.trainer)
         pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
+        lookahead = min(pieces, self.trainer.memory_plan.for_phase(Phase.PREDICT).restore_lookahead)
         jumps: list[Jump] = []
         loss = math.nan
         for piece in range(pieces):
             rollback = None if piece else self._rollback
             jumps.append(self.predictor.jump(steps / pieces, self._last_lr, rollback))
+            if lookahead and piece == pieces - lookahead:
+                self.trainer.restore_ahead()
             if probe:
                 loss = self.trainer.loss(probe)
                 if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece

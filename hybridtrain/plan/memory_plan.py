@@ -200,6 +200,14 @@ class PhasePlan:
     history_tensors: int = setting(
         0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, most=16, is_young=True
     )
+    async_restore: bool = setting(
+        default=True, says="State that waited elsewhere in PREDICT comes back beside the next step's passes.",
+        is_young=True,
+    )  # fmt: skip
+    restore_lookahead: int = setting(
+        0, "Predicted steps before the end of PREDICT after which it begins to come back; 0: at the end.",
+        least=0, is_young=True,
+    )  # fmt: skip
     adapter_rank: int = setting(
         0, "Rank of what is trained beside frozen matrices of the blocks; 0: all weights are trained.",
         least=0, most=2**16, is_young=True,

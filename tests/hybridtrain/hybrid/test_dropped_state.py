@@ -102,7 +102,7 @@ ADAM = AdamWConfig(lr=3e-3, max_grad_norm=0.25, eps=1e-6)
 
 
 def plain_weights(num_steps: int, jump_steps: dict[int, float]) -> dict[str, Tensor]:
-    """Train with plain autograd: AdamW whose moments are zero again after a jump along averaged normalized gradients."""
+    """Train with plain autograd: AdamW; after a jump along averaged normalized gradients moments are zero."""
     settings = TrainerConfig(optimizer=ADAM, schedule=LrSchedule(warmup_steps=1, total_steps=20))
     model = fresh_hybrid(GPT2_UNTIED, [remembers()], None, settings=settings).trainer.model
     named = dict(model.named_unit_parameters())
