@@ -111,6 +111,8 @@ class HybridTrainer(Stateful):
         self._load_probe = load_probe
         self._num_probes = 0
         self._last_lr = 0.0
+        self._steps_after = 0.0
+        """Predicted steps of the jump at work that follow after CORRECT."""
         self._pending = None
         self._rollback: RollbackCopy | None = None
         self.controller: PhaseController | None = None
@@ -209,9 +211,14 @@ class HybridTrainer(Stateful):
         )
 
     def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
-        steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
-        largest = self._config.max_predict_steps
-        return steps if largest is None else min(steps, largest)
+        """Return the predicted steps until CORRECT comes, and note those that follow after it."""
+        steps = controller.state.predict_left
+        if not steps:
+            steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
+            steps = min(steps, _or_inf(self._config.max_predict_steps))
+        until_correct = min(steps, _or_inf(self._config.correction_interval))
+        self._steps_after = steps - until_correct
+        return until_correct
 
     def _guarded_step(
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None
@@ -231,6 +238,7 @@ class HybridTrainer(Stateful):
             self.undo()
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
+            self._steps_after = 0.0
             done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
             self._pending = None
             return done, True
@@ -251,6 +259,7 @@ class HybridTrainer(Stateful):
         is_harmful = probes and moved and self._config.guard and self._is_harmful(controller, before, after)
         if is_harmful:
             self.undo()
+            controller.state.predict_left = 0.0
         controller.update(number, self.watch.monitor.level)
         forecast = self.watch.forecast
         return HybridResult(
@@ -305,7 +314,7 @@ class HybridTrainer(Stateful):
 
     def _jumped(self, controller: PhaseController, jump: Jump) -> None:
         """Start a new block after a jump, with a forecast of how it will end."""
-        controller.count_jump()
+        controller.count_jump(self._steps_after)
         self._pending = jump if jump.predicted_steps else None
         number = self.trainer.steps_done
         self.watch.open_block(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
@@ -340,6 +349,10 @@ class HybridTrainer(Stateful):
     def _state_names(self) -> Iterable[str]:
         names = ("controller", "watch", "predictor", "_num_probes", "_last_lr", "_pending")
         return ("statistics", *(() if self.controller is None else names))
+
+
+def _or_inf(limit: float | None) -> float:
+    return math.inf if limit is None else limit
 
 
 def _plain(done: StepResult) -> HybridResult:

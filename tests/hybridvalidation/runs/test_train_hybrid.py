@@ -59,6 +59,8 @@ KINDS = {
     "fused": ("", "slow_gradient", ""),
     "own": ("fuse = false\n", "slow_gradient", ""),
     "moved": ("", "slow_gradient", MOVES),
+    "interval": ("correction_interval = 1.0\nmax_move = 100.0\n", "slow_gradient", ""),
+    "dropped": ("correction_interval = 1.0\nmax_move = 100.0\n", "slow_gradient", MOVES + 'preset = "aggressive"\n'),
     "copy": ('rollback = "copy"\nmonitor = "probe"\nprobe_every = 1\n', "slow_gradient", ""),
     "every_step": ('monitor = "every_step"\n', "slow_gradient", ""),
     "probe_gradients": ('correction = "probe_gradients"\nfuse = false\n', "slow_gradient", ACCUMULATES),
