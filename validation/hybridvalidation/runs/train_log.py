@@ -11,6 +11,8 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
@@ -26,6 +28,7 @@ from hybridtrain.profiler.metric_loggers import (
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane
+from hybridvalidation.runs.precision import CastCounts
 
 Say = Callable[[str], None]
 
@@ -123,6 +126,13 @@ class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(record=False)
         self.moved: Counter[Lane] = Counter()
+        self.phase = Phase.FULL
+        """To which casts are counted."""
+        self.casts = CastCounts()
+
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Count a cast."""
+        self.casts.add(self.phase, source, target, num_elements)
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Count a copy, or arithmetic of the host."""
