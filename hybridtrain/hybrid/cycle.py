@@ -121,7 +121,7 @@ class HybridTrainer(Stateful):
         check_hybrid(trainer, config, has_probe=load_probe is not None)
         warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
         self.controller = PhaseController(config, warmup)
-        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
+        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at, trainer.config.schedule.total_steps)
         self.predictor = make_predictor(config, trainer)
 
     @property

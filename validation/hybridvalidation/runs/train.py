@@ -319,7 +319,8 @@ def _open_run(
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
     advice = precision_advice(trainer.memory_plan, device_capability())
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer)), *advice):
+    remarks = (*_remarks(file, state_bytes(trainer)), *_forecaster_remarks(file, cycle))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
@@ -372,6 +373,18 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
         yield (
             f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
             f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
+        )
+
+
+def _forecaster_remarks(file: TrainFile, hybrid: HybridTrainer) -> Iterator[str]:
+    """Yield that a run is too short for its forecaster to be trained."""
+    if file.hybrid is None:
+        return
+    forecaster = hybrid.watch.forecaster
+    if file.num_steps < forecaster.steps_before_training:
+        yield (
+            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
+            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
         )
 
 
@@ -627,6 +640,7 @@ def _advance(run: _Run) -> StepLog | HybridStepLog:
         run.ledger.begin_step()
         result = run.hybrid.advance(lambda _: batches, run.guard.limits())
     peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
-    log = (StepLog if run.file.hybrid is None else HybridStepLog).of(result, peak_bytes)
+    kind = StepLog if run.file.hybrid is None else HybridStepLog
+    log = kind.of(result, peak_bytes, run.file.workload.batch_size)
     run.monitor.record_step(log.step, result.phase, log.as_metrics())
     return log
