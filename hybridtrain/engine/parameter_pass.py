@@ -455,7 +455,7 @@ class ParameterPass:
     def _visited_states(self, unit: Unit, settings: PassSettings) -> list[ParameterState]:
         """Return the states of a unit; moments that never were are made only where someone looks at them."""
         if settings.reads_second_moment or settings.uses_extra:
-            return self._states.acquire(unit)
+            return self._states.acquire(unit, wants_moments=settings.reads_second_moment)
         return self._states.settled(unit.name)
 
     def _second_slots(self, state: ParameterState, settings: PassSettings) -> list[StateSlot]:

@@ -198,10 +198,10 @@ class StateStore:
         storage = state_format(cell.codec, count, signed=spec.signed)
         return StateSlot(spec, storage, storage.specs(shape), cell.placement)
 
-    def acquire(self, unit: Unit) -> list[ParameterState]:
-        """Return the states of ``unit`` in the order of its parameters."""
+    def acquire(self, unit: Unit, *, wants_moments: bool = True) -> list[ParameterState]:
+        """Return the states of ``unit`` in the order of its parameters; without moments only extra state is made."""
         states = self._states[unit.name]
-        for slots in ([state.slots for state in states], [state.extra for state in states]):
+        for slots in ([state.slots for state in states if wants_moments], [state.extra for state in states]):
             self._allocate(unit.name, [slot for group in slots for slot in group if not slot.tensors])
         return self.settled(unit.name)
 

@@ -29,6 +29,7 @@ from hybridtrain.optimizations import (
     GradientCheckpointing,
     Int8Optimizer,
     Int8Weights,
+    Lora,
     MixedPrecision,
     OptimizerOffload,
     PredictMemory,
@@ -38,6 +39,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
+from hybridtrain.virtual_gpu.ledger import StorageLedger
 from stacks import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 from training_history import SEQ_LEN, assert_all_bitwise, plain_loss, stored_weights
@@ -56,6 +58,7 @@ STORAGES: dict[str, list[Optimization]] = {
     "bf16-master": [MixedPrecision()],
     "int8-state": [Int8Optimizer()],
     "factored": [ADAFACTOR],
+    "adapters": [Lora(rank=4), MixedPrecision()],
 }
 
 
@@ -79,6 +82,7 @@ def resident(storage: str, config: str) -> HybridHistory:
         ("int8-state", "state", "slow-separate"),
         ("int8-state", "int8-in-predict", "linear-probe"),
         ("factored", "state", "slow-separate"),
+        ("adapters", "state", "slow-separate"),
     ],
 )
 def test_state_is_forgotten_wherever_it_lives(storage: str, place: str, config: str, tmp_path: Path) -> None:
@@ -168,6 +172,25 @@ def test_a_jump_is_taken_back_without_its_moments(predictor: str, rollback: str)
             assert torch.equal(value, before[name]), name
         else:  # x - d + d: a last place of the larger one
             torch.testing.assert_close(value, before[name], rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", ["slow-copy", "slow-probe", "linear-probe"])
+def test_state_is_away_until_the_next_update(config: str) -> None:
+    ledger, steps = StorageLedger(), random_steps(GPT2_UNTIED, 20, seq_len=SEQ_LEN)
+    with ledger:
+        stack = [DROP, memory_of(CONFIGS[config], "float32")]
+        hybrid = fresh_hybrid(GPT2_UNTIED, stack, CONFIGS[config], observer=ledger)
+        while hybrid.phase is not Phase.PREDICT:
+            hybrid.advance(steps.__getitem__)
+        before = ledger.live_bytes
+        hybrid.trainer.enter_phase(Phase.PREDICT)
+        within = ledger.live_bytes
+        ledger.begin_step()
+        hybrid.advance(lambda _: [])
+        assert before - within == 2 * 4 * GPT2_UNTIED.num_params
+        assert ledger.live_bytes == within
+        hybrid.advance(steps.__getitem__)
+        assert ledger.live_bytes == before
 
 
 def saved_after_a_jump(stack: list[Optimization], folder: Path) -> HybridTrainer:

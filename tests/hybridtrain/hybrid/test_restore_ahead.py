@@ -31,17 +31,22 @@ WAITS = PredictMemory(async_restore=False)
 NAMES = {AT_THE_END: "at the end", AHEAD: "ahead", FAR_AHEAD: "far ahead", WAITS: "waits"}
 
 
+EVERYWHERE, IN_PREDICT = MixedPrecision(), MixedPrecision(active_phases=(Phase.PREDICT,))
+"""Of the second the master moves with the weights, of the first with the state."""
+
+
 @cache
-def at_the_end(config: str) -> HybridHistory:
-    stack = [AT_THE_END, MixedPrecision(), memory_of(CONFIGS[config], "float32")]
+def run_of(memory: PredictMemory, precision: MixedPrecision, config: str) -> HybridHistory:
+    stack = [memory, precision, memory_of(CONFIGS[config], "float32")]
     return hybrid_history(GPT2_TIED_DROPOUT, stack, CONFIGS[config])
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("memory", [AHEAD, FAR_AHEAD, WAITS], ids=NAMES.get)
+@pytest.mark.parametrize("precision", [EVERYWHERE, IN_PREDICT], ids=["16 bits", "16 bits in predict"])
 @pytest.mark.parametrize("config", ["slow-separate", "slow-copy", "slow-every-step", "linear-every-step"])
-def test_when_state_comes_back_changes_no_number(config: str, memory: PredictMemory) -> None:
-    stack = [memory, MixedPrecision(), memory_of(CONFIGS[config], "float32")]
-    assert_same_cycles(hybrid_history(GPT2_TIED_DROPOUT, stack, CONFIGS[config]), at_the_end(config))
+def test_when_state_comes_back_changes_no_number(config: str, precision: MixedPrecision, memory: PredictMemory) -> None:
+    assert_same_cycles(run_of(memory, precision, config), run_of(AT_THE_END, precision, config))
 
 
 @pytest.mark.parametrize("config", ["slow-every-step", "linear-probe"])
