@@ -59,6 +59,12 @@ PLANNED: dict[str, list[Optimization]] = {
     "predict-waits": [PredictMemory(async_restore=False), MixedPrecision(master="split16")],
     "predict-drop": [PredictMemory(optimizer_state="drop"), MixedPrecision()],
     "predict-drop-away": [PredictMemory(optimizer_state="drop"), OptimizerOffload(), WeightStreaming()],
+    "phase2": [
+        MixedPrecision(active_phases=(Phase.PREDICT,)),
+        GradientCheckpointing(recompute_every=2),
+        GradAccumulation(),
+        PredictMemory(),
+    ],
     "all-away": [
         GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="split16"),

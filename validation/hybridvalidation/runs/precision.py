@@ -30,7 +30,7 @@ class CastCounts:
         """Count one slice, unless both types are the same."""
         if source == target:
             return
-        key = (phase, *(str(dtype).removeprefix("torch.") for dtype in (source, target)))
+        key = (phase, _name(source), _name(target))
         self._slices[key] += 1
         self._bytes[key] += num_elements * target.itemsize
 
@@ -87,6 +87,10 @@ def overflow_advice(loss_scale: LossScale | None, capability: tuple[int, int] | 
             f"precision: float16 gradients overflowed {overflows} times, and each step was run again; bfloat16 has the "
             "range of float32: set mixed_precision's compute_dtype = 'bfloat16'"
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _words(capability: tuple[int, int]) -> str:
