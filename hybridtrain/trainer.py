@@ -87,7 +87,8 @@ class Trainer:
         self._share = StepShare(0, ())
         self.previous_norm: Tensor | None = None
         """Of the last step's gradients, where updates are clipped by it."""
-        is_half = any(plan.for_phase(phase).compute_dtype is Codec.FLOAT16 for phase in Phase)
+        with_gradients = (plan.for_phase(phase) for phase in Phase if phase is not Phase.PREDICT)
+        is_half = any(table.compute_dtype is Codec.FLOAT16 for table in with_gradients)
         self.loss_scale = LossScale() if is_half else None
         """Factor of the loss, where gradients are float16 in some phase."""
         self.copies = CopyEngine(transfer, self._observer, group)
@@ -164,6 +165,12 @@ class Trainer:
         with self._observer.region(Stage.UPDATE, ""):
             self._engine.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
         self.phase = phase
+
+    def restore_ahead(self) -> None:
+        """Start bringing back what waits elsewhere in PREDICT; the phase stays, and what needs it waits for it."""
+        assert self.phase is Phase.PREDICT, "nothing is away in another phase"
+        with self._observer.region(Stage.UPDATE, ""):
+            self.states.fetch_back()
 
     @contextmanager
     def stored_as(self, phase: Phase) -> Iterator[None]:

@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import PurePath
 from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
 
+from hybridtrain.config.rules import is_young
+
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """What a JSON file can hold."""
 
@@ -111,7 +113,7 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
     encoded: JsonMapping = {} if tag is None else {"kind": tag}
     for field in fields(obj):
         value: object = getattr(obj, field.name)
-        if field.metadata.get("is_left_out_at_default") and value == field.default:
+        if is_young(field) and value == field.default:
             continue
         if field.init and field.compare and (nulls or not _is_left_out(field, value, path)):
             encoded[field.name] = _encode_value(value, f"{path}.{field.name}", nulls=nulls)

@@ -301,6 +301,8 @@ class Watch:
     """Steps between memory snapshots."""
     alert_gb: Count = 45
     """Say at once when more memory than this is used; the default is for cards of 48 GB."""
+    spike_percent: Amount = 10.0
+    """Report a memory snapshot as a spike where it is so much above the one before."""
 
 
 _WATCH = Watch()
@@ -353,7 +355,7 @@ def train(
     said: list[str] = []
     monitoring = Monitoring(
         profile_csv=watch.profile_memory, profile_every=watch.profile_every, alert_bytes=watch.alert_gb * GB,
-        tensorboard=watch.tensorboard, wandb_project=watch.wandb,
+        spike_fraction=watch.spike_percent / 100, tensorboard=watch.tensorboard, wandb_project=watch.wandb,
         mlflow=watch.mlflow,
     )  # fmt: skip
     result = train_model(

@@ -41,6 +41,7 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.program import program_digest
+from hybridvalidation.runs.precision import CastCounts, device_capability, overflow_advice, precision_advice
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
     note_environment,
@@ -91,6 +92,8 @@ class TrainResult:
     """The last evaluation of this call; None: there was none."""
     performance: RunStatistics | None
     """Of the steps of this call; None: there were none."""
+    casts: CastCounts
+    """Of the phase steps of this call."""
     savings: tuple[tuple[str, str, float | None], ...]
     """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
     stopped_by: signal.Signals | None
@@ -108,6 +111,8 @@ class TrainResult:
             found["validation"] = encode(self.validation)
         if self.statistics is not None:
             found["hybrid"] = self.statistics.state_dict()
+        if told := self.casts.as_mapping():
+            found["casts"] = told
         if self.performance is not None:
             found["performance"] = self.performance.as_mapping()
         found["optimizations"] = [
@@ -342,13 +347,19 @@ def _open_run(
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / "faults.jsonl", say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, trainer, state_bytes(trainer))):
+    advice = precision_advice(trainer.memory_plan, device_capability())
+    remarks = (*_remarks(file, trainer, state_bytes(trainer)), *_forecaster_remarks(file, cycle))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
 
 def _tell_end(run: _Run, result: TrainResult) -> None:
     """Say how the run went."""
+    if told := result.casts.as_text():
+        run.say(told)
+    for line in overflow_advice(run.trainer.loss_scale, device_capability()):
+        run.say(line)
     if result.performance is not None:
         run.say(result.performance.as_text())
     if run.file.hybrid is not None:
@@ -431,6 +442,18 @@ def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
         f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
     }
     return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
+
+
+def _forecaster_remarks(file: TrainFile, hybrid: HybridTrainer) -> Iterator[str]:
+    """Yield that a run is too short for its forecaster to be trained."""
+    if file.hybrid is None:
+        return
+    forecaster = hybrid.watch.forecaster
+    if file.num_steps < forecaster.steps_before_training:
+        yield (
+            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
+            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
+        )
 
 
 def _require_ranks(file: TrainFile, group: Group) -> None:
@@ -653,7 +676,7 @@ def _result(
 ) -> TrainResult:
     return TrainResult(
         steps_done=run.trainer.steps_done, corpus=run.data.name, last=last, validation=validation,
-        stopped_by=stopped_by, performance=performance, savings=run.savings,
+        stopped_by=stopped_by, performance=performance, savings=run.savings, casts=run.ledger.casts,
         statistics=None if run.file.hybrid is None else run.hybrid.statistics,
     )  # fmt: skip
 
@@ -676,6 +699,7 @@ def _advance(run: _Run) -> StepLog | HybridStepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
     batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
+    run.ledger.phase = phase
     with run.counting:
         if phase is Phase.PREDICT:
             trainer.enter_phase(phase)
@@ -684,6 +708,7 @@ def _advance(run: _Run) -> StepLog | HybridStepLog:
         run.ledger.begin_step()
         result = run.hybrid.advance(lambda _: batches, run.guard.limits())
     peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
-    log = (StepLog if run.file.hybrid is None else HybridStepLog).of(result, peak_bytes)
+    kind = StepLog if run.file.hybrid is None else HybridStepLog
+    log = kind.of(result, peak_bytes, run.file.workload.batch_size)
     run.monitor.record_step(log.step, result.phase, log.as_metrics())
     return log

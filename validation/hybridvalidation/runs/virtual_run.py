@@ -139,7 +139,7 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
-            *filter(None, [run.card.source_note, self.reserved and self.reserved.as_text()]),
+            *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
             self._speed(),
