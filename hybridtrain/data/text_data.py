@@ -57,6 +57,10 @@ class TextData:
     """What a resumed run must share, by dotted name."""
     source: str
     """One sentence on where the tokens come from."""
+    template: str = ""
+    """The chat template, where it is another one than the tokenizer's own."""
+    is_tokens: bool = False
+    """It was in tokens before; whether they are the tokenizer's, nobody tells."""
 
 
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
@@ -103,6 +107,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         name=config.path.resolve().name, train=parts[0], validation=parts[1], tokenizer=tokenizer, packing=packing,
         settings=settings,
         source=f"{len(source.files)} files at {config.path}{skipped}, tokenizer {name}",
+        template=named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES) if config.chat_template else "",
     )  # fmt: skip
 
 
@@ -351,7 +356,7 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
     return TextData(
         name=config.path.resolve().name, train=_one_document(train),
         validation=_one_document(validation) if validation.size else None, tokenizer=tokenizer, packing="stream",
-        settings=settings, source=f"token files at {config.path}",
+        settings=settings, source=f"token files at {config.path}", is_tokens=True,
     )  # fmt: skip
 
 

@@ -80,6 +80,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
 
+    @abstractmethod
+    def special_ids(self) -> dict[str, int | None]:
+        """Return the ids of special tokens by their names in a config.json; None: there is none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ByteTokenizer(Tokenizer):
@@ -109,6 +113,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are none are replaced."""
         return decode_tokens(np.array(ids, dtype=np.int64)).decode(errors="replace")
+
+    def special_ids(self) -> dict[str, int | None]:
+        """Return that of NUL, which ends a document."""
+        return {"bos_token_id": None, "eos_token_id": self.eos_ids[0], "pad_token_id": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,6 +177,11 @@ class FileTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+    def special_ids(self) -> dict[str, int | None]:
+        """Return those of the tokens that its files name."""
+        ids = {name: self.backend.token_to_id(self.special_tokens.get(name, "")) for name in _SPECIAL_TOKENS[:3]}
+        return {f"{name}_id": token for name, token in ids.items()} | {"eos_token_id": next(iter(self.eos_ids), None)}
 
 
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:

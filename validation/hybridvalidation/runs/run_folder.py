@@ -1,15 +1,17 @@
 """What a training run's folder says of the run: enough to open its saved state again, for ``hybridtrain export``."""
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridtrain.atomic_write import replace_file
+from hybridtrain.atomic_write import new_folder, replace_file
 from hybridtrain.config.encode import JsonMapping, encode, to_toml
 from hybridtrain.data.data_config import BYTES
+from hybridtrain.data.tokenizer_files import write_tokenizer
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.models.weight_source import WeightSource
@@ -17,11 +19,13 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import TrainFile, load_config
 from hybridvalidation.records.environment import read_environment
-from hybridvalidation.runs.train_data import tokenizer_of
+from hybridvalidation.runs.train_data import RunData, tokenizer_of
 from hybridvalidation.runs.train_log import Say
 
 CHECKPOINTS = "checkpoints"
 """Folder of saved states in a run's folder."""
+TOKENIZER = "tokenizer"
+"""Folder of the tokenizer and the chat template in a run's folder, as ``export`` gives them on."""
 _TRAINING, _DATA, _ENVIRONMENT = "training.toml", "data.json", "environment.jsonl"
 _LIBRARIES = ("hybridtrain", "torch", "numpy", "triton", "transformers", "safetensors")
 
@@ -61,8 +65,8 @@ def open_source(file: TrainFile, *, reads_values: bool, say: Say) -> tuple[Weigh
     return source if reads_values else None, {"model.init_from": source.digest}
 
 
-def write_run_files(out: Path, file: TrainFile, data: JsonMapping) -> None:
-    """Write what a run trains, its shape spelled out, and what tells its data from others."""
+def write_run_files(out: Path, file: TrainFile, data: RunData) -> None:
+    """Write what a run trains, its shape spelled out, in which tokens, and what tells its data from others."""
     begins_with = file.model.init_from
     model = ModelSpec(shape=file.model.resolve(), init_from=None if begins_with is None else begins_with.absolute())
     text = file.data
@@ -72,7 +76,14 @@ def write_run_files(out: Path, file: TrainFile, data: JsonMapping) -> None:
     adapter = None if file.adapter_from is None else file.adapter_from.absolute()
     content = to_toml(replace(file, model=model, data=text, adapter_from=adapter))
     replace_file(out / _TRAINING, content.encode())
-    replace_file(out / _DATA, json.dumps(data, indent=2).encode() + b"\n")
+    replace_file(out / _DATA, json.dumps(data.settings, indent=2).encode() + b"\n")
+    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+    if data.tokenizer_name:
+        with new_folder(out / TOKENIZER) as folder:
+            write_tokenizer(
+                folder, data.tokenizer, data.tokenizer_name, is_models=Path(data.tokenizer_name) == begins_with,
+                eos_token="" if text is None else text.eos_token, template=data.template,
+            )  # fmt: skip
 
 
 def note_environment(out: Path, steps_done: int) -> None:

@@ -306,7 +306,7 @@ def _open_run(
             from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
 
             load_adapter(trainer, file.adapter_from)
-    write_run_files(out, file, data.settings)
+    write_run_files(out, file, data)
     workload = file.workload.micro_batch(compose(file.optimizations))
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)

@@ -12,6 +12,7 @@ from hybridtrain.data.batches import IGNORED, BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.data.data_config import BYTES, DataConfig
+from hybridtrain.data.documents import holds_records
 from hybridtrain.data.packing import EncodedDocuments, PackedRows, RowSampler, pack
 from hybridtrain.data.text_data import TextData, open_text
 from hybridtrain.data.tokenizer import TOKENIZER_FILES, ByteTokenizer, Tokenizer
@@ -106,6 +107,10 @@ class RunData:
     """Of ``validation``, those that are looked at."""
     micro_batch_size: int
     tokenizer: Tokenizer
+    tokenizer_name: str
+    """What ``tokenizer`` was opened by; nothing: tokens came as they are, and nobody tells of which tokenizer."""
+    template: str
+    """The chat template, where it is another one than the tokenizer's own."""
     settings: JsonMapping
     log: DataLog | None
     """Of a run with a [data] table."""
@@ -173,17 +178,29 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
         "data.train_tokens": int(text.train.tokens.size), "data.probe_tokens": num_probe,
         "workload.batch_size": batch_size, "workload.seq_len": seq_len,
     }  # fmt: skip
+    name = tokenizer_of(file, file.data)
+    if text.is_tokens and name == BYTES and (file.data is None or file.data.tokenizer is None):
+        name = ""
+    elif file.data is None and not text.is_tokens:
+        name = BYTES
     return RunData(
-        name=text.name,
+        name=text.name, tokenizer_name=name, template=text.template,
         load_batches=load_batches, load_probe=load_probe, validation=validation,
         validation_rows=(file.data or DataConfig(path=Path())).validation_rows,
         micro_batch_size=batch_size // accum_steps, tokenizer=text.tokenizer, settings=settings, log=log,
     )  # fmt: skip
 
 
-def tokenizer_of(file: TrainFile, config: DataConfig) -> str:
+def with_records(file: TrainFile, data: Path | None) -> TrainFile:
+    """Return a file with a [data] table for what ``--data`` names, if those are records and no stream of bytes."""
+    if file.data is not None or data is None or not holds_records(data):
+        return file
+    return replace(file, data=DataConfig(path=data))
+
+
+def tokenizer_of(file: TrainFile, config: DataConfig | None) -> str:
     """Return the tokenizer that a file names, else the one beside the weights or the shape that it names."""
-    if config.tokenizer is not None:
+    if config is not None and config.tokenizer is not None:
         return config.tokenizer
     folders = [folder for folder in (file.model.init_from, file.model.folder) if folder is not None]
     holding = (folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES))
@@ -196,6 +213,7 @@ def _corpus_text(corpus: Corpus, *, wants_validation: bool) -> TextData:
         name=corpus.name, train=_whole(corpus.train),
         validation=_whole(corpus.validation) if wants_validation else None, tokenizer=ByteTokenizer(), packing="stream",
         settings={"data.digest": corpus.digest, "data.name": corpus.name}, source=corpus.source,
+        is_tokens=not corpus.num_documents,
     )  # fmt: skip
 
 
