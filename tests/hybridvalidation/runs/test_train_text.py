@@ -182,6 +182,53 @@ def test_faults_of_the_file(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("seq_len", "packing", "count"), [(64, "documents", 0), (24, "documents", 4), (24, "none", 4)])
+def test_answers_that_are_cut_off_their_question_are_told(
+    capsys: pytest.CaptureFixture[str], seq_len: int, packing: str, count: int
+) -> None:
+    long = [chat("The sky", " ".join([SENTENCES[1], str(number)] * 2)) for number in range(4)]
+    write_lines(Path("chats.jsonl"), *long, *[chat(str(number), "a") for number in range(4)])
+    change('"tok"', f'"tok"\npacking = "{packing}"\nvalidation_percent = 0')
+    change("eval_every = 2\n", "")
+    change("seq_len = 64\n", f"seq_len = {seq_len}\n")
+    assert main(["train", "train.toml"]) == 0
+    told = f"{count} documents are longer than workload.seq_len and have answers behind the cut"
+    assert (told in capsys.readouterr().out) == (count > 0)
+    assert lines("run")[0]["documents_cut"] == count
+
+
+def test_a_message_of_weight_0_is_not_trained() -> None:
+    chats = [chat(f"{n}", SENTENCES[n % 5], "more", SENTENCES[(n + 1) % 5]) for n in range(8)]
+    for conversation in chats:
+        conversation["messages"][1]["weight"] = 0  # type: ignore[index]
+    write_lines(Path("chats.jsonl"), *chats)
+    change('"tok"', '"tok"\nvalidation_percent = 0')
+    change("eval_every = 2\n", "")
+    text = open_text(load_config("train.toml").data, vocab_size=300, folder=Path("t"), say=lambda _: None)  # type: ignore[arg-type]
+    assert text.train.counted is not None
+    answers = text.tokenizer.decode(text.train.tokens[text.train.counted == 1].tolist())
+    assert answers == "".join(f"{one['messages'][3]['content']}<|im_end|>\n" for one in chats)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("message", "loss_on", "words"),
+    [
+        ({"weight": 0.5}, "answers", "messages[1].weight: found 0.5; 0, which is not learned, or 1 is allowed"),
+        ({"weight": "0"}, "answers", 'messages[1].weight: found "0"; 0, which is not learned, or 1 is allowed'),
+        ({"weight": 0}, "all", "messages[1].weight: 0 beside loss_on = 'all', which learns all"),
+    ],
+)
+def test_weights_that_cannot_be_heeded_are_refused(
+    capsys: pytest.CaptureFixture[str], message: dict[str, object], loss_on: str, words: str
+) -> None:
+    wrong = chat("a", "b")
+    wrong["messages"][1] |= message  # type: ignore[index]
+    write_lines(Path("chats.jsonl"), chat("a", "b"), wrong)
+    change('"tok"', f'"tok"\nloss_on = "{loss_on}"')
+    assert main(["train", "train.toml"]) == 2
+    assert f"chats.jsonl, line 2: {words}" in capsys.readouterr().err
+
+
 def exported() -> dict[str, bytes]:
     assert main(["train", "train.toml"]) == 0
     shutil.rmtree("tok")  # what a run needs later lies in its folder

@@ -1,6 +1,7 @@
 """What a training run's folder says of the run: enough to open its saved state again, for ``hybridtrain export``."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
+from hybridtrain.plain_file import read_plain
 from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import TrainFile, load_config
 from hybridvalidation.records.environment import read_environment
@@ -27,12 +29,40 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer and the chat template in a run's folder, as ``export`` gives them on."""
 _TRAINING, _DATA, _ENVIRONMENT = "training.toml", "data.json", "environment.jsonl"
+LOG, FAULTS = "log.jsonl", "faults.jsonl"
 _LIBRARIES = ("hybridtrain", "torch", "numpy", "triton", "transformers", "safetensors")
 
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is a training run's: ``write_run_files`` was there."""
     return (folder / _TRAINING).is_file()
+
+
+def require_places(out: Path) -> None:
+    """Raise ``ConfigError`` where a run's folder has something in the place of what a run writes; nothing is made."""
+    faults = []
+    for name in (LOG, FAULTS, _TRAINING, _DATA, _ENVIRONMENT):
+        path = out / name
+        if (path.is_symlink() or path.exists()) and not path.is_file():
+            faults.append(f"{name}: must be a file or absent, and is {_kind(path)}; remove it, or choose another --out")
+    for name in (CHECKPOINTS, TOKENIZER):
+        path = out / name
+        if not path.is_symlink() and not path.exists():
+            continue
+        if not path.is_dir():
+            faults.append(f"{name}: must be a folder or absent, and is {_kind(path)}; mend it, or choose another --out")
+        elif not os.access(path, os.W_OK | os.X_OK):
+            faults.append(f"{name}: cannot be written to; change its permissions, or choose another --out")
+    if faults:
+        raise ConfigError(str(out), faults)
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a folder"
+    if not path.exists():
+        return f"a link to {path.readlink()}, which is not there"
+    return "a file" if path.is_file() else "a pipe or a device"
 
 
 def trains_adapters(file: TrainFile) -> bool:
@@ -105,7 +135,7 @@ def read_run_files(folder: Path) -> tuple[TrainFile, JsonMapping]:
             [f"holds no {_TRAINING}; it must be the --out of hybridtrain train: check it, or --resume it once"],
         )
     try:
-        data = json.loads((folder / _DATA).read_bytes())
+        data = json.loads(read_plain(folder / _DATA))
         return load_config(folder / _TRAINING), dict(data)
     except (OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(

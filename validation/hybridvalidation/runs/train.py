@@ -38,8 +38,11 @@ from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
+    FAULTS,
+    LOG,
     note_environment,
     open_source,
+    require_places,
     trains_adapters,
     write_run_files,
 )
@@ -247,6 +250,7 @@ def train(
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     states = out / CHECKPOINTS
+    require_places(out)
     _require_states(out, resume=resume, say=say)
     device = _device()
     with ExitStack() as held:
@@ -272,9 +276,9 @@ def train(
                 return _result(run, None, None, None, None)
             say(f"resumed after step {run.trainer.steps_done}")
         note_environment(out, run.trainer.steps_done)
-        trim_log(out / "log.jsonl", run.trainer.steps_done, run.hybrid.phase, say)
+        trim_log(out / LOG, run.trainer.steps_done, run.hybrid.phase, say)
         stop = _StopRequest()
-        result = _run(run, out / "log.jsonl", stop, progress=progress)
+        result = _run(run, out / LOG, stop, progress=progress)
         _tell_end(run, result)
         if not run.is_stopped(stop):
             _sample(run)
@@ -311,7 +315,7 @@ def _open_run(
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
-    guard = RunGuard(file.guard, out / "faults.jsonl", say)
+    guard = RunGuard(file.guard, out / FAULTS, say)
     saver.require_room(trainer, len(generations(states)))
     for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
         say(line)

@@ -46,6 +46,8 @@ class DataLog:
     """Share of a batch's positions that are no padding."""
     dropped_pieces: int
     """Of documents, without a target that counts."""
+    documents_cut: int
+    """Of the training part: longer than a row, so that answers are trained without what they answer."""
     validation_documents: int
     validation_tokens: int
     validation_rows: int
@@ -61,6 +63,12 @@ class DataLog:
         dropped = (
             f"; {self.dropped_pieces:,} documents or parts without a target that counts are left out"
             if self.dropped_pieces
+            else ""
+        )
+        dropped += (
+            f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind the "
+            "cut, which are trained without what they answer: raise it, or give shorter documents"
+            if self.documents_cut
             else ""
         )
         return (
@@ -239,7 +247,7 @@ def _log(text: TextData, rows: PackedRows | None, validation: PackedRows | None)
         data=text.name, packing=text.packing, train_documents=text.train.num_documents,
         train_tokens=int(text.train.tokens.size),
         rows=None if rows is None else rows.num_rows, fill_percent=100.0 if rows is None else 100 * rows.fill,
-        dropped_pieces=0 if rows is None else rows.num_dropped,
+        dropped_pieces=0 if rows is None else rows.num_dropped, documents_cut=0 if rows is None else rows.num_cut,
         validation_documents=0 if text.validation is None else text.validation.num_documents,
         validation_tokens=0 if text.validation is None else int(text.validation.tokens.size),
         validation_rows=0 if validation is None else validation.num_rows,
