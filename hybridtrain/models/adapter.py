@@ -107,6 +107,17 @@ def _chosen(targets: list[str], names: list[str]) -> list[str]:
     return chosen
 
 
+def matrices_by_adapter(model: BlockModel) -> tuple[list[str], list[str]]:
+    """Return the names of a block's matrices that have adapters, and of those that have none and stay as they are."""
+    names: tuple[list[str], list[str]] = ([], [])
+    block = model.blocks[0]
+    for name, parameter in without_adapters(block):
+        if parameter.ndim > 1:
+            matrix = name.removesuffix(".weight")
+            names[getattr(getattr(block, matrix), "adapter", None) is None].append(matrix)
+    return names
+
+
 def without_adapters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of a block's own weights."""
     return ((name, parameter) for name, parameter in block.named_parameters() if not is_adapter(name))

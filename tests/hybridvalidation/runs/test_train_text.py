@@ -278,10 +278,11 @@ def test_an_exported_model_has_the_template_and_the_end_it_was_trained_with(
         assert json.loads(Path("out", name).read_bytes())["eos_token_id"] == theirs.eos_token_id
 
 
-def test_adapters_take_the_format_along() -> None:
+def test_adapters_take_the_format_along_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     change('"tok"', '"tok"\nchat_template = "chatml"')
     Path("train.toml").write_text(Path("train.toml").read_text() + '[[optimizations]]\nkind = "lora"\nrank = 2\n')
     exported()
+    assert "adapters stand beside query, key, value, attention_out, ffn_gate, " in capsys.readouterr().out
     assert Path("out/adapter_config.json").is_file()
     assert Path("out/chat_template.jinja").read_text() == BUILTIN_TEMPLATES["chatml"]
     assert AutoTokenizer.from_pretrained("out").encode("The sky") == AutoTokenizer.from_pretrained(

@@ -23,6 +23,7 @@ from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.adapter import matrices_by_adapter
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
@@ -317,7 +318,7 @@ def _open_run(
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / FAULTS, say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, trainer)):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
@@ -345,12 +346,16 @@ def _sample(run: _Run) -> None:
         )  # fmt: skip
 
 
-def _remarks(file: TrainFile, size: int) -> Iterator[str]:
-    """Yield what saved states of ``size`` bytes take, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
+    """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
     yield (
-        f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
-        "hour as long as there is room, and one is being written"
+        f"a saved state takes {format_bytes(state_bytes(trainer))}; {file.keep_last} are kept, up to {file.keep_hourly} "
+        "more of one an hour as long as there is room, and one is being written"
     )
+    if trains_adapters(file):
+        adapted, others = matrices_by_adapter(trainer.model)
+        left = f"; {', '.join(others)} have none and stay as they are" if others else ""
+        yield f"adapters stand beside {', '.join(adapted)} of every block{left}"
     if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
         yield (
             "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
