@@ -83,7 +83,7 @@ def with_token_ids(config: JsonMapping, folder: Path) -> JsonMapping:
     return changed
 
 
-def _byte_tokenizer(nul: int) -> JsonMapping:
+def _byte_tokenizer(nul: int) -> dict[str, object]:
     """Return a tokenizer.json with a token for each byte, without merges; NUL is a special one."""
     vocab = {letter: token for token, letter in enumerate(byte_letters()) if token != nul} | {"\0": nul}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

@@ -348,9 +348,10 @@ def _sample(run: _Run) -> None:
 
 def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
     """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
+    size = format_bytes(state_bytes(trainer))
     yield (
-        f"a saved state takes {format_bytes(state_bytes(trainer))}; {file.keep_last} are kept, up to {file.keep_hourly} "
-        "more of one an hour as long as there is room, and one is being written"
+        f"a saved state takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        "hour as long as there is room, and one is being written"
     )
     if trains_adapters(file):
         adapted, others = matrices_by_adapter(trainer.model)
