@@ -83,7 +83,7 @@ def is_about_records(path: Path) -> bool:
 
 
 def holds_json(path: Path) -> bool:
-    """Return whether a text file of any name is JSON: an object or a list, or objects one after the other."""
+    """Return whether a text file of any name is JSON: an object or a list, or several with objects after each other."""
     with os.fdopen(open_plain(path), "rb") as file:
         begin = b""
         while not begin and (head := file.read(_HEAD_BYTES)):
@@ -106,7 +106,8 @@ def holds_json(path: Path) -> bool:
     except (RecursionError, ValueError):
         return False
     rest = text[end:].lstrip()
-    return not rest or (isinstance(value, dict) and bool(value) and rest[0] in "{,")
+    elements = value if isinstance(value, list) else [value]
+    return not rest or (rest[0] in "{[," and any(isinstance(element, dict) and element for element in elements))
 
 
 def json_kind(path: Path) -> Kind | None:

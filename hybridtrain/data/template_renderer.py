@@ -25,7 +25,8 @@ from hybridtrain.units import format_bytes
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """Characters of a text: first and one past the last of each part."""
 
-_PROGRAM: Final = Path(__file__).with_name("template_process.py")
+PROGRAM: Final = Path(__file__).with_name("template_process.py")
+"""What renders them."""
 _LIMITS: Final = {
     "time": f"does not end within {MOST_SECONDS} seconds of the processor's time",
     "memory": f"takes more than {format_bytes(MOST_BYTES)} of memory",
@@ -137,7 +138,7 @@ class _Process:
             self._owner = os.getpid()
             try:
                 self._running = subprocess.Popen(  # noqa: S603  ours
-                    [sys.executable, "-I", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    [sys.executable, "-I", str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is this process's to answer
                 )  # fmt: skip
             except OSError as error:

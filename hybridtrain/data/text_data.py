@@ -343,6 +343,11 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
             ".jsonl files, so leave packing out or set it to 'stream'"
         )
     settings: JsonMapping = {"data.name": config.path.resolve().name}
+    if config.path.is_dir() and config.validation_percent is not None:
+        raise DataError(
+            f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
+            "out; leave validation_percent out, or name train.bin alone"
+        )
     if config.path.is_dir():
         corpus = open_corpus(config.path, vocab_size=vocab_size)
         train, validation, digest = corpus.train, corpus.validation, corpus.digest

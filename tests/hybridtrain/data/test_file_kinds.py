@@ -47,7 +47,8 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-@pytest.mark.parametrize("content", [LINES, LIST, PRETTY, json.dumps(RECORDS[0], indent=1), "\ufeff \n" + LINES])
+@pytest.mark.parametrize("content", [LINES, LIST, PRETTY, json.dumps(RECORDS[0], indent=1), "\ufeff \n" + LINES,
+                                     json.dumps([RECORDS[0]]) + "\n" + json.dumps([RECORDS[1]])])  # fmt: skip
 @pytest.mark.parametrize("name", ["a.jsonl.txt", "a.txt", "a", "a.json5", "a.jsonl.bak", "a.md"])
 def test_json_under_another_name_is_refused(tmp_path: Path, name: str, content: str, *, is_folder: bool) -> None:
     (tmp_path / name).write_text(content)

@@ -72,6 +72,14 @@ def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixt
     assert json.loads(Path("same/config.json").read_text())["dtype"] == "float32"
 
 
+def test_bytes_for_a_model_with_a_tokenizer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    assert "warning: text.txt is read as bytes, and not in the tokens of source" in capsys.readouterr().out
+    Path("source/tokenizer.json").unlink()
+    assert train("--out", "bare") == 0
+    assert "is read as bytes" not in capsys.readouterr().out
+
+
 def test_a_trained_model_is_exported_with_its_master_values() -> None:
     assert train() == 0
     for dtype in ("float32", "bfloat16"):

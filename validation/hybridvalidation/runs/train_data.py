@@ -67,7 +67,7 @@ class DataLog:
         )
         dropped += (
             f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind the "
-            "cut, which are trained without what they answer: raise it, or give shorter documents"
+            "cut, which are trained without what stands before it: raise it, or give shorter documents"
             if self.documents_cut
             else ""
         )
@@ -190,6 +190,11 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
     if text.is_tokens and name == BYTES and (file.data is None or file.data.tokenizer is None):
         name = ""
     elif file.data is None and not text.is_tokens:
+        if name != BYTES:
+            say(
+                f"warning: {text.name} is read as bytes, and not in the tokens of {name}, which the model knows; name "
+                "the text in a [data] table for those"
+            )
         name = BYTES
     return RunData(
         name=text.name, tokenizer_name=name, template=text.template,

