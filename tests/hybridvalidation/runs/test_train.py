@@ -201,7 +201,7 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
     assert main([*ARGUMENTS, "--resume"]) == 0  # the system dropped the lock
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
     assert sorted(path.name for path in Path("run").iterdir()) == [
-        "checkpoints", "data.json", "environment.jsonl", "log.jsonl", "training.toml",
+        "checkpoints", "data.json", "environment.jsonl", "log.jsonl", "tokenizer", "training.toml",
     ]  # fmt: skip
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
