@@ -50,8 +50,8 @@ class _Watch:
     def _note(self, event: str, arguments: tuple[object, ...]) -> None:
         if not self._is_on:
             return
-        if event == "subprocess.Popen" and str(PROGRAM) in arguments[1]:  # type: ignore[operator]  its command
-            return  # renders templates where they can do nothing
+        if event == "subprocess.Popen" and isinstance(arguments[1], list) and str(PROGRAM) in arguments[1]:
+            return  # it renders templates where they can do nothing
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
         if event.startswith(_FORBIDDEN) or writes:
             self.seen.append(f"{event} {arguments[0] if arguments else ''}")
