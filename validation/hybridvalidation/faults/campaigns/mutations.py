@@ -53,6 +53,7 @@ class _Watch:
         if event == "subprocess.Popen" and isinstance(arguments[1], list) and str(PROGRAM) in arguments[1]:
             return  # it renders templates where they can do nothing
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        writes = writes and not isinstance(arguments[0], int)  # a pipe of that process
         if event.startswith(_FORBIDDEN) or writes:
             self.seen.append(f"{event} {arguments[0] if arguments else ''}")
 
