@@ -52,8 +52,8 @@ class _Watch:
             return
         if event == "subprocess.Popen" and isinstance(arguments[1], list) and str(PROGRAM) in arguments[1]:
             return  # it renders templates where they can do nothing
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        writes = writes and not isinstance(arguments[0], int)  # a pipe of that process
+        is_named = event == "open" and not isinstance(arguments[0], int)  # a number: a pipe of that process
+        writes = is_named and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
         if event.startswith(_FORBIDDEN) or writes:
             self.seen.append(f"{event} {arguments[0] if arguments else ''}")
 
