@@ -9,7 +9,7 @@ strftime_now). The answers are found in one of two ways:
   ``add_generation_prompt``, to the end of the conversation up to it. The one must be a beginning of the other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from hybridtrain.config.encode import JsonMapping
@@ -58,11 +58,11 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
         """Return a whole conversation as text."""
-        return self._render(messages, [Part(len(messages))], tools)[0][0]
+        return next(self._render(messages, [Part(len(messages))], tools))[0]
 
     def prompt(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
         """Return a conversation up to where the next answer begins."""
-        return self._render(messages, [Part(len(messages), add_generation_prompt=True)], tools)[0][0]
+        return next(self._render(messages, [Part(len(messages), add_generation_prompt=True)], tools))[0]
 
     def answered(self, messages: Sequence[JsonMapping], tools: object = None) -> list[tuple[str, Spans]]:
         """Return a conversation as text and where the answers are in it that are to be learned.
@@ -91,23 +91,24 @@ class ChatTemplate:
         parts = [Part(len(messages))]
         for index in learned:
             parts += (Part(index, add_generation_prompt=True), Part(index + 1))
-        (whole, _), *rest = self._render(messages, parts, tools)
-        found: list[tuple[str, tuple[int, int]]] = []
-        for index, (before, _), (text, _) in zip(learned, rest[::2], rest[1::2], strict=True):
+        rendered = self._render(messages, parts, tools)
+        whole, _ = next(rendered)
+        found: list[tuple[str | None, tuple[int, int]]] = []
+        for index, (before, _), (text, _) in zip(learned, rendered, rendered, strict=True):
             if not text.startswith(before):
                 raise ValueError(
                     f"the chat template does not write messages[{index}] after its own generation prompt, so where "
                     "the answer begins cannot be told; use a template with {% generation %} markers (chat_template "
                     "= 'chatml' or a .jinja file), or set loss_on = 'all'"
                 )
-            found.append((text, (len(before), len(text))))
-        if all(whole.startswith(text) for text, _ in found):
+            found.append((None if whole.startswith(text) else text, (len(before), len(text))))
+        if all(text is None for text, _ in found):
             return [(whole, tuple(span for _, span in found))]
-        return [(text, (span,)) for text, span in found]
+        return [(whole[: span[1]] if text is None else text, (span,)) for text, span in found]
 
     def _render(
         self, messages: Sequence[JsonMapping], parts: Sequence[Part], tools: object, *, marks: bool = False
-    ) -> list[tuple[str, Spans]]:
+    ) -> Iterator[tuple[str, Spans]]:
         return render(
             self._template, messages, parts, tools=tools, special_tokens=self._special_tokens, marks=marks
         )  # fmt: skip

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,8 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 PROGRAM: Final = Path(__file__).with_name("template_process.py")
 """What renders them."""
+_CHARACTERS_AT_ONCE: Final = 2**22
+"""Of the texts that are on their way between the processes, roughly."""
 _LIMITS: Final = {
     "time": f"does not end within {MOST_SECONDS} seconds of the processor's time",
     "memory": f"takes more than {format_bytes(MOST_BYTES)} of memory",
@@ -51,28 +53,32 @@ class Part:
 def render(
     template: str, messages: Sequence[JsonMapping], parts: Sequence[Part], *, tools: object = None,
     special_tokens: Mapping[str, str], marks: bool = False,
-) -> list[tuple[str, Spans]]:  # fmt: skip
-    """Return each part of a conversation as text, with what ``{% generation %}`` encloses if ``marks`` asks for it.
+) -> Iterator[tuple[str, Spans]]:  # fmt: skip
+    """Yield each part of a conversation as text, with what ``{% generation %}`` encloses if ``marks`` asks for it.
 
     Raises:
         ValueError: the template refuses the messages, or they are no JSON.
         DataError: it cannot be parsed.
         TemplateLimitError: it takes more time, memory or characters than it may.
     """
-    shared = {**special_tokens, "messages": list(messages), "tools": tools, "documents": None}
+    try:
+        shared = json.dumps({**special_tokens, "messages": list(messages), "tools": tools, "documents": None})
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
     names = [{"count": part.count, "add_generation_prompt": part.add_generation_prompt} for part in parts]
-    answer = _ask({"template": template, "shared": shared, "names": names, "marks": marks})
-    texts = answer["texts"]
-    assert isinstance(texts, list), "as the program writes it"
-    for text, _ in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the chat template writes half of a surrogate pair (U+{ord(text[error.start]):04X}); mend the message "
-                "that holds it"
-            ) from None
-    return [(text, tuple((first, last) for first, last in spans)) for text, spans in texts]
+    at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
+    for first in range(0, len(names), at_once):
+        texts = _ask(template, shared, names[first : first + at_once], marks=marks)["texts"]
+        assert isinstance(texts, list), "as the program writes it"
+        for text, spans in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the chat template writes half of a surrogate pair (U+{ord(text[error.start]):04X}); mend the "
+                    "message that holds it"
+                ) from None
+            yield text, tuple((begin, end) for begin, end in spans)
 
 
 def has_markers(template: str) -> bool:
@@ -81,14 +87,14 @@ def has_markers(template: str) -> bool:
         raise DataError(
             "messages need the package jinja2, which is not installed; python3 -m pip install 'hybridtrain[text]'"
         )
-    return bool(_ask({"template": template, "shared": {}, "names": [], "marks": False})["has_markers"])
+    return bool(_ask(template, "{}", [], marks=False)["has_markers"])
 
 
-def _ask(request: Mapping[str, object]) -> Mapping[str, object]:
-    try:
-        line = json.dumps(request)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
+def _ask(
+    template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool
+) -> Mapping[str, object]:  # fmt: skip
+    rest = json.dumps({"template": template, "names": names, "marks": marks})
+    line = f'{{"shared": {shared}, {rest[1:]}'
     answer = _PROCESS.ask(line)
     fault, why = answer.get("fault"), answer.get("why")
     if fault == "syntax":

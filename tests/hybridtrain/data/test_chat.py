@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from hybridtrain.config.encode import JsonMapping
+from hybridtrain.data import template_renderer
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.template_process import MOST_SECONDS
 from hybridtrain.data.template_renderer import TemplateLimitError
@@ -217,6 +218,17 @@ def test_templates_are_rendered_for_any_thread_and_for_forked_processes() -> Non
         os._exit(chat.text(MESSAGES) != expected[4] + chat.text(MESSAGES[4:]))
     assert os.waitpid(child, 0)[1] == 0
     assert chat.text(MESSAGES[:3]) == expected[3]
+
+
+def test_many_turns_take_no_more_than_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[JsonMapping] = [
+        {"role": ("user", "assistant")[n % 2], "content": f"{n} " + 40_000 * "a"} for n in range(40)
+    ]
+    whole = ChatTemplate(PREFIX_TEMPLATE, {}).answered(turns)
+    monkeypatch.setattr(template_renderer, "_CHARACTERS_AT_ONCE", 1)
+    assert ChatTemplate(PREFIX_TEMPLATE, {}).answered(turns) == whole
+    ((text, spans),) = whole
+    assert [text[first : first + 2].strip() for first, _ in spans] == [str(n)[:2] for n in range(1, 40, 2)]
 
 
 def test_half_a_surrogate_pair_anywhere_in_a_message_is_refused() -> None:

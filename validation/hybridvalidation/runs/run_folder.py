@@ -109,9 +109,10 @@ def write_run_files(out: Path, file: TrainFile, data: RunData) -> None:
     replace_file(out / _DATA, json.dumps(data.settings, indent=2).encode() + b"\n")
     shutil.rmtree(out / TOKENIZER, ignore_errors=True)
     if data.tokenizer_name:
+        is_models = begins_with is not None and Path(data.tokenizer_name).resolve() == begins_with.resolve()
         with new_folder(out / TOKENIZER) as folder:
             write_tokenizer(
-                folder, data.tokenizer, data.tokenizer_name, is_models=Path(data.tokenizer_name) == begins_with,
+                folder, data.tokenizer, data.tokenizer_name, is_models=is_models,
                 eos_token="" if text is None else text.eos_token, template=data.template,
             )  # fmt: skip
 
