@@ -61,6 +61,8 @@ class PackedRows:
     """Attention stays inside documents; else a row is one piece and needs no such thing."""
     num_dropped: int
     """Pieces without a target that counts."""
+    num_cut: int
+    """Documents whose answers are in another piece than what they answer."""
     pad_id: int = 0
 
     @property
@@ -84,7 +86,7 @@ class PackedRows:
         end = int(self.row_ends[last - 1]) if last else 0
         return replace(
             self, starts=self.starts[begin:end], lengths=self.lengths[begin:end],
-            row_ends=self.row_ends[first:last] - begin, num_dropped=0,
+            row_ends=self.row_ends[first:last] - begin, num_dropped=0, num_cut=0,
         )  # fmt: skip
 
     def batch(self, rows: npt.NDArray[np.int64]) -> TokenBatch:
@@ -140,7 +142,7 @@ def pack(
     Raises:
         DataError: no document has a target that counts.
     """
-    starts, lengths, num_dropped = _pieces(documents, seq_len)
+    starts, lengths, num_dropped, num_cut = _pieces(documents, seq_len)
     if not starts.size:
         raise DataError(
             f"{what}: none of {documents.num_documents} documents has a token that counts as a target; give documents "
@@ -158,12 +160,18 @@ def pack(
         row_ends = np.cumsum(np.bincount(row_of, minlength=num_rows))
     return PackedRows(
         documents=documents, seq_len=seq_len, starts=starts, lengths=lengths.astype(np.int32), row_ends=row_ends,
-        is_apart=joins_documents, num_dropped=num_dropped, pad_id=pad_id,
+        is_apart=joins_documents, num_dropped=num_dropped, num_cut=num_cut, pad_id=pad_id,
     )  # fmt: skip
 
 
-def _pieces(documents: EncodedDocuments, seq_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """Return first input and number of inputs of each piece with a target that counts, and how many have none."""
+def _pieces(
+    documents: EncodedDocuments, seq_len: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:  # fmt: skip
+    """Return first input and number of inputs of each piece with a target that counts, and two numbers.
+
+    Those are of pieces without such a target, and of documents that have some behind a first piece of which others do
+    not count.
+    """
     begins = np.concatenate([np.zeros(1, dtype=np.int64), documents.ends[:-1]])
     num_pairs = np.maximum(documents.ends - begins - 1, 0)
     num_pieces = -(-num_pairs // seq_len)
@@ -173,12 +181,15 @@ def _pieces(documents: EncodedDocuments, seq_len: int) -> tuple[npt.NDArray[np.i
     lengths = np.minimum(seq_len, num_pairs[owner] - offsets)
     num_empty = int((num_pairs == 0).sum())
     if documents.counted is None or not starts.size:
-        return starts, lengths, num_empty
+        return starts, lengths, num_empty, 0
     borders = np.stack([starts + 1, starts + 1 + lengths], axis=1).reshape(-1)
     if borders[-1] == documents.counted.size:
         borders = borders[:-1]
     keeps = np.maximum.reduceat(documents.counted, borders)[::2] > 0
-    return starts[keeps], lengths[keeps], num_empty + int((~keeps).sum())
+    asks = np.minimum.reduceat(documents.counted, borders)[::2] == 0
+    is_first = offsets == 0
+    num_cut = np.intersect1d(owner[is_first & asks], owner[~is_first & keeps]).size
+    return starts[keeps], lengths[keeps], num_empty + int((~keeps).sum()), num_cut
 
 
 def _best_fit(lengths: npt.NDArray[np.int64], seq_len: int, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

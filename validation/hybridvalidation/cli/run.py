@@ -326,8 +326,8 @@ def train(
 
     Args:
         config: A training .toml file.
-        data: Text file, folder of text, or token file (.bin); default: what [data] in the file names, else the embedded
-            corpus.
+        data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
+            what [data] in the file names, else the embedded corpus.
         out: Folder for log and saved state.
         resume: Continue the run saved in --out; its stack may be another one.
         change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
@@ -343,13 +343,14 @@ def train(
     from hybridtrain.training_file import load_config
     from hybridtrain.units import GB, GIB
     from hybridvalidation.runs.train import train as train_model
+    from hybridvalidation.runs.train_data import with_records
     from hybridvalidation.runs.train_log import Monitoring
 
     file = load_config(config)
     if data is not None and file.data is not None:
         faults = [f"[data] names {file.data.path} and --data {data}; give one of them"]
         raise ConfigError(str(config), faults)
-    corpus = None
+    corpus, file = None, with_records(file, data)
     if file.data is None:
         corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []

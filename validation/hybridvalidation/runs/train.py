@@ -44,8 +44,11 @@ from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.precision import CastCounts, device_capability, overflow_advice, precision_advice
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
+    FAULTS,
+    LOG,
     note_environment,
     open_source,
+    require_places,
     sampled_digest,
     trains_adapters,
     versions_of,
@@ -272,6 +275,7 @@ def train(
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     states = out / CHECKPOINTS
+    require_places(out)
     _require_states(out, resume=resume, say=say)
     device = _device()
     with ExitStack() as held:
@@ -299,9 +303,9 @@ def train(
                 return _result(run, None, None, None, None)
             say(f"resumed after step {run.trainer.steps_done}")
         note_environment(out, run.trainer.steps_done)
-        trim_log(out / "log.jsonl", run.trainer.steps_done, run.hybrid.phase, say)
+        trim_log(out / LOG, run.trainer.steps_done, run.hybrid.phase, say)
         stop = _StopRequest()
-        result = _run(run, out / "log.jsonl", stop, progress=progress)
+        result = _run(run, out / LOG, stop, progress=progress)
         _tell_end(run, result)
         if not run.is_stopped(stop):
             _sample(run)
@@ -335,7 +339,7 @@ def _open_run(
             from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
 
             load_adapter(trainer, file.adapter_from)
-    write_run_files(out, file, data.settings)
+    write_run_files(out, file, data)
     workload = file.workload.micro_batch(compose(file.optimizations))
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
     for change in plan_changes(
@@ -345,10 +349,10 @@ def _open_run(
         say(f"not as asked: {change}")
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
-    guard = RunGuard(file.guard, out / "faults.jsonl", say)
+    guard = RunGuard(file.guard, out / FAULTS, say)
     saver.require_room(trainer, len(generations(states)))
     advice = precision_advice(trainer.memory_plan, device_capability())
-    remarks = (*_remarks(file, trainer, state_bytes(trainer)), *_forecaster_remarks(file, cycle))
+    remarks = (*_remarks(file, trainer), *_forecaster_remarks(file, cycle))
     for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
@@ -381,10 +385,11 @@ def _sample(run: _Run) -> None:
         )  # fmt: skip
 
 
-def _remarks(file: TrainFile, trainer: Trainer, size: int) -> Iterator[str]:
-    """Yield what saved states of ``size`` bytes take, what adapters train, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
+    """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
+    size = format_bytes(state_bytes(trainer))
     yield (
-        f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        f"a saved state takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
         "hour as long as there is room, and one is being written"
     )
     if trains_adapters(file):

@@ -13,6 +13,7 @@ from hybridtrain.data.batches import IGNORED, BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.data.data_config import BYTES, DataConfig
+from hybridtrain.data.documents import holds_records
 from hybridtrain.data.packing import EncodedDocuments, PackedRows, RowPosition, RowSampler, pack
 from hybridtrain.data.text_data import TextData, open_text
 from hybridtrain.data.tokenizer import TOKENIZER_FILES, ByteTokenizer, Tokenizer
@@ -46,6 +47,8 @@ class DataLog:
     """Share of a batch's positions that are no padding."""
     dropped_pieces: int
     """Of documents, without a target that counts."""
+    documents_cut: int
+    """Of the training part: longer than a row, so that answers are trained without what they answer."""
     validation_documents: int
     validation_tokens: int
     validation_rows: int
@@ -61,6 +64,12 @@ class DataLog:
         dropped = (
             f"; {self.dropped_pieces:,} documents or parts without a target that counts are left out"
             if self.dropped_pieces
+            else ""
+        )
+        dropped += (
+            f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind the "
+            "cut, which are trained without what stands before it: raise it, or give shorter documents"
+            if self.documents_cut
             else ""
         )
         return (
@@ -107,6 +116,10 @@ class RunData:
     """Of ``validation``, those that are looked at."""
     micro_batch_size: int
     tokenizer: Tokenizer
+    tokenizer_name: str
+    """What ``tokenizer`` was opened by; nothing: tokens came as they are, and nobody tells of which tokenizer."""
+    template: str
+    """The chat template, where it is another one than the tokenizer's own."""
     settings: JsonMapping
     log: DataLog | None
     """Of a run with a [data] table."""
@@ -213,8 +226,18 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
         "data.train_tokens": int(text.train.tokens.size), "data.probe_tokens": num_probe,
         "workload.batch_size": batch_size, "workload.seq_len": seq_len,
     }  # fmt: skip
+    name = tokenizer_of(file, file.data)
+    if text.is_tokens and name == BYTES and (file.data is None or file.data.tokenizer is None):
+        name = ""
+    elif file.data is None and not text.is_tokens:
+        if name != BYTES:
+            say(
+                f"warning: {text.name} is read as bytes, and not in the tokens of {name}, which the model knows; name "
+                "the text in a [data] table for those"
+            )
+        name = BYTES
     return RunData(
-        name=text.name,
+        name=text.name, tokenizer_name=name, template=text.template,
         load_batches=load_batches, load_probe=next(iter(load_probe), None), validation=validation,
         samplers=tuple(sampler for sampler in samplers if isinstance(sampler, RowSampler)),
         validation_rows=(file.data or DataConfig(path=Path())).validation_rows,
@@ -222,9 +245,16 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
     )  # fmt: skip
 
 
-def tokenizer_of(file: TrainFile, config: DataConfig) -> str:
+def with_records(file: TrainFile, data: Path | None) -> TrainFile:
+    """Return a file with a [data] table for what ``--data`` names, if those are records and no stream of bytes."""
+    if file.data is not None or data is None or not holds_records(data):
+        return file
+    return replace(file, data=DataConfig(path=data))
+
+
+def tokenizer_of(file: TrainFile, config: DataConfig | None) -> str:
     """Return the tokenizer that a file names, else the one beside the weights or the shape that it names."""
-    if config.tokenizer is not None:
+    if config is not None and config.tokenizer is not None:
         return config.tokenizer
     folders = [folder for folder in (file.model.init_from, file.model.folder) if folder is not None]
     holding = (folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES))
@@ -237,6 +267,7 @@ def _corpus_text(corpus: Corpus, *, wants_validation: bool) -> TextData:
         name=corpus.name, train=_whole(corpus.train),
         validation=_whole(corpus.validation) if wants_validation else None, tokenizer=ByteTokenizer(), packing="stream",
         settings={"data.digest": corpus.digest, "data.name": corpus.name}, source=corpus.source,
+        is_tokens=not corpus.num_documents,
     )  # fmt: skip
 
 
@@ -262,7 +293,7 @@ def _log(text: TextData, rows: PackedRows | None, validation: PackedRows | None)
         data=text.name, packing=text.packing, train_documents=text.train.num_documents,
         train_tokens=int(text.train.tokens.size),
         rows=None if rows is None else rows.num_rows, fill_percent=100.0 if rows is None else 100 * rows.fill,
-        dropped_pieces=0 if rows is None else rows.num_dropped,
+        dropped_pieces=0 if rows is None else rows.num_dropped, documents_cut=0 if rows is None else rows.num_cut,
         validation_documents=0 if text.validation is None else text.validation.num_documents,
         validation_tokens=0 if text.validation is None else int(text.validation.tokens.size),
         validation_rows=0 if validation is None else validation.num_rows,
