@@ -201,7 +201,7 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
 
 def test_a_number_of_many_digits_is_read_once() -> None:
     def seconds(count: int) -> float:
-        log, begin = f'{{"step": 1, "loss": {count * "9"}, "x": 1}}', time.process_time()
+        log, begin = f'{{"step": 1, "loss": {count * "9"}, "x": 1}} 5%|# | 1/9 [{count * "9"}', time.process_time()
         for _ in range(20):
             diagnose(log)
         return time.process_time() - begin

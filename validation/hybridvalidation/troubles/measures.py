@@ -22,9 +22,9 @@ _SPEED: Final = re.compile(
     rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""",
     re.IGNORECASE,
 )
-_BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d+)/(\d+)\s*(\[?[^\]\r\n]*)?")
+_BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d{1,9})/(\d{1,9})\s*(\[?[^\]\r\n]*)?")
 """Of tqdm and of transformers in a notebook: how many are done, of how many, and in brackets times and speed."""
-_BAR_SPEED: Final = re.compile(r"(\d+\.?\d*)\s?(it/s|s/it)")
+_BAR_SPEED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(it/s|s/it)")
 _NO_STEPS: Final = re.compile(
     r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
 )
