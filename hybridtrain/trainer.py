@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hybridtrain.config.encode import flat_settings
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.executor import Executor
@@ -15,7 +16,7 @@ from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.engine.ranks import require_ranks
+from hybridtrain.engine.ranks import require_agreement, require_ranks
 from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
@@ -57,7 +58,7 @@ class Trainer:
 
     Raises:
         ConfigError: the plan does not keep what the optimizer remembers, adapters are meant for a matrix that is not
-            there, or the source cannot be read.
+            there, the source cannot be read, or the ranks were given other settings.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Trainer:
         self._share = StepShare(0, ())
         self.previous_norm: Tensor | None = None
         """Of the last step's gradients, where updates are clipped by it."""
-        is_half = any(plan.for_phase(phase).compute_dtype is Codec.FLOAT16 for phase in Phase)
+        with_gradients = (plan.for_phase(phase) for phase in Phase if phase is not Phase.PREDICT)
+        is_half = any(table.compute_dtype is Codec.FLOAT16 for table in with_gradients)
         self.loss_scale = LossScale() if is_half else None
         """Factor of the loss, where gradients are float16 in some phase."""
         self.copies = CopyEngine(transfer, self._observer, group)
@@ -94,6 +96,9 @@ class Trainer:
         is_pipeline = self.group.world > 1 and self.plan.pipeline_stages > 1
         self.data_group: Group = DirectGroup() if is_pipeline else self.group
         """The ranks that have micro-batches of their own; stages of a pipeline have the same ones."""
+        if self.group.world > 1:
+            given = flat_settings({"": config, "model": model_config, "plan": self.plan})
+            require_agreement(self.group, transfer.device, given)
         if self.group.shares > 1:
             require_ranks(self.group, plan, config.optimizer, model_config.num_blocks)
         parts = model_parts(model_config.num_blocks, self.group.world if is_pipeline else 1)
@@ -161,6 +166,12 @@ class Trainer:
             self._engine.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
         self.phase = phase
 
+    def restore_ahead(self) -> None:
+        """Start bringing back what waits elsewhere in PREDICT; the phase stays, and what needs it waits for it."""
+        assert self.phase is Phase.PREDICT, "nothing is away in another phase"
+        with self._observer.region(Stage.UPDATE, ""):
+            self.states.fetch_back()
+
     @contextmanager
     def stored_as(self, phase: Phase) -> Iterator[None]:
         """Store weights as another phase does for a while; the phase stays."""
@@ -211,7 +222,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.succeeded()
         self.steps_done = number
-        num_tokens = int(sum(self.data_group.gather_numbers([batch.token_ids_BT.size for batch in batches])))
+        num_tokens = int(sum(self.data_group.gather_numbers([batch.num_tokens for batch in batches])))
         return StepResult(number, loss, lr, grad_norm, num_tokens)
 
     def loss(self, batches: Sequence[TokenBatch]) -> float:
@@ -233,7 +244,8 @@ class Trainer:
 
     def _upload(self, batches: Sequence[TokenBatch]) -> list[DeviceBatch]:
         with self._observer.region(Stage.LOAD, ""):
-            return [upload_batch(batch, self.transfer) for batch in batches]
+            marks = self.executor.balanced is not None
+            return [upload_batch(batch, self.transfer, marks_padding=marks) for batch in batches]
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
         """Gather all gradients, then update."""

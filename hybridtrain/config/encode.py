@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import PurePath
 from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
 
+from hybridtrain.config.rules import is_young
+
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """What a JSON file can hold."""
 
@@ -57,6 +59,26 @@ def to_json(obj: object) -> str:
     return json.dumps(_canonical(encode(obj)), sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
+def flat_settings(parts: Mapping[str, object]) -> JsonMapping:
+    """Return the fields of dataclasses in one mapping by dotted names, each behind the name of its part.
+
+    Raises:
+        TypeError, ValueError: as ``encode``.
+    """
+    return {name: value for part, obj in parts.items() for name, value in _flat(part, json.loads(to_json(obj))).items()}
+
+
+def _flat(name: str, value: JsonValue) -> JsonMapping:
+    """Return a nested mapping as one with dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        inner: found
+        for key, part in value.items()
+        for inner, found in _flat(f"{name}.{key}" if name else key, part).items()
+    }
+
+
 def digest(obj: object) -> str:
     """Return the first 16 hex characters of the SHA-256 of the canonical JSON of a dataclass."""
     return sha256(to_json(obj).encode("ascii")).hexdigest()[:DIGEST_LENGTH]
@@ -91,7 +113,7 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
     encoded: JsonMapping = {} if tag is None else {"kind": tag}
     for field in fields(obj):
         value: object = getattr(obj, field.name)
-        if field.metadata.get("is_left_out_at_default") and value == field.default:
+        if is_young(field) and value == field.default:
             continue
         if field.init and field.compare and (nulls or not _is_left_out(field, value, path)):
             encoded[field.name] = _encode_value(value, f"{path}.{field.name}", nulls=nulls)

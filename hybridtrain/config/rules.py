@@ -1,9 +1,9 @@
 """Value rules that many configuration classes share."""
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from functools import cache
-from typing import TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 T = TypeVar("T")
 
@@ -21,6 +21,11 @@ class Most:
 def young(default: T) -> T:
     """Declare a field that the first files and records did not know: it is written only where it is not ``default``."""
     return field(default=default, metadata={"is_left_out_at_default": True})
+
+
+def is_young(declared: Field[Any]) -> bool:
+    """Return whether a field was declared by ``young``."""
+    return bool(declared.metadata.get("is_left_out_at_default"))
 
 
 def below_least(owner: object, names: Iterable[str], least: int = 1) -> list[str]:

@@ -31,6 +31,13 @@ class TokenBatch:
     document_ids_BT: npt.NDArray[np.int32] | None = None
     """(B, T): number of the document that each input is of, counted from 0 in each row; None: attention reaches over
     the whole row."""
+    lengths_B: npt.NDArray[np.int64] | None = None
+    """(B,): inputs of each row; what stands behind them is padding, and counts in nothing. None: rows are full."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs without padding."""
+        return self.token_ids_BT.size if self.lengths_B is None else int(self.lengths_B.sum())
 
 
 def document_positions(document_ids_BT: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -62,3 +62,9 @@ def decode_tokens(token_ids: npt.NDArray[np.integer]) -> bytes:
             f"{NUM_BYTE_TOKENS - 1}, so decode this text with the tokenizer that wrote it"
         )
     return bytes(_BYTE_OF_TOKEN[token_ids])
+
+
+def byte_letters() -> list[str]:
+    """Return the character that GPT-2's vocabulary writes for each byte token, in their order."""
+    visible = [chr(byte) for byte in _VISIBLE]
+    return visible + [chr(NUM_BYTE_TOKENS + number) for number in range(NUM_BYTE_TOKENS - len(visible))]

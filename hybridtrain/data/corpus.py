@@ -19,6 +19,7 @@ import numpy as np
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray, encode_bytes
+from hybridtrain.data.file_kinds import Kind, holds_json, json_kind, kind_of
 from hybridtrain.data.token_file import open_token_file
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import read_plain
@@ -95,8 +96,9 @@ def corpus_of_documents(
 ) -> Corpus:
     """Return documents as byte tokens, a NUL byte after each, in the order of a hash of their path.
 
-    A document is held out for validation when the hash of its path falls into the lowest tenth. When that
-    holds for none, the one nearest to it is held out; when there is one document only, its last tenth.
+    A document is held out for validation when the hash of its path, of several with the same content the first one's,
+    falls into the lowest tenth. When that holds for none, the one nearest to it is held out; when there is one document
+    only, its last tenth.
 
     Args:
         documents: Relative POSIX path to content, which is not empty.
@@ -108,7 +110,12 @@ def corpus_of_documents(
         DataError: too little text to split.
     """
     paths = sorted(documents, key=_path_hash)
-    held_out = _held_out(paths)
+    first_of: dict[bytes, str] = {}
+    owners = {path: first_of.setdefault(documents[path], path) for path in paths}
+    if len(paths) > 1 and len(first_of) == 1:
+        raise DataError(f"{source}: all {len(paths)} have the same content, so none can be held out; name one of them")
+    chosen = _held_out(list(first_of.values()))
+    held_out = {path for path in paths if owners[path] in chosen}
     train = _tokens([documents[path] for path in paths if path not in held_out])
     validation = _tokens([documents[path] for path in paths if path in held_out])
     if len(paths) == 1:
@@ -203,6 +210,7 @@ def text_corpus(path: Path) -> Corpus:
 
 def _file_corpus(path: Path) -> Corpus:
     """Return one file as a corpus of one document."""
+    _require_prose(path)
     content = read_plain(path)
     if not content:
         raise DataError(f"{path} is empty; name a file with text")
@@ -218,9 +226,10 @@ def _folder_corpus(root: Path) -> Corpus:
     num_skipped = 0
     for path in _visible_files(root):
         content = path.read_bytes()
-        if _text_fault(content):
+        if _text_fault(content) or (kind_of(path) is Kind.JSON and json_kind(path) is None):
             num_skipped += 1
         elif content:
+            _require_prose(path)
             documents[path.relative_to(root).as_posix()] = content
     if not documents:
         raise DataError(
@@ -229,6 +238,16 @@ def _folder_corpus(root: Path) -> Corpus:
         )
     source = f"{len(documents)} text files below {root}, {num_skipped} other files skipped"
     return corpus_of_documents(documents, name=root.resolve().name, source=source, num_skipped_files=num_skipped)
+
+
+def _require_prose(path: Path) -> None:
+    """Raise ``DataError`` for records and JSON, which are no prose whatever their name."""
+    kind = Kind.JSON if holds_json(path) else kind_of(path)
+    if kind is not Kind.TEXT:
+        raise DataError(
+            f"{path} holds {kind}, which is not read as prose; name it in a [data] table of a training file: "
+            f'path = "{path}"'
+        )
 
 
 def _visible_files(root: Path) -> Iterator[Path]:

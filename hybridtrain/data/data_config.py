@@ -21,7 +21,8 @@ class DataConfig:
     """What a run trains and validates on. Paths start where the command is run."""
 
     path: Path
-    """A text file, a .jsonl file, a folder of both, a token file (.bin), or a folder with train.bin and val.bin."""
+    """A text file, records (.jsonl, .json, .parquet, .arrow), a folder of both, a token file (.bin), or a folder with
+    train.bin and val.bin."""
     tokenizer: str | None = None
     """"bytes", a tokenizer.json, or the folder that holds one; default: that of the folder the model begins with, where
     it has one, else bytes."""
@@ -33,7 +34,7 @@ class DataConfig:
     """Which tokens of prompts with completions, and of messages, are targets; of plain text all are."""
     packing: Packing | None = None
     """stream: random windows over all documents one after the other. documents: rows of whole documents, attention
-    inside each. none: a document a row. Default: documents where there are .jsonl files, else stream."""
+    inside each. none: a document a row. Default: documents where there are records, else stream."""
     validation: Path | None = None
     """Text to validate on, like ``path``; default: a share of the documents of ``path``."""
     validation_percent: int | None = None

@@ -1,7 +1,8 @@
-"""Documents in files: plain text, and JSON lines of text, of prompts with completions, of messages.
+"""Documents in files: plain text, and records of text, of prompts with completions, of messages.
 
-A text file is one document, each line of a .jsonl file is one. Nothing is held in memory but a piece of a text file or
-a line. A fault of a line is a sentence with file, line number and what is allowed.
+A text file is one document; each line of a .jsonl file, each element of a list of JSON and each row of a table is one.
+Nothing is held in memory but a piece of a text file, a record, or one file of JSON. A fault of a record is a sentence
+with file, line number and what is allowed.
 """
 
 import json
@@ -11,18 +12,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.config.encode import JsonMapping
 
 # The order of files and the share that is held out are those of a corpus, so that both read one folder alike.
-from hybridtrain.data.chat import ChatTemplate, Spans
+from hybridtrain.data.chat import ChatTemplate
 from hybridtrain.data.corpus import _path_hash, _visible_files
+from hybridtrain.data.file_kinds import (
+    DOCUMENT_KEYS,
+    Kind,
+    Record,
+    holds_json,
+    is_about_records,
+    json_kind,
+    kind_of,
+    packed_records,
+    read_records,
+    split_of,
+)
+from hybridtrain.data.template_renderer import Spans, TemplateLimitError
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import open_plain
-
-JSONL: Final = ".jsonl"
 
 _READ_BYTES: Final = 2**20
 _PIECE_CHARACTERS: Final = 2**17
@@ -31,6 +46,9 @@ _BORDERS: Final = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)"), re.c
 """Where, in order of preference: after a line's end alone between two words, which byte-level tokenizers take for a
 token of its own (the pattern of GPT-2 splits longer white space by what follows it); any line's end; any space."""
 _MOST_FAULTS: Final = 10
+_NO_JSON: Final = "no JSON"
+_MOST_NAMES: Final = 10
+"""Of files that are told."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ALLOWED: Final = (
     'allowed is an object with "text", with "prompt" and "completion", or with "messages", a list of '
@@ -64,78 +82,203 @@ class SourceFile:
     name: str
     """Relative to the source, in POSIX form."""
     path: Path
-
-    @property
-    def is_jsonl(self) -> bool:
-        """Whether each line is a document."""
-        return self.path.suffix == JSONL
+    kind: Kind = Kind.TEXT
+    digest: str = ""
+    """SHA-256 in hex of its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """The files below a path."""
+    """The files at a path."""
 
     path: Path
     files: tuple[SourceFile, ...]
     digest: str
     """SHA-256 in hex of names and contents."""
-    num_skipped_files: int = 0
-    """Files of a folder that are no UTF-8 text."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Files of a folder that are not read, and why."""
 
     @property
-    def has_jsonl(self) -> bool:
-        """Whether some documents are lines."""
-        return any(file.is_jsonl for file in self.files)
+    def has_records(self) -> bool:
+        """Whether some documents are records."""
+        return any(file.kind is not Kind.TEXT for file in self.files)
 
-    def ranks(self) -> Iterator[int]:
-        """Yield 64 bits for each document that say which are held out: those of its path, or of a line's content."""
+    def contents(self) -> npt.NDArray[np.uint64]:
+        """Return 64 bits of each document's content, the same for equal content."""
+        found: list[int] = []
         for file in self.files:
-            if file.is_jsonl:
-                for _, line in _lines(file.path):
-                    yield int.from_bytes(sha256(line).digest()[:8], "big")
+            if file.kind is Kind.TEXT:
+                found.append(int(file.digest[:16], 16))
             else:
-                yield _path_hash(file.name)
+                records = (sha256(_content(record)) for _, record in read_records(file.path, file.kind))
+                found += (int.from_bytes(digest.digest()[:8], "big") for digest in records)
+        return np.array(found, dtype=np.uint64)
+
+    def ranks(self) -> npt.NDArray[np.uint64]:
+        """Return 64 bits of each document that say which are held out, the same for equal content.
+
+        They are those of a text file's path, as in a corpus, or of a record's content.
+        """
+        texts = (file for file in reversed(self.files) if file.kind is Kind.TEXT)
+        by_path = {int(file.digest[:16], 16): _path_hash(file.name) for file in texts}
+        return np.array([by_path.get(content, content) for content in self.contents().tolist()], dtype=np.uint64)
+
+    def as_text(self) -> str:
+        """Return which files are read and which are not, and why."""
+        read = ", ".join(_some(sorted(f"{file.name} ({file.kind})" for file in self.files)))
+        left_out = ", ".join(_some([f"{name} ({why})" for name, why in self.left_out]))
+        return f"{self.path}: reads {read}" + (f"; leaves out {left_out}" if left_out else "")
 
 
-def open_source(path: Path) -> TextSource:
-    """Return the text files at a path, read once from end to end.
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"and {len(names) - _MOST_NAMES} more"]
 
-    Hidden and empty files are passed over; files of a folder that are no text are skipped and counted.
+
+def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -> TextSource:
+    """Return the documents at a path, read once from end to end.
+
+    Hidden and empty files are passed over. Of a folder, files that are no text, files about the records beside them and
+    records of another split are left out; where no file is of a split "train", all records are taken.
+
+    Args:
+        path: A file or a folder.
+        part: What it is for: of splits, to train takes "train", and validation takes "validation", else "test".
 
     Raises:
-        DataError: the path is missing or unreadable, a .jsonl file or a single file is no text, or there is none.
+        DataError: the path is missing or unreadable, a file of records or a single file is damaged, records have the
+            name of a text, or there is no document.
     """
     if not path.exists():
         raise DataError(f"{path} {missing_path(path)}")
-    files = [SourceFile(path.name, path)]
+    names = [path.name]
     if path.is_dir():
-        files = [SourceFile(found.relative_to(path).as_posix(), found) for found in _visible_files(path)]
-        files.sort(key=lambda file: _path_hash(file.name))
+        names = [found.relative_to(path).as_posix() for found in _visible_files(path)]
+        names.sort(key=_path_hash)
+    left_out: list[tuple[str, str]] = []
     kept: list[SourceFile] = []
-    total, num_skipped = sha256(), 0
-    for file in files:
-        digest, fault = _checked(file.path)
-        if fault and (file.is_jsonl or not path.is_dir()):
-            raise DataError(f"{file.path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
-        num_skipped += bool(fault)
-        if digest and not fault:
-            kept.append(file)
-            total.update(f"{len(file.name)}:{file.name}:{digest}".encode("utf-8", "surrogateescape"))
+    for name in names:
+        file = _opened(path / name if path.is_dir() else path, name, is_alone=not path.is_dir())
+        if isinstance(file, SourceFile):
+            kept += [file] if file.digest else []
+        else:
+            left_out.append((name, file))
+    records = [file for file in kept if file.kind is not Kind.TEXT]
+    if records and path.is_dir():
+        if damaged := next((f"{path / name} is {why}" for name, why in left_out if why.startswith(_NO_JSON)), ""):
+            raise DataError(f"{damaged}; mend it, or move it away")
+        splits = {split_of(file.name) for file in records}
+        reasons = {file.name: _unread(file, splits, part) for file in kept}
+        left_out += [(name, why) for name, why in reasons.items() if why]
+        kept = [file for file in kept if not reasons[file.name]]
     if not kept:
+        others = f" ({', '.join(_some([f'{name}: {why}' for name, why in left_out]))})" if left_out else ""
         raise DataError(
-            f"{path} holds no UTF-8 text ({num_skipped} other files were skipped); name a text file, a .jsonl file, or "
-            "a folder with some"
+            f"{path} holds no UTF-8 text and no records{others}; name a text file, a .jsonl file, or a folder with some"
         )
-    return TextSource(path=path, files=tuple(kept), digest=total.hexdigest(), num_skipped_files=num_skipped)
+    total = sha256()
+    for file in kept:
+        total.update(f"{len(file.name)}:{file.name}:{file.digest}".encode("utf-8", "surrogateescape"))
+    return TextSource(path=path, files=tuple(kept), digest=total.hexdigest(), left_out=tuple(sorted(left_out)))
 
 
-def _checked(path: Path) -> tuple[str, str]:
-    """Return the digest of a file's content, empty for an empty one, and why it is no text, if so."""
+def holds_records(path: Path) -> bool:
+    """Return whether a path is a file of records, or a folder with one."""
+    if not path.is_dir():
+        return kind_of(path) is not Kind.TEXT
+    return any(
+        packed_records(file)
+        or kind_of(file) not in {Kind.TEXT, Kind.JSON}
+        or isinstance(_json_kind(file) if kind_of(file) is Kind.JSON else None, Kind)
+        for file in _visible_files(path)
+    )
+
+
+def _json_kind(path: Path) -> Kind | str:
+    """Return how a .json file of a folder holds documents, or why it is left out."""
+    try:
+        return json_kind(path) or "JSON without documents"
+    except DataError as error:
+        if " is no JSON" not in str(error):
+            raise
+        return f"{_NO_JSON}{str(error).partition(' is no JSON')[2].partition(';')[0]}"
+
+
+def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile | str:
+    """Return a file with its digest, empty for an empty one, or why it is left out.
+
+    Raises:
+        DataError: it cannot be left out.
+    """
+    kind = kind_of(path)
+    if packed_records(path):
+        raise DataError(f"{path} is compressed, which is not read; unpack it beside itself and move it away")
+    digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
+    if fault and (kind is not Kind.TEXT or is_alone):
+        raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
+    if fault:
+        return "no UTF-8 text"
+    if not digest:
+        return SourceFile(name, path, kind)
+    if kind is Kind.JSON:
+        found = json_kind(path) if is_alone else _json_kind(path)
+        if found is None:
+            raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
+        if not isinstance(found, Kind):
+            return found
+        kind = found
+    elif kind is Kind.TEXT and holds_json(path):
+        raise DataError(
+            f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
+            ".json with a list of them, or move it away"
+        )
+    return SourceFile(name, path, kind, digest)
+
+
+def _unread(file: SourceFile, splits: set[str], part: str) -> str:
+    """Return why a file is left out of a folder whose records are of these splits, or nothing."""
+    if is_about_records(file.path):
+        return "about the records"
+    if file.kind is Kind.TEXT or "train" not in splits:
+        return ""
+    wanted = {"train", ""}
+    if part == "validation":
+        wanted = {"validation"} if "validation" in splits else {"test"} & splits or splits
+    split = split_of(file.name)
+    return "" if split in wanted else f"of the split {split}" if split else "of no split"
+
+
+def _content(record: Record) -> bytes:
+    """Return what makes two records the same document."""
+    value = record
+    if isinstance(record, bytes):
+        try:
+            value = json.loads(record)
+        except (RecursionError, ValueError):
+            return record
+    if not isinstance(value, dict):
+        return repr(value).encode("utf-8", "surrogatepass")
+    texts = [value.get("text")] if "text" in value else [value.get("prompt"), value.get("completion")]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts)).encode("utf-8", "surrogatepass")
+    messages = value.get("messages")
+    if isinstance(messages, list):
+        messages = [
+            {key: part for key, part in message.items() if key != "weight"} if isinstance(message, dict) else message
+            for message in messages
+        ]
+    return json.dumps([messages, value.get("tools")], sort_keys=True, default=str).encode("ascii")
+
+
+def _checked(path: Path, *, is_text: bool) -> tuple[str, str]:
+    """Return the digest of a file's content, empty for an empty one, and why it is no text, if it is to be one."""
     total, first, tail = sha256(), 0, b""
     try:
         with os.fdopen(open_plain(path), "rb") as file:
             while chunk := file.read(_READ_BYTES):
                 total.update(chunk)
+                if not is_text:
+                    first += len(chunk)
+                    continue
                 nul = chunk.find(b"\0")
                 if nul >= 0:
                     return "", f"byte {first + nul} is NUL"
@@ -155,19 +298,10 @@ def _checked(path: Path) -> tuple[str, str]:
     return (total.hexdigest() if first else ""), ""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and content of each line that is not blank."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            content = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
-            if content:
-                yield number, content
-
-
 def read_documents(
     source: TextSource, template: Callable[[], ChatTemplate], *, counts_all: bool
 ) -> Iterator[list[Passage] | Iterator[Passage]]:
-    """Yield the passages of each file of text, and of each line.
+    """Yield the passages of each file of text, and of each record.
 
     Args:
         source: The files.
@@ -175,18 +309,20 @@ def read_documents(
         counts_all: Every token is a target, not only those of completions and answers.
 
     Raises:
-        DataError: lines have faults; all are told, up to ten.
+        DataError: records have faults; all are told, up to ten.
     """
     faults: list[str] = []
     for file in source.files:
-        if not file.is_jsonl:
+        if file.kind is Kind.TEXT:
             yield _text_passages(file.path)
             continue
-        for number, line in _lines(file.path):
+        for where, record in read_records(file.path, file.kind):
             try:
-                passages = _line_passages(line, template, counts_all=counts_all)
+                passages = _record_passages(record, template, counts_all=counts_all)
+            except TemplateLimitError as error:
+                raise DataError(f"{file.path}, {where}: {error}") from None
             except ValueError as error:
-                faults.append(f"{file.path}, line {number}: {error}")
+                faults.append(f"{file.path}, {where}: {error}")
                 if len(faults) == _MOST_FAULTS:
                     raise DataError("\n".join([*faults, "and perhaps more; mend these lines first"])) from None
             else:
@@ -220,26 +356,27 @@ def _cut(text: str) -> int:
     return len(text)
 
 
-def _line_passages(line: bytes, template: Callable[[], ChatTemplate], *, counts_all: bool) -> list[Passage]:
-    """Return the document of a line, or several of one conversation.
+def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, counts_all: bool) -> list[Passage]:
+    """Return the document of a record, or several of one conversation.
 
     Raises:
         ValueError: a ``_LineError``, or of the template: what is wrong with it, what is allowed, what to do.
     """
     try:
-        value = json.loads(line)
+        value = json.loads(record) if isinstance(record, bytes) else record
     except ValueError as error:
         raise _LineError(f"is not JSON ({error}); {_ALLOWED}") from None
     except RecursionError:
         raise _LineError(f"nests too deep to be read; {_ALLOWED}") from None
     if not isinstance(value, dict):
-        raise _LineError(f"found {type(value).__name__} {line[:40].decode(errors='replace')}; {_ALLOWED}")
-    kinds = [kind for kind in ("text", "prompt", "messages") if kind in value]
+        raise _LineError(f"found {type(value).__name__} {_shown(value)}; {_ALLOWED}")
+    kinds = [kind for kind in DOCUMENT_KEYS if kind in value]
     if len(kinds) != 1:
         found = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
         raise _LineError(f"found {found}; {_ALLOWED}, one of them")
     if kinds == ["messages"]:
-        return _chat_passages(_messages(value["messages"]), value.get("tools"), template(), counts_all=counts_all)
+        messages = _messages(value["messages"], counts_all=counts_all)
+        return _chat_passages(messages, value.get("tools"), template(), counts_all=counts_all)
     if kinds == ["text"]:
         return [Passage(_string(value, "text"))]
     prompt, completion = _string(value, "prompt"), _string(value, "completion")
@@ -259,7 +396,7 @@ def _chat_passages(
     return [Passage(text, answers, opens=False, closes=False) for text, answers in found]
 
 
-def _messages(value: object) -> list[JsonMapping]:
+def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:
     """Return checked messages."""
     if not isinstance(value, list) or not value:
         raise _LineError(f"messages: found {_shown(value)}; a list of at least one message is allowed")
@@ -269,6 +406,11 @@ def _messages(value: object) -> list[JsonMapping]:
             raise _LineError(f'{where}: found {_shown(message)}; {{"role": ..., "content": ...}} is allowed')
         if message.get("role") not in _ROLES:
             raise _LineError(f"{where}.role: found {_shown(message.get('role'))}; allowed: {', '.join(_ROLES)}")
+        weight = message.get("weight", 1)
+        if weight not in (0, 1):
+            raise _LineError(f"{where}.weight: found {_shown(weight)}; 0, which is not learned, or 1 is allowed")
+        if counts_all and not weight:
+            raise _LineError(f"{where}.weight: 0 beside loss_on = 'all', which learns all; leave one of them out")
         if message.get("content") is None and message.get("tool_calls"):
             continue
         _string(message, "content", where=f"{where}.")
@@ -292,5 +434,5 @@ def _string(value: Mapping[str, object], key: str, *, where: str = "") -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

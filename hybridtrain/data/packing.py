@@ -9,7 +9,8 @@ change nothing.
 
 Rows are filled by best fit over pieces of decreasing length (Ding et al., Fewer Truncations Improve Language Modeling,
 2404.10830), which is a function of the lengths and the seed. A batch is a function of (seed, step, micro-batch): epoch
-e takes the rows in an order keyed by (seed, e).
+e takes the rows in an order keyed by (seed, e). A run that goes on with another batch size begins at the row that it
+had come to.
 """
 
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ class PackedRows:
     """Attention stays inside documents; else a row is one piece and needs no such thing."""
     num_dropped: int
     """Pieces without a target that counts."""
+    num_cut: int
+    """Documents whose answers are in another piece than what they answer."""
     pad_id: int = 0
 
     @property
@@ -83,7 +86,7 @@ class PackedRows:
         end = int(self.row_ends[last - 1]) if last else 0
         return replace(
             self, starts=self.starts[begin:end], lengths=self.lengths[begin:end],
-            row_ends=self.row_ends[first:last] - begin, num_dropped=0,
+            row_ends=self.row_ends[first:last] - begin, num_dropped=0, num_cut=0,
         )  # fmt: skip
 
     def batch(self, rows: npt.NDArray[np.int64]) -> TokenBatch:
@@ -92,6 +95,7 @@ class PackedRows:
         token_ids_BT = np.full(shape, self.pad_id, dtype=np.int64)
         target_ids_BT = np.full(shape, IGNORED, dtype=np.int64)
         document_ids_BT = np.zeros(shape, dtype=np.int32)
+        lengths_B = np.zeros(rows.size, dtype=np.int64)
         tokens, counted = self.documents.tokens, self.documents.counted
         for place, row in enumerate(rows.tolist()):
             first = int(self.row_ends[row - 1]) if row else 0
@@ -107,10 +111,12 @@ class PackedRows:
                 document_ids_BT[place, columns] = number
                 column += length
                 document_ids_BT[place, column:] = number + 1  # padding is a document of its own
+            lengths_B[place] = column
         return TokenBatch(
             token_ids_BT=token_ids_BT,
             target_ids_BT=target_ids_BT,
             document_ids_BT=document_ids_BT if self.is_apart else None,
+            lengths_B=lengths_B if (lengths_B < self.seq_len).any() else None,
         )
 
     def batches(self, *, micro_batch_size: int, max_rows: int) -> Iterator[TokenBatch]:
@@ -136,7 +142,7 @@ def pack(
     Raises:
         DataError: no document has a target that counts.
     """
-    starts, lengths, num_dropped = _pieces(documents, seq_len)
+    starts, lengths, num_dropped, num_cut = _pieces(documents, seq_len)
     if not starts.size:
         raise DataError(
             f"{what}: none of {documents.num_documents} documents has a token that counts as a target; give documents "
@@ -154,12 +160,18 @@ def pack(
         row_ends = np.cumsum(np.bincount(row_of, minlength=num_rows))
     return PackedRows(
         documents=documents, seq_len=seq_len, starts=starts, lengths=lengths.astype(np.int32), row_ends=row_ends,
-        is_apart=joins_documents, num_dropped=num_dropped, pad_id=pad_id,
+        is_apart=joins_documents, num_dropped=num_dropped, num_cut=num_cut, pad_id=pad_id,
     )  # fmt: skip
 
 
-def _pieces(documents: EncodedDocuments, seq_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """Return first input and number of inputs of each piece with a target that counts, and how many have none."""
+def _pieces(
+    documents: EncodedDocuments, seq_len: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:  # fmt: skip
+    """Return first input and number of inputs of each piece with a target that counts, and two numbers.
+
+    Those are of pieces without such a target, and of documents that have some behind a first piece of which others do
+    not count.
+    """
     begins = np.concatenate([np.zeros(1, dtype=np.int64), documents.ends[:-1]])
     num_pairs = np.maximum(documents.ends - begins - 1, 0)
     num_pieces = -(-num_pairs // seq_len)
@@ -169,12 +181,15 @@ def _pieces(documents: EncodedDocuments, seq_len: int) -> tuple[npt.NDArray[np.i
     lengths = np.minimum(seq_len, num_pairs[owner] - offsets)
     num_empty = int((num_pairs == 0).sum())
     if documents.counted is None or not starts.size:
-        return starts, lengths, num_empty
+        return starts, lengths, num_empty, 0
     borders = np.stack([starts + 1, starts + 1 + lengths], axis=1).reshape(-1)
     if borders[-1] == documents.counted.size:
         borders = borders[:-1]
     keeps = np.maximum.reduceat(documents.counted, borders)[::2] > 0
-    return starts[keeps], lengths[keeps], num_empty + int((~keeps).sum())
+    asks = np.minimum.reduceat(documents.counted, borders)[::2] == 0
+    is_first = offsets == 0
+    num_cut = np.intersect1d(owner[is_first & asks], owner[~is_first & keeps]).size
+    return starts[keeps], lengths[keeps], num_empty + int((~keeps).sum()), num_cut
 
 
 def _best_fit(lengths: npt.NDArray[np.int64], seq_len: int, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -210,27 +225,46 @@ def keyed_order(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
     return np.argsort(_random(count, seed, *key), kind="stable")
 
 
+@dataclass(frozen=True, slots=True)
+class RowPosition:
+    """Where a batch begins; the next ones follow without a gap."""
+
+    batch: int = 0
+    """Its number, from 0."""
+    row: int = 0
+    """Its first row, of all epochs one after the other."""
+
+
 class RowSampler:
-    """Batches of packed rows, every row once an epoch; holds nothing that a resumed run would need.
+    """Batches of packed rows, every row once an epoch.
+
+    A resumed run needs ``first_row`` of its next batch, where its batches were of another size before.
 
     Args:
         rows: What batches are made of.
-        batch_size: Rows of a step.
+        batch_size: Rows of a batch.
         micro_batch_size: B, which divides it.
         seed: Non-negative; other seeds give other orders.
     """
 
     def __init__(self, rows: PackedRows, *, batch_size: int, micro_batch_size: int, seed: int) -> None:
         assert batch_size % micro_batch_size == 0, "micro-batches fill a batch"
+        self.position = RowPosition()
+        self.num_rows = rows.num_rows
+        """Of an epoch."""
         self._rows = rows
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
-    def batch(self, step: int, micro_batch: int) -> TokenBatch:
-        """Return one micro-batch; its row r is row ``step * batch_size + micro_batch * B + r`` of all epochs."""
-        first = step * self._batch_size + micro_batch * self._micro_batch_size
+    def first_row(self, number: int) -> int:
+        """Return the first row of a batch, of all epochs one after the other."""
+        return self.position.row + (number - self.position.batch) * self._batch_size
+
+    def batch(self, number: int, micro_batch: int) -> TokenBatch:
+        """Return one micro-batch; its row r is row ``first_row(number) + micro_batch * B + r`` of all epochs."""
+        first = self.first_row(number) + micro_batch * self._micro_batch_size
         wanted = range(first, first + self._micro_batch_size)
         return self._rows.batch(np.array([self._row(*divmod(number, self._rows.num_rows)) for number in wanted]))
 

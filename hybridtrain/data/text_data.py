@@ -36,7 +36,7 @@ from hybridtrain.errors import ConfigError, DataError
 
 Say = Callable[[str], None]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Of the files and of what they hold: another number makes them anew."""
 _INDEX: Final = "index.json"
 _BATCH_CHARACTERS: Final = 2**21  # encoded at a time, on all cores
@@ -57,6 +57,10 @@ class TextData:
     """What a resumed run must share, by dotted name."""
     source: str
     """One sentence on where the tokens come from."""
+    template: str = ""
+    """The chat template, where it is another one than the tokenizer's own."""
+    is_tokens: bool = False
+    """It was in tokens before; whether they are the tokenizer's, nobody tells."""
 
 
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
@@ -73,28 +77,37 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
     """
     name = config.tokenizer or BYTES
     tokenizer = open_tokenizer(name, vocab_size=vocab_size, eos_token=config.eos_token)
+    if tokenizer.remark:
+        say(tokenizer.remark)
     if config.path.suffix == ".bin" or (config.path / "train.bin").exists() or (config.path / "val.bin").exists():
         return _token_files(config, tokenizer, vocab_size)
     source = open_source(config.path)
-    other = None if config.validation is None else open_source(config.validation)
-    packing = config.packing or ("documents" if source.has_jsonl else "stream")
-    if packing == "stream" and source.has_jsonl and config.loss_on == "answers":
+    other = None if config.validation is None else open_source(config.validation, part="validation")
+    for one in (source, other):
+        if one is not None and one.path.is_dir():
+            say(one.as_text())
+    if config.chat_template and not (source.has_records or (other is not None and other.has_records)):
+        raise DataError(_unused_template(config))
+    packing = config.packing or ("documents" if source.has_records else "stream")
+    if packing == "stream" and source.has_records and config.loss_on == "answers":
         raise DataError(
             f"{config.path}: packing = 'stream' takes windows wherever they fall, and some hold no answer; set "
             "packing = 'documents', or loss_on = 'all'"
         )
-    encoding = _Encoding(config, tokenizer, source, other)
+    encoding = _Encoding(config, tokenizer, source, other, vocab_size)
     parts = encoding.open(folder, say)
+    _tell_share(config, *parts, say)
     settings: JsonMapping = {"data.digest": encoding.key, "data.name": config.path.resolve().name}
     if tokenizer.digest != BYTES:
         settings["data.tokenizer"] = tokenizer.digest
     if packing != "stream":
         settings["data.packing"] = packing
-    skipped = f", {source.num_skipped_files} other files skipped" if source.num_skipped_files else ""
+    skipped = f", {len(source.left_out)} others left out" if source.left_out else ""
     return TextData(
         name=config.path.resolve().name, train=parts[0], validation=parts[1], tokenizer=tokenizer, packing=packing,
         settings=settings,
         source=f"{len(source.files)} files at {config.path}{skipped}, tokenizer {name}",
+        template=named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES) if config.chat_template else "",
     )  # fmt: skip
 
 
@@ -106,6 +119,8 @@ class _PartFacts:
     num_documents: int
     is_masked: bool
     """Some tokens do not count as targets."""
+    largest_token: int
+    """-1 where there is none."""
     digests: tuple[str, ...]
     """SHA-256 of the files."""
 
@@ -122,8 +137,11 @@ class _Index:
 class _Encoding:
     """How the tokens of a [data] table are made, and which files hold them."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, source: TextSource, other: TextSource | None) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, source: TextSource, other: TextSource | None, vocab_size: int
+    ) -> None:
         self._config = config
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._source = source
         self._other = other
@@ -155,25 +173,32 @@ class _Encoding:
             self._write(place, say)
             found = _read_parts(place)
             assert found is not None, "just written"
-        train, validation = found
-        if self._config.held_out_percent and validation.num_documents == 0 and not self._source.has_jsonl:
-            train, validation = _split_tail(train, self._config.held_out_percent, str(self._config.path))
+        (train, validation), largest = found
+        self._require_known(largest)
+        percent = 0 if self._other else self._config.held_out_percent
+        if percent and train.num_documents == 1 and not validation.num_documents and not self._source.has_records:
+            train, validation = _split_tail(train, percent, str(self._config.path))
         return train, validation if validation.num_documents else None
 
     def _write(self, place: Path, say: Say) -> None:
         is_masked = self._config.loss_on == "answers"
+        held_out = self._other or self._source
         with ExitStack() as stack:
             train = stack.enter_context(
-                _PartWriter(place, "train", self._dtype, is_masked=is_masked and self._source.has_jsonl)
+                _PartWriter(place, "train", self._dtype, is_masked=is_masked and self._source.has_records)
             )
-            held_out = self._other or self._source
             validation = stack.enter_context(
-                _PartWriter(place, "validation", self._dtype, is_masked=is_masked and held_out.has_jsonl)
+                _PartWriter(place, "validation", self._dtype, is_masked=is_masked and held_out.has_records)
             )
-            is_held_out = _held_out(self._source, 0 if self._other else self._config.held_out_percent)
-            self._encode(self._source, (validation if is_out else train for is_out in is_held_out))
+            is_held_out = _held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
+            self._encode(self._source, (validation if is_out else train for is_out in is_held_out.tolist()))
             if self._other is not None:
                 self._encode(self._other, repeat(validation))
+                self._tell_common(self._other, say)
+        facts = train.facts(), validation.facts()
+        for source, part in ((self._source, facts[0]), (self._other, facts[1])):
+            if source is not None and not part.num_tokens:
+                raise DataError(f"{source.path} holds no document with text; fill its files, or name others")
         if self._template.cache_info().currsize and is_masked:
             split = ""
             if self._num_split:
@@ -182,8 +207,27 @@ class _Encoding:
                     "each answer of these ends a document of its own"
                 )
             say(f"answers are found by {self._template().method} of the chat template{split}")
-        index = _Index(dtype=self._dtype, train=train.facts(), validation=validation.facts())
+        elif self._config.chat_template and not self._template.cache_info().currsize:
+            raise DataError(_unused_template(self._config))
+        index = _Index(dtype=self._dtype, train=facts[0], validation=facts[1])
         replace_file(place / _INDEX, to_json(index).encode("ascii"))
+
+    def _tell_common(self, other: TextSource, say: Say) -> None:
+        found = np.isin(other.contents(), self._source.contents())
+        if found.any():
+            say(
+                f"warning: {found.sum()} of {found.size} documents of {other.path} are in {self._source.path} too, "
+                "so the validation loss is too low; take them out of one of the two"
+            )
+
+    def _require_known(self, token: int) -> None:
+        """Raise ``DataError`` for a token that the model does not have."""
+        if token >= self._vocab_size:
+            raise DataError(
+                f"{self._config.path}: token {token}, {self._tokenizer.decode([token])!r}, occurs in the text, and the "
+                f"model's vocabulary has {self._vocab_size}; use the tokenizer that belongs to the model, a model "
+                "whose vocab_size is larger, or text without it"
+            )
 
     def _encode(self, source: TextSource, writers: Iterator["_PartWriter"]) -> None:
         """Write each document to the next of ``writers``."""
@@ -202,6 +246,7 @@ class _Encoding:
 
     def _flush(self, waiting: list[tuple[Passage, "_PartWriter"]]) -> None:
         encoded = self._tokenizer.encode([passage.text for passage, _ in waiting])
+        self._require_known(max((int(one.ids.max(initial=0)) for one in encoded), default=0))
         for (passage, writer), found in zip(waiting, encoded, strict=True):
             opening = self._tokenizer.bos_ids if passage.opens else ()
             closing = self._tokenizer.eos_ids if passage.closes else ()
@@ -224,16 +269,52 @@ def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[
     return counts
 
 
-def _held_out(source: TextSource, percent: int) -> Iterator[bool]:
-    """Yield for each document whether it is held out: never none of several, and never all; as in a corpus."""
-    if not percent:
-        yield from repeat(False)
-    share = np.fromiter(source.ranks(), dtype=np.uint64) % np.uint64(100)
-    chosen = np.zeros(share.size, dtype=np.bool_)
-    if share.size > 1:
-        count = min(int((share < percent).sum()), share.size - 1)
-        chosen[np.argsort(share, kind="stable")[: max(1, count)]] = True
-    yield from chosen.tolist()
+def _held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
+    """Return for each document whether it is held out: those of one rank together, as in a corpus.
+
+    Never none of several ranks, and never all.
+    """
+    distinct, first = np.unique(ranks, return_index=True)
+    if not percent or distinct.size < 2:
+        return np.zeros(ranks.size, dtype=np.bool_)
+    distinct = distinct[np.argsort(first)]
+    share = distinct % np.uint64(100)
+    count = min(int((share < percent).sum()), distinct.size - 1)
+    return np.isin(ranks, distinct[np.argsort(share, kind="stable")[: max(1, count)]])
+
+
+def _tell_share(
+    config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
+) -> None:  # fmt: skip
+    """Say where a share is held out that is far from what was asked for: by more than half of it."""
+    asked = config.held_out_percent
+    if config.validation is not None or not asked:
+        return
+    if validation is None:
+        if train.num_documents > 1:
+            say(
+                f"warning: nothing is held out: all {train.num_documents} documents have the same content; give "
+                "others, or text of its own by validation"
+            )
+        return
+    shares = [
+        100 * held_out / (held_out + rest)
+        for held_out, rest in (
+            (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
+        )
+    ]  # fmt: skip
+    if max(abs(share - asked) for share in shares) > asked / 2:
+        say(
+            f"warning: validation_percent is {asked}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % of "
+            "the tokens are held out: documents are few, of very different lengths, or many have the same content"
+        )
+
+
+def _unused_template(config: DataConfig) -> str:
+    return (
+        f"chat_template: '{config.chat_template}' is used by nothing, for {config.path} holds no messages; leave "
+        'chat_template out, or name records with "messages"'
+    )
 
 
 def _split_tail(documents: EncodedDocuments, percent: int, what: str) -> tuple[EncodedDocuments, EncodedDocuments]:
@@ -254,12 +335,19 @@ def _one_document(tokens: TokenArray) -> EncodedDocuments:
 
 def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> TextData:
     """Return token files as they are."""
+    if config.chat_template:
+        raise DataError(_unused_template(config))
     if config.packing not in {None, "stream"}:
         raise DataError(
             f"{config.path}: token files do not say where documents end; packing = '{config.packing}' needs text or "
             ".jsonl files, so leave packing out or set it to 'stream'"
         )
     settings: JsonMapping = {"data.name": config.path.resolve().name}
+    if config.path.is_dir() and config.validation_percent is not None:
+        raise DataError(
+            f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
+            "out; leave validation_percent out, or name train.bin alone"
+        )
     if config.path.is_dir():
         corpus = open_corpus(config.path, vocab_size=vocab_size)
         train, validation, digest = corpus.train, corpus.validation, corpus.digest
@@ -273,7 +361,7 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
     return TextData(
         name=config.path.resolve().name, train=_one_document(train),
         validation=_one_document(validation) if validation.size else None, tokenizer=tokenizer, packing="stream",
-        settings=settings, source=f"token files at {config.path}",
+        settings=settings, source=f"token files at {config.path}", is_tokens=True,
     )  # fmt: skip
 
 
@@ -288,6 +376,7 @@ class _PartWriter:
         self._is_masked = is_masked
         self._ends = array("q")
         self._size = 0
+        self._largest = -1
 
     def __enter__(self) -> Self:
         return self
@@ -303,6 +392,7 @@ class _PartWriter:
         if self._is_masked:
             self._counts.write(counted.tobytes())
         self._size += ids.size
+        self._largest = max(self._largest, int(ids.max(initial=0)))
         if ends:
             self._ends.append(self._size)
 
@@ -310,7 +400,7 @@ class _PartWriter:
         """Return what the index keeps of this part, once its files are closed."""
         return _PartFacts(
             num_tokens=self._size, num_documents=len(self._ends), is_masked=self._is_masked,
-            digests=tuple(_digest(path) for path in self._paths),
+            largest_token=self._largest, digests=tuple(_digest(path) for path in self._paths),
         )  # fmt: skip
 
 
@@ -324,13 +414,15 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def _read_parts(place: Path) -> tuple[EncodedDocuments, EncodedDocuments] | None:
-    """Return both parts, or None unless all is there as it was written."""
+def _read_parts(place: Path) -> tuple[tuple[EncodedDocuments, EncodedDocuments], int] | None:
+    """Return both parts and their largest token, or None unless all is there as it was written."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
-        return _read_part(place, "train", index.train, index.dtype), _read_part(
-            place, "validation", index.validation, index.dtype
+        parts = (
+            _read_part(place, "train", index.train, index.dtype),
+            _read_part(place, "validation", index.validation, index.dtype),
         )
+        return parts, max(index.train.largest_token, index.validation.largest_token)
     except (OSError, ValueError, ConfigError):
         return None
 

@@ -1,16 +1,18 @@
 """Text to token ids and back: bytes, or any tokenizer of the ``tokenizers`` library with its special tokens.
 
 A folder is read as transformers reads it: tokenizer.json, special tokens in tokenizer_config.json or
-special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. A folder without
-tokenizer.json is opened by transformers where that is installed.
+special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. Where
+transformers is installed, its AutoTokenizer has the last word: some of its classes (Llama's) make other ids of a
+tokenizer.json than the library ``tokenizers`` alone, and it opens folders without one.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -30,6 +32,10 @@ _TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
 TOKENIZER_FILES: Final = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json")
 """A folder with any of them holds a tokenizer."""
+_AS_THE_FILE_SAYS: Final = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
+"""Classes of transformers that take a tokenizer.json as it is."""
+_DECIDES: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder", "added_tokens")
+"""What of a tokenizer.json decides about tokens and their text."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -63,6 +69,8 @@ class Tokenizer(ABC):
     """Chat templates by name; "default" is the tokenizer's own."""
     digest: str
     """SHA-256 in hex of everything that decides which tokens a text becomes."""
+    remark: str
+    """What a user should know of how it was read; nothing: it is as its files say."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -71,6 +79,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
+
+    @abstractmethod
+    def special_ids(self) -> dict[str, int | None]:
+        """Return the ids of special tokens by their names in a config.json; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +97,7 @@ class ByteTokenizer(Tokenizer):
     special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
     templates: Mapping[str, str] = field(default_factory=dict)
     digest: str = BYTES
+    remark: str = ""
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text as tokens."""
@@ -101,6 +114,10 @@ class ByteTokenizer(Tokenizer):
         """Return the text; bytes that are none are replaced."""
         return decode_tokens(np.array(ids, dtype=np.int64)).decode(errors="replace")
 
+    def special_ids(self) -> dict[str, int | None]:
+        """Return that of NUL, which ends a document."""
+        return {"bos_token_id": None, "eos_token_id": self.eos_ids[0], "pad_token_id": None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileTokenizer(Tokenizer):
@@ -110,30 +127,25 @@ class FileTokenizer(Tokenizer):
 
     @classmethod
     def of(
-        cls, backend: "tokenizers.Tokenizer", content: bytes, settings: Mapping[str, object],
-        templates: Mapping[str, str], eos_token: str, source: str,
+        cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str,
     ) -> Self:  # fmt: skip
         """Return a tokenizer with its special tokens.
 
         Args:
-            backend: Is changed: its own truncation, padding and special tokens are switched off.
-            content: Of its file.
-            settings: Of tokenizer_config.json.
+            read: The backend is changed: its own truncation, padding and special tokens are switched off.
             templates: Chat templates beside it.
-            eos_token: Instead of the one that ``settings`` name.
+            eos_token: Instead of the one that its files name.
             source: Named in errors.
 
         Raises:
             DataError: ``eos_token`` is no token.
         """
+        backend, special_tokens = read.backend, dict(read.special_tokens)
         backend.no_truncation()
         backend.no_padding()
         opening, closing = _added_around(backend)
         # A processor that adds nothing and leaves a token the white space it stands for; most models' own strips it.
         backend.post_processor = import_module("tokenizers.processors").ByteLevel(trim_offsets=False)
-        special_tokens = {
-            name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None
-        }
         if eos_token and backend.token_to_id(eos_token) is None:
             raise DataError(
                 f"eos_token: '{eos_token}' is no token of {source}; name one of its vocabulary, for example that of "
@@ -144,13 +156,14 @@ class FileTokenizer(Tokenizer):
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = (eos_id,) if eos_id is not None else closing
         pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
-        decides = [sha256(content).hexdigest(), opening, eos_ids, special_tokens]
+        decides = [sha256(read.content).hexdigest(), opening, eos_ids, special_tokens]
         return cls(
             vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
             bos_ids=opening, eos_ids=eos_ids, stop_ids=eos_ids,
             pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
             special_tokens=special_tokens, templates=templates,
             digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(), backend=backend,
+            remark=read.remark,
         )  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -165,25 +178,47 @@ class FileTokenizer(Tokenizer):
         """Return the text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
+    def special_ids(self) -> dict[str, int | None]:
+        """Return those of the tokens that its files name."""
+        ids = {name: self.backend.token_to_id(self.special_tokens.get(name, "")) for name in _SPECIAL_TOKENS[:3]}
+        return {f"{name}_id": token for name, token in ids.items()} | {"eos_token_id": next(iter(self.eos_ids), None)}
+
 
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
     """Return the tokenizer that a training file names.
 
     Args:
         name: "bytes", a tokenizer.json, or the folder that holds one.
-        vocab_size: Of the model; every token must be below it.
+        vocab_size: Of the model. Tokens at or above it may be there; none of them is put around documents.
         eos_token: Token after each document instead of the tokenizer's own.
 
     Raises:
         DataError: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
     """
-    tokenizer: Tokenizer = ByteTokenizer() if name == BYTES else _open(Path(name), eos_token)
-    if tokenizer.vocab_size > vocab_size:
+    if name == BYTES and eos_token:
         raise DataError(
-            f"tokenizer '{name}' has tokens 0 to {tokenizer.vocab_size - 1}, the model's vocabulary has {vocab_size}; "
-            "use the tokenizer that belongs to the model, or a model whose vocab_size is at least as large"
+            f"eos_token: '{eos_token}' is used by nothing, for bytes end a document with NUL; leave it out, or name a "
+            "tokenizer"
         )
-    return tokenizer
+    tokenizer: Tokenizer = ByteTokenizer() if name == BYTES else _open(Path(name), eos_token)
+    around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
+    if max(around, default=0) >= vocab_size:
+        raise DataError(
+            f"tokenizer '{name}' puts token {max(around)} around each document, the model's vocabulary has "
+            f"{vocab_size}; use the tokenizer that belongs to the model, or a model whose vocab_size is larger"
+        )
+    return tokenizer if tokenizer.pad_id < vocab_size else replace(tokenizer, pad_id=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Read:
+    """What a tokenizer's files say."""
+
+    backend: "tokenizers.Tokenizer"
+    content: bytes
+    """Of a tokenizer.json that says the same."""
+    special_tokens: Mapping[str, str]
+    remark: str = ""
 
 
 def _open(path: Path, eos_token: str) -> Tokenizer:
@@ -191,59 +226,83 @@ def _open(path: Path, eos_token: str) -> Tokenizer:
         raise DataError(f"tokenizer {path} {missing_path(path)}; allowed: '{BYTES}', a tokenizer.json or its folder")
     folder = path if path.is_dir() else path.parent
     file = path / _TOKENIZER if path.is_dir() else path
-    if file.exists():
-        content = _read(file)
-        try:
-            backend = _parsed(content.decode())
-        except ValueError as error:
-            raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
-    else:
-        backend = _opened_by_transformers(folder)
-        content = backend.to_str().encode()
     settings = _json(folder / "special_tokens_map.json") | _json(folder / _CONFIG)
-    templates = dict(_templates(folder, settings))
-    return FileTokenizer.of(backend, content, settings, templates, eos_token, str(path))
+    read = _read_files(folder, file, settings)
+    return FileTokenizer.of(read, dict(_templates(folder, settings)), eos_token, str(path))
+
+
+def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Read:
+    """Return what transformers, if it is installed, and else what the files say."""
+    if find_spec("tokenizers") is None:
+        raise DataError(
+            "a tokenizer other than 'bytes' needs the package tokenizers, which is not installed; "
+            "python3 -m pip install 'hybridtrain[text]'"
+        )
+    ours = _read_file(file, settings) if file.exists() else None
+    if ours is not None and file.name != _TOKENIZER:
+        return ours
+    if find_spec("transformers") is None:
+        if ours is None:
+            raise DataError(
+                f"{folder} holds no {_TOKENIZER}; save one there (tokenizer.save_pretrained), or install transformers, "
+                "which opens other formats"
+            )
+        name = settings.get("tokenizer_class")
+        remark = f"warning: tokens are those of {file}; transformers' {name} may make others: install it to know"
+        return ours if name in _AS_THE_FILE_SAYS else replace(ours, remark=remark)
+    try:
+        kind, theirs = _read_by_transformers(folder)
+    except Exception as error:  # whatever its readers meet
+        why = str(error).partition("\n")[0]
+        if ours is None:
+            raise DataError(
+                f"{folder} holds no {_TOKENIZER}, and transformers cannot open it as a fast tokenizer ({why}); save a "
+                f"{_TOKENIZER} there"
+            ) from error
+        return replace(ours, remark=f"warning: tokens are those of {file}, which transformers cannot open ({why})")
+    if ours is None:
+        return theirs
+    said, meant = json.loads(ours.backend.to_str()), json.loads(theirs.content)
+    differing = [name for name in _DECIDES if said[name] != meant[name]]
+    if not differing:
+        return replace(ours, special_tokens=theirs.special_tokens)
+    return replace(theirs, remark=f"tokens are those of transformers' {kind}, with another {differing[0]} than {file}")
+
+
+def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
+    content = _read(file)
+    texts = {name: _token_text(settings.get(name)) for name in _SPECIAL_TOKENS}
+    special_tokens = {name: text for name, text in texts.items() if text is not None}
+    try:
+        return _Read(backend=_parsed(content.decode()), content=content, special_tokens=special_tokens)
+    except ValueError as error:
+        raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
+
+
+def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
+    """Return the class that transformers takes for a folder, and what it says; raises whatever its readers raise."""
+    found = import_module("transformers").AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+    texts = {name: getattr(found, name) for name in _SPECIAL_TOKENS}
+    special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+    content = found.backend_tokenizer.to_str()
+    # A copy: what is changed here is not what transformers keeps.
+    return type(found).__name__, _Read(
+        backend=_parsed(content), content=content.encode(), special_tokens=special_tokens
+    )
 
 
 def _parsed(text: str) -> "tokenizers.Tokenizer":
     """Return what a tokenizer.json says.
 
     Raises:
-        DataError: the package is missing.
         ValueError: it is none.
     """
     try:
-        library = import_module("tokenizers")
-    except ImportError:
-        raise DataError(
-            "a tokenizer other than 'bytes' needs the package tokenizers, which is not installed; "
-            "python3 -m pip install 'hybridtrain[text]'"
-        ) from None
-    try:
-        backend: tokenizers.Tokenizer = library.Tokenizer.from_str(text)
+        backend: tokenizers.Tokenizer = import_module("tokenizers").Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(str(error)) from error
-    return backend
-
-
-def _opened_by_transformers(folder: Path) -> "tokenizers.Tokenizer":
-    """Return the tokenizer of a folder that has other files than tokenizer.json."""
-    try:
-        transformers = import_module("transformers")
-    except ImportError:
-        raise DataError(
-            f"{folder} holds no {_TOKENIZER}; save one there (tokenizer.save_pretrained), or install transformers, "
-            "which opens other formats"
-        ) from None
-    try:
-        backend: tokenizers.Tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True
-        ).backend_tokenizer
-    except Exception as error:  # whatever its readers meet
-        raise DataError(
-            f"{folder} holds no {_TOKENIZER}, and transformers cannot open it as a fast tokenizer "
-            f"({str(error).partition(chr(10))[0]}); save a {_TOKENIZER} there"
-        ) from error
     return backend
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from torch import Tensor, nn
 
 from hybridtrain.models.block_model import Documents
+from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.widening import Widen, widening_of
 from hybridtrain.virtual_gpu.repeated_work import Work
 
@@ -15,13 +16,17 @@ _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
 
 
 def block_work(
-    block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None, *more: bool
-) -> Work:
+    block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None,
+    balance: BalanceLoss | None, *more: bool,
+) -> Work:  # fmt: skip
     """Return a forward pass of a block, which ``do`` does; ``more`` says how.
 
     Memory that coded matrices share is looked at again in the backward pass.
     """
     operands = [hidden_BTD, *(() if documents is None else (documents.ids_BT, documents.positions_BT))]
+    if balance is not None:
+        operands += [balance.rows_E, *(() if balance.counted_BT is None else (balance.counted_BT,))]
+        more += (balance.is_counting,)
     return Work(do, operands, lambda: _with(block_key(block), more), _SharedMatrix(block))
 
 

@@ -72,8 +72,7 @@ class Executor:
         self.width = model.config.width
         self.trains_tied = model.config.tied and model.head.weight.requires_grad
         experts = model.config.experts
-        self.balances = experts is not None and experts.balance_coefficient > 0
-        self.scale_loss = model.scale_loss
+        self.balanced = experts if experts is not None and experts.balance_coefficient else None
         self.draws = model.config.dropout > 0 or plan.adapter_dropout > 0
         self.weights = weights
         self._wants_norm = wants_norm

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hybridtrain.config.rules import young
+
 _GROWTH_STEPS = 2000
 _LEAST = 1.0
 
@@ -17,10 +19,12 @@ class LossScale:
     value: float = 2.0**16
     good_steps: int = 0
     """Since it last changed."""
+    overflows: int = young(0)
+    """Steps that were run again, each time."""
 
     def overflowed(self) -> bool:
         """Halve; return whether the step may be tried again."""
-        self.value, self.good_steps = self.value / 2, 0
+        self.value, self.good_steps, self.overflows = self.value / 2, 0, self.overflows + 1
         return self.value >= _LEAST
 
     def succeeded(self) -> None:

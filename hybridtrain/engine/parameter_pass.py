@@ -298,7 +298,15 @@ class ParameterPass:
         self.optimizer.update(weight, grad_P, state, step)
         if settings.hook is not None:
             settings.hook(self.optimizer, weight, grad_P, state, extra, part, step)
-        weight.write()
+        self._write(weight)
+        self._observer.cast(grad_P.dtype, torch.float32, grad_P.numel())
+
+    def _write(self, weight: WeightSlice, *, nearest: bool = False) -> None:
+        weight.write(nearest=nearest)
+        kept = weight.stored[0]
+        if weight.storage.reads_weight:
+            self._observer.cast(kept.dtype, torch.float32, kept.numel())
+        self._observer.cast(torch.float32, kept.dtype, kept.numel())
 
     def _slice(self, weight: StoredWeight, companion_P: Tensor | None, shape: tuple[int, ...] = ()) -> WeightSlice:
         return WeightSlice(self._states.formats.of(weight), weight, companion_P, shape)
@@ -323,6 +331,7 @@ class ParameterPass:
                     settings.hook(self.optimizer, weight, grad.view(-1)[part], state, extra, part, entry.step)
         for entry, value, companion in zip(entries, values, companions, strict=True):
             storage.store(value, weights[entry.index], companion)
+            self._observer.cast(torch.float32, weights[entry.index][0].dtype, value.numel())
 
     def _update_whole(
         self, entry: _Entry, settings: StepSettings, weights: Sequence[StoredWeight], _: Sequence[Tensor]
@@ -340,8 +349,9 @@ class ParameterPass:
         weight = self._slice(weights[entry.index], companion, shape)
 
         def compute() -> tuple[Tensor, ...]:
+            self._observer.cast(grad.dtype, torch.float32, grad.numel())
             self.optimizer.update(weight, grad, slices, step)
-            weight.write()
+            self._write(weight)
             return ()
 
         key = None if settings.hook is not None else (step, shape)
@@ -357,9 +367,9 @@ class ParameterPass:
                 extra = _take_slices(state.extra, list(tensors), part.stop - part.start)
                 piece = weight.part(part)
                 settings.hook(self.optimizer, piece, grad.view(-1)[part], slices, extra, part, step)
-                piece.write()
+                self._write(piece)
             if weight.storage.needs_whole:
-                weight.write()
+                self._write(weight)
         homes = [state.companion, *(tensor for slot in state.slots for tensor in slot.tensors)]
         found = [companion, *(tensor for tensors in brought for tensor in tensors)]
         for home, tensor in zip(homes, found, strict=True):
@@ -456,7 +466,7 @@ class ParameterPass:
     def _visited_states(self, unit: Unit, settings: PassSettings) -> list[ParameterState]:
         """Return the states of a unit; moments that never were are made only where someone looks at them."""
         if settings.reads_second_moment or settings.uses_extra:
-            return self._states.acquire(unit)
+            return self._states.acquire(unit, wants_moments=settings.reads_second_moment)
         return self._states.settled(unit.name)
 
     def _second_slots(self, state: ParameterState, settings: PassSettings) -> list[StateSlot]:
@@ -509,7 +519,7 @@ class ParameterPass:
         second_P = self.optimizer.second_moment(seconds, part) if settings.reads_second_moment else None
         work(ParameterSlice(unit.name, index, part, weight, second_P, tuple(extra), self._on_host))
         if settings.writes_weights:
-            weight.write(nearest=settings.rounds_to_nearest)
+            self._write(weight, nearest=settings.rounds_to_nearest)
 
     def _visit_on_host(self, unit: Unit, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
         states = self._visited_states(unit, settings)

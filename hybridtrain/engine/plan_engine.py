@@ -82,6 +82,9 @@ class PlanEngine:
             self.store_as(phase, key=key)
         if phase is not Phase.PREDICT:
             self.states.fetch_back()
+            if not self.plan.async_restore:
+                for unit in self.units:
+                    self.states.settled(unit.name)
         self.plan = plan
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 

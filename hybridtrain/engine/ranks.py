@@ -1,9 +1,13 @@
-"""What several ranks cannot do together is refused before anything is built."""
+"""What several ranks cannot do together, or were told otherwise, is refused before anything is built."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 
+import torch
+
+from hybridtrain.config.encode import JsonMapping, JsonValue
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.group import Group
+from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.optim.optimizer import Optimizer, Role
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, weight_storage
@@ -16,6 +20,42 @@ def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_bloc
     faults = list(_faults(group, plan, optimizer, num_blocks))
     if faults:
         raise ConfigError(f"{group.shares} ranks", faults)
+
+
+def require_agreement(group: Group, device: torch.device, given: Mapping[str, JsonValue]) -> None:
+    """Raise ``ConfigError`` on every rank unless all of them were given the same.
+
+    Args:
+        group: The ranks; all of them ask. Those that a dry run imagines agree.
+        device: On which they exchange.
+        given: What must be alike, by names that tell a user what to change.
+
+    Raises:
+        ConfigError: a fault for each name, with the values of the ranks.
+        RankError: another rank ended or did not answer in time.
+    """
+    if device.type == "meta":
+        return
+    told: list[JsonMapping] = [json.loads(text) for text in gather_texts(group, device, json.dumps(dict(given)))]
+    names = dict.fromkeys(name for values in told for name in values)
+    faults = [
+        f"{name}: {_by_rank([json.dumps(values[name]) if name in values else 'absent' for values in told])}; it must "
+        "be the same on every rank: start all of them with the same file, arguments, data and packages"
+        for name in names
+        if any(values.get(name) != told[0].get(name) or (name in values) != (name in told[0]) for values in told)
+    ]
+    if faults:
+        raise ConfigError(f"{group.world} ranks", faults)
+
+
+def _by_rank(values: list[str]) -> str:
+    """Return each value with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{value} on rank{'s' * (len(held) > 1)} {', '.join(map(str, held))}" for value, held in ranks.items()
+    )
 
 
 def _faults(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_blocks: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ class StepResult:
     grad_norm: float | None
     """Global L2 norm before clipping; None when clipping is off."""
     num_tokens: int
+    """Of the step, without padding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -18,7 +20,9 @@ from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Documents, ModelPart, Unit
+from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import Head
+from hybridtrain.models.model_config import Experts
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
 from hybridtrain.virtual_gpu.repeated_work import Held
@@ -36,17 +40,18 @@ class BlockGraph:
 
 
 def run_block(
-    block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, observer: MemoryObserver,
-    *, computes_output: bool = True,
+    block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, balance: BalanceLoss | None,
+    observer: MemoryObserver, *, computes_output: bool = True,
 ) -> tuple[BlockGraph, Tensor]:  # fmt: skip
     """Run ``block`` on a detached input; return its graph and its detached hidden_BTD."""
     hidden_in_BTD = hidden_BTD.detach().requires_grad_()
 
     def run() -> tuple[Tensor]:
         with torch.enable_grad():
-            return (block(hidden_in_BTD, documents, computes_output=computes_output),)
+            return (block(hidden_in_BTD, documents, balance, computes_output=computes_output),)
 
-    (hidden_out_BTD,), held = observer.repeat_forward(block_work(block, run, hidden_in_BTD, documents, computes_output))
+    work = block_work(block, run, hidden_in_BTD, documents, balance, computes_output)
+    (hidden_out_BTD,), held = observer.repeat_forward(work)
     output = get_gradient_edge(hidden_out_BTD) if hidden_out_BTD.requires_grad else None
     return BlockGraph(hidden_in_BTD, output, held), hidden_out_BTD.detach()
 
@@ -74,6 +79,10 @@ class DeviceBatch:
     num_targets: int
     """Those that count; the loss is the mean over them."""
     documents: Documents | None = None
+    counted_BT: Tensor | None = None
+    """bool: which positions are no padding, where anybody asks; None: all are."""
+    num_tokens: int = 0
+    """Those of ``counted_BT``; without it all count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +148,11 @@ def differentiate_tied_weight(
 BlockDone = Callable[[Unit], None]
 
 
-def upload_batch(batch: TokenBatch, transfer: Transfer) -> DeviceBatch:
-    """Return a micro-batch on the device."""
-    documents = None
+def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool = False) -> DeviceBatch:
+    """Return a micro-batch on the device; ``marks_padding``: with what says where its padding is."""
+    documents = counted_BT = None
+    if marks_padding and batch.lengths_B is not None:
+        counted_BT = transfer.upload(np.arange(batch.token_ids_BT.shape[1]) < batch.lengths_B[:, None])
     if batch.document_ids_BT is not None:
         positions_BT = document_positions(batch.document_ids_BT)
         documents = Documents(transfer.upload(batch.document_ids_BT), transfer.upload(positions_BT))
@@ -150,6 +161,8 @@ def upload_batch(batch: TokenBatch, transfer: Transfer) -> DeviceBatch:
         target_ids_BT=transfer.upload(batch.target_ids_BT),
         num_targets=int((batch.target_ids_BT != IGNORED).sum()),
         documents=documents,
+        counted_BT=counted_BT,
+        num_tokens=batch.num_tokens,
     )
 
 
@@ -176,17 +189,13 @@ class ModelRun(Protocol):
     """D."""
     trains_tied: bool
     """The head's weight is the token embedding, and trained."""
-    balances: bool
-    """Blocks add losses of their own, by what ``scale_loss`` says."""
+    balanced: Experts | None
+    """Of blocks that add a load-balancing loss."""
     draws: bool
     weights: WeightStore
     boundaries: BoundaryStore
     grads: GradStore
     segments: list[range]
-
-    def scale_loss(self, share: float) -> None:
-        """Say what the loss of the next micro-batch is multiplied with."""
-        ...
 
     def waves(self, group: range) -> list[range]:
         """Return the micro-batches that pass block by block."""
@@ -229,6 +238,7 @@ class StepVisit:
         self._hidden: dict[int, Tensor] = {}
         self._grad: dict[int, Tensor] = {}
         self._tied_grads: dict[int, Tensor] = {}
+        self._balance: dict[int, BalanceLoss] = {}
 
     def forward(self) -> list[Tensor]:
         """Return the losses of the group, scalars float32 on the device; none where another stage has the head."""
@@ -244,7 +254,7 @@ class StepVisit:
                 if self._run.part.has_head:
                     losses.append(self._head(micro_batch))
                 else:
-                    self._send(self._hidden.pop(micro_batch), 1)
+                    self._send(self._hidden.pop(micro_batch), micro_batch, 1)
         if self._run.part.has_head:
             self._finish("head")
         return losses
@@ -256,6 +266,8 @@ class StepVisit:
             for micro_batch in () if run.part.has_head else wave:
                 with run.observer.region(Stage.BACKWARD, f"block.{run.part.blocks[-1]}"):
                     self._grad[micro_batch] = self._receive(micro_batch, 1)
+            for balance in self._balance.values():
+                balance.is_counting = False
             for segment in reversed(run.segments):
                 for block in reversed(segment):
                     self._prefetch(f"block.{block}")
@@ -270,10 +282,13 @@ class StepVisit:
 
     def _enter(self, micro_batch: int) -> None:
         """Begin with the embedding, or with what the stage before gives."""
-        if self._run.part.has_embedding:
+        run = self._run
+        if run.balanced is not None:
+            self._balance[micro_batch] = self._new_balance(micro_batch, run.balanced)
+        if run.part.has_embedding:
             self._embed(micro_batch)
             return
-        with self._run.observer.region(Stage.FORWARD, f"block.{self._run.part.blocks[0]}"):
+        with run.observer.region(Stage.FORWARD, f"block.{run.part.blocks[0]}"):
             self._hidden[micro_batch] = self._receive(micro_batch, -1)
 
     def _leave(self, micro_batch: int) -> None:
@@ -283,17 +298,42 @@ class StepVisit:
             self._embed_backward(micro_batch)
             return
         with run.observer.region(Stage.BACKWARD, f"block.{run.part.blocks[0]}"):
-            self._send(self._grad.pop(micro_batch), -1)
+            self._send(self._grad.pop(micro_batch), micro_batch, -1)
         if run.trains_tied and run.part.has_head:
             with run.observer.region(Stage.BACKWARD, "head"):
                 run.copies.send(self._own_tied_grad(micro_batch), 0)
 
-    def _send(self, tensor: Tensor, step: int) -> None:
-        self._run.copies.send(tensor.contiguous(), self._run.copies.group.rank + step)
+    def _send(self, tensor: Tensor, micro_batch: int, step: int) -> None:
+        """Start giving a tensor to another stage, and with it what was counted for the load-balancing loss.
+
+        In one message: a second one would wait for the first, while the other stage may wait to be heard itself.
+        """
+        tensor = tensor.contiguous()
+        if micro_batch in self._balance:
+            rows_E = self._balance[micro_batch].rows_E
+            tensor = torch.cat([tensor.view(-1).view(torch.uint8), rows_E.view(torch.uint8)])
+        self._run.copies.send(tensor, self._run.copies.group.rank + step)
 
     def _receive(self, micro_batch: int, step: int) -> Tensor:
-        shape = (*self._batches[micro_batch].token_ids_BT.shape, self._run.width)
-        return self._run.receive(shape, self._run.copies.group.rank + step)
+        run, rank = self._run, self._run.copies.group.rank + step
+        shape = (*self._batches[micro_batch].token_ids_BT.shape, run.width)
+        if micro_batch not in self._balance:
+            return run.receive(shape, rank)
+        balance, dtype = self._balance[micro_batch], run.weights.compute_dtype
+        size = prod(shape) * dtype.itemsize
+        message = torch.empty(size + balance.rows_E.nbytes, dtype=torch.uint8, device=run.transfer.device)
+        run.copies.receive(message, rank)
+        balance.rows_E = message[size:].clone().view(torch.int64)
+        return message[:size].view(dtype).view(shape)
+
+    def _new_balance(self, micro_batch: int, experts: Experts) -> BalanceLoss:
+        """Return the load-balancing loss of a micro-batch before its first block."""
+        run, batch = self._run, self._batches[micro_batch]
+        with run.observer.region(Stage.FORWARD, f"block.{run.part.blocks[0]}"):
+            rows_E = torch.zeros(experts.count, dtype=torch.int64, device=run.transfer.device)
+        num_tokens = batch.num_tokens or batch.token_ids_BT.numel()
+        scale = self._scales[micro_batch] * experts.balance_coefficient
+        return BalanceLoss(rows_E, scale, num_tokens * run.part.num_blocks, batch.counted_BT)
 
     def _seed_unit(self, micro_batch: int, unit: int) -> None:
         if self._run.draws:
@@ -310,7 +350,7 @@ class StepVisit:
         self._hidden[micro_batch] = embedded_BTD.detach()
 
     def _forward_block(self, micro_batch: int, block: int, *, is_boundary: bool) -> None:
-        run, documents = self._run, self._batches[micro_batch].documents
+        run, documents, balance = self._run, self._batches[micro_batch].documents, self._balance.get(micro_batch)
         hidden_BTD = self._hidden.pop(micro_batch)
         with run.observer.region(Stage.FORWARD, f"block.{block}"):
             module = run.weights.acquire(block)
@@ -318,20 +358,22 @@ class StepVisit:
             if block < run.first_kept:
                 if is_boundary:
                     run.boundaries.store(micro_batch, block, hidden_BTD)
-                self._hidden[micro_batch] = self._output(module, hidden_BTD, documents)
+                self._hidden[micro_batch] = self._output(module, hidden_BTD, documents, balance)
             else:
                 run.boundaries.note(block, hidden_BTD)
-                found = run_block(module, hidden_BTD, documents, run.observer)
+                found = run_block(module, hidden_BTD, documents, balance, run.observer)
                 self._graphs[micro_batch, block], self._hidden[micro_batch] = found
 
-    def _output(self, block: nn.Module, hidden_BTD: Tensor, documents: Documents | None) -> Tensor:
+    def _output(
+        self, block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, balance: BalanceLoss | None
+    ) -> Tensor:
         """Return a block's hidden_BTD; nothing is kept for a backward pass."""
 
         def run() -> tuple[Tensor]:
             with torch.no_grad():
-                return (block(hidden_BTD, documents),)
+                return (block(hidden_BTD, documents, balance),)
 
-        (hidden_out_BTD,) = self._run.observer.repeat(block_work(block, run, hidden_BTD, documents))
+        (hidden_out_BTD,) = self._run.observer.repeat(block_work(block, run, hidden_BTD, documents, balance))
         return hidden_out_BTD
 
     def _head(self, micro_batch: int) -> Tensor:
@@ -353,9 +395,7 @@ class StepVisit:
         return step.loss
 
     def _backward_segment(self, micro_batch: int, segment: range) -> None:
-        run, documents = self._run, self._batches[micro_batch].documents
-        if run.balances:
-            run.scale_loss(self._scales[micro_batch])
+        run, documents, balance = self._run, self._batches[micro_batch].documents, self._balance.get(micro_batch)
         if segment.start < run.first_kept:
             with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
                 hidden_BTD = run.boundaries.fetch(micro_batch, segment.start)
@@ -365,7 +405,7 @@ class StepVisit:
                     self._seed_unit(micro_batch, block + 1)
                     # The last output is of no use: nothing in the backward pass reads it.
                     graph, hidden_BTD = run_block(
-                        module, hidden_BTD, documents, run.observer, computes_output=block != segment[-1]
+                        module, hidden_BTD, documents, balance, run.observer, computes_output=block != segment[-1]
                     )
                 self._graphs[micro_batch, block] = graph
                 del graph

@@ -111,12 +111,14 @@ class WeightMove:
         unit: str,
     ) -> None:
         """Store the exact values anew, slice by slice."""
-        companion, kept = state.companion, None
+        companion, kept, count = state.companion, None, state.parameter.numel()
+        if companion is None:
+            self._observer.cast(source[0].dtype, torch.float32, count)
+        self._observer.cast(torch.float32, target[0].dtype, count)
         if new.companion_dtype is not None:
             stays = old.companion_dtype is new.companion_dtype is torch.float32
             stays = stays and companion is not None and _place(companion) is self._master
             kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
-        count = state.parameter.numel()
         for part in [slice(0, count)] if new.needs_whole else _parts(count):
             companion_P = None if companion is None else self._read(companion, part)
             value_P = old.load(weight_part(source, part), companion_P)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybridtrain.config.rules import below_least
+from hybridtrain.config.rules import below_least, young
 from hybridtrain.errors import ConfigError
 from hybridtrain.optim import Optimizer
 from hybridtrain.optim.slow_average import SlowMomentum
@@ -28,6 +28,9 @@ class HybridConfig:
     """Largest P: predicted steps of one jump; 0 switches jumps off, None sets no limit."""
     correct_steps: int = 1
     """Steps after a jump that are called CORRECT: their true gradients enter all averages."""
+    correction_interval: float | None = young(None)
+    """Predicted steps after which CORRECT comes: a longer jump goes on after ``correct_steps`` true steps, until it is
+    over. None: a jump is made at once. Not with linear, whose line a true step ends."""
     correction: Literal["next_gradients", "probe_gradients"] = "next_gradients"
     """probe_gradients: CORRECT takes its gradients on the probe split, as the documents have it, and the residual of
     its forecasts corrects the next one."""
@@ -76,6 +79,13 @@ class HybridConfig:
         if self.predictor == "linear" and self.full_steps < 2:
             faults.append(
                 "full_steps: 1 leaves linear no displacement, which is that since a block's first step; use 2"
+            )
+        if self.correction_interval is not None and not self.correction_interval > 0:
+            faults.append(f"correction_interval: {self.correction_interval} must be above 0")
+        if self.correction_interval is not None and self.predictor == "linear":
+            faults.append(
+                f"correction_interval: {self.correction_interval} does not go with predictor 'linear', whose line ends "
+                "with a true step; leave it out"
             )
         for name, low, high in (
             ("confidence_threshold", 0.0, 1.0),

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
+from hybridtrain.config.rules import young
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.divergence import DivergenceLevel
 from hybridtrain.hybrid.stateful import Stateful
@@ -45,6 +46,8 @@ class ControllerState:
     calm_until: int = 0
     """Step until which the strength stays low."""
     correct_left: int = 0
+    predict_left: float = young(0.0)
+    """Predicted steps of the last jump that follow after CORRECT."""
     num_jumps: int = 0
     rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))
     """Of the probe loss over the latest jumps."""
@@ -75,16 +78,21 @@ class PhaseController(Stateful):
         """Return whether a jump follows ``step``, which is about to be run."""
         if step <= self._warmup_steps:
             return False
-        return self.state.block_steps + 1 >= self.state.full_steps and self._may_jump(level)
+        is_due = (
+            self.state.correct_left <= 1 if self.state.predict_left else self._ends_block(self.state.block_steps + 1)
+        )
+        return is_due and self._may_jump(level)
 
     def update(self, steps_done: int, level: DivergenceLevel) -> None:
         """Choose the next phase once ``steps_done`` true steps are done."""
-        state = self.state
+        state, may_jump = self.state, self._may_jump(level)
+        if not may_jump:
+            state.predict_left = 0.0
         if steps_done < self._warmup_steps:
             state.phase = Phase.WARMUP
         elif state.correct_left:
             state.phase = Phase.CORRECT
-        elif state.block_steps >= state.full_steps and self._may_jump(level):
+        elif may_jump and (state.predict_left or self._ends_block(state.block_steps)):
             state.phase = Phase.PREDICT
         else:
             state.phase = Phase.FULL
@@ -97,10 +105,11 @@ class PhaseController(Stateful):
         if not self.config.adapt and steps_done >= self.state.calm_until:
             self.state.scale = 1.0  # nothing else would raise it again
 
-    def count_jump(self) -> None:
-        """Count a jump: a new block begins, with CORRECT."""
+    def count_jump(self, predict_left: float = 0.0) -> None:
+        """Count a jump, or a part of it: a new block begins, with CORRECT; then ``predict_left`` steps follow."""
         self.state.block_steps = 0
         self.state.correct_left = self.config.correct_steps
+        self.state.predict_left = predict_left
         self.state.num_jumps += 1
 
     def judge_block(self, loss: float, high: float) -> None:
@@ -142,10 +151,14 @@ class PhaseController(Stateful):
         self.state.scale = max(_SMALLEST_SCALE, self.state.scale / 2)
         self.state.calm_until = steps_done + _CALM_STEPS
         self.state.correct_left = 0
+        self.state.predict_left = 0.0
 
     def scale_at(self, step: int) -> float:
         """Return the strength in force."""
         return min(self.state.scale, 0.5) if step < self.state.calm_until else self.state.scale
+
+    def _ends_block(self, block_steps: int) -> bool:
+        return block_steps >= self.state.full_steps
 
     def _may_jump(self, level: DivergenceLevel) -> bool:
         return level < DivergenceLevel.WARNING and self.state.confidence >= self.config.confidence_threshold

@@ -109,8 +109,11 @@ class HybridTrainer(Stateful):
         self.config = config
         self.statistics = HybridStatistics()
         self._load_probe = load_probe
-        self._num_probes = 0
+        self.num_probes = 0
+        """Batches of the probe split that were used."""
         self._last_lr = 0.0
+        self._steps_after = 0.0
+        """Predicted steps of the jump at work that follow after CORRECT."""
         self._pending = None
         self._rollback: RollbackCopy | None = None
         self.controller: PhaseController | None = None
@@ -119,7 +122,7 @@ class HybridTrainer(Stateful):
         check_hybrid(trainer, config, has_probe=load_probe is not None)
         warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
         self.controller = PhaseController(config, warmup)
-        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at)
+        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at, trainer.config.schedule.total_steps)
         self.predictor = make_predictor(config, trainer)
 
     @property
@@ -209,9 +212,14 @@ class HybridTrainer(Stateful):
         )
 
     def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
-        steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
-        largest = self._config.max_predict_steps
-        return steps if largest is None else min(steps, largest)
+        """Return the predicted steps until CORRECT comes, and note those that follow after it."""
+        steps = controller.state.predict_left
+        if not steps:
+            steps = self.predictor.steps_of_jump(number, block_steps, controller.scale_at(number))
+            steps = min(steps, _or_inf(self._config.max_predict_steps))
+        until_correct = min(steps, _or_inf(self._config.correction_interval))
+        self._steps_after = steps - until_correct
+        return until_correct
 
     def _guarded_step(
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None
@@ -231,6 +239,7 @@ class HybridTrainer(Stateful):
             self.undo()
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
+            self._steps_after = 0.0
             done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
             self._pending = None
             return done, True
@@ -251,6 +260,7 @@ class HybridTrainer(Stateful):
         is_harmful = probes and moved and self._config.guard and self._is_harmful(controller, before, after)
         if is_harmful:
             self.undo()
+            controller.state.predict_left = 0.0
         controller.update(number, self.watch.monitor.level)
         forecast = self.watch.forecast
         return HybridResult(
@@ -277,11 +287,14 @@ class HybridTrainer(Stateful):
         if self._config.rollback == "copy" and self._rollback is None:
             self._rollback = RollbackCopy(self.trainer)
         pieces = math.ceil(steps) if self._config.monitor == "every_step" else 1
+        lookahead = min(pieces, self.trainer.memory_plan.for_phase(Phase.PREDICT).restore_lookahead)
         jumps: list[Jump] = []
         loss = math.nan
         for piece in range(pieces):
             rollback = None if piece else self._rollback
             jumps.append(self.predictor.jump(steps / pieces, self._last_lr, rollback))
+            if lookahead and piece == pieces - lookahead:
+                self.trainer.restore_ahead()
             if probe:
                 loss = self.trainer.loss(probe)
                 if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece
@@ -302,15 +315,15 @@ class HybridTrainer(Stateful):
 
     def _jumped(self, controller: PhaseController, jump: Jump) -> None:
         """Start a new block after a jump, with a forecast of how it will end."""
-        controller.count_jump()
+        controller.count_jump(self._steps_after)
         self._pending = jump if jump.predicted_steps else None
         number = self.trainer.steps_done
         self.watch.open_block(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
 
     def _next_probe(self) -> Batches:
         assert self._load_probe is not None, "checked at construction"
-        self._num_probes += 1
-        return self._load_probe(self._num_probes - 1)
+        self.num_probes += 1
+        return self._load_probe(self.num_probes - 1)
 
     @property
     def _encodes(self) -> bool:
@@ -335,8 +348,12 @@ class HybridTrainer(Stateful):
             self._pending = None
 
     def _state_names(self) -> Iterable[str]:
-        names = ("controller", "watch", "predictor", "_num_probes", "_last_lr", "_pending")
+        names = ("controller", "watch", "predictor", "num_probes", "_last_lr", "_pending")
         return ("statistics", *(() if self.controller is None else names))
+
+
+def _or_inf(limit: float | None) -> float:
+    return math.inf if limit is None else limit
 
 
 def _plain(done: StepResult) -> HybridResult:

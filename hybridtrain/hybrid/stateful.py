@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridtrain.config.rules import is_young
+
 State = dict[str, object]
 T = TypeVar("T")
 
@@ -70,7 +72,10 @@ def _saved(value: object) -> object:  # noqa: PLR0911  # one a type
         case list() | deque():
             return [_saved(item) for item in value]
     if is_dataclass(value):
-        return {field.name: _saved(getattr(value, field.name)) for field in fields(value)}
+        found = {field: getattr(value, field.name) for field in fields(value)}
+        return {
+            field.name: _saved(item) for field, item in found.items() if not (is_young(field) and item == field.default)
+        }
     return value
 
 
@@ -108,6 +113,7 @@ def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0
         return kind(**{
             field.name: _entry(value, field.name, hints[field.name], getattr(own, field.name, None))
             for field in fields(kind)
+            if not is_young(field) or field.name in _checked(value, dict)
         })  # fmt: skip
     return _collected(hint, kind, own, value)
 

@@ -40,6 +40,7 @@ class LossWatch(Stateful):
         config: Which forecaster, and its budget.
         seed: Of the forecaster's own random numbers.
         lr_at: Learning rate of a step, counted from 1.
+        total_steps: Of the run; None: not known.
 
     Raises:
         ValueError: the forecaster does not fit its budget.
@@ -52,7 +53,9 @@ class LossWatch(Stateful):
     forecast: LossForecast | None
     """Of the block at work."""
 
-    def __init__(self, config: HybridConfig, seed: int, lr_at: Callable[[int], float]) -> None:
+    def __init__(
+        self, config: HybridConfig, seed: int, lr_at: Callable[[int], float], total_steps: int | None = None
+    ) -> None:
         self.monitor = DivergenceMonitor()
         own = config.predictor if config.predictor in {"mlp", "rssm"} else DEFAULT_FORECASTER
         kind: str = config.forecaster or own
@@ -61,7 +64,7 @@ class LossWatch(Stateful):
         if config.correction == "probe_gradients":
             self._residuals = ResidualStore(_MAX_RESIDUALS)
             budget_mib -= ResidualStore.num_bytes(_MAX_RESIDUALS, _NUM_FEATURES) / MIB
-        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib)
+        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         self.forecast = None
         self._features: list[float] = []
         """Of the state in which the forecast was made."""

@@ -83,6 +83,8 @@ class GradStore:
         self.prefetch(unit)
         for ticket in self._arriving.pop(unit, ()):
             self._copies.wait(ticket)
+        for grad in grads:
+            self._observer.cast(grad.dtype, self._sum_dtype, grad.numel())
         held = self._grads.get(unit)
         if held is None:
             self._grads[unit] = [self._label(grad.to(self._sum_dtype), unit) for grad in grads]
@@ -114,6 +116,7 @@ class GradStore:
         if grads is None:  # its share is complete, and another one begins
             return
         for index, grad in enumerate(grads):
+            self._observer.cast(grad.dtype, self._kept_dtype, grad.numel())
             grads[index] = self._label(grad.to(self._kept_dtype), unit)
         if is_last and self._wants_norm:
             self._norms[unit] = [

@@ -7,7 +7,8 @@ cards.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from threading import Thread
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import ConfigError, RankError
+
+T = TypeVar("T")
 
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name from torch 2.13 on, and the one before."""
@@ -130,22 +133,29 @@ class TorchGroup:
             init_method: Where ranks meet, as torch.distributed means it.
             rank: Of this process, where the environment does not say it.
             world: Number of ranks, likewise.
-            timeout_s: How long to wait for other ranks, here and in each collective.
+            timeout_s: How long to wait for other ranks, here in all, and in each collective.
 
         Raises:
             RankError: the others did not come.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
-        try:
+        card = torch.cuda.current_device() if device.type == "cuda" else None
+
+        def meet() -> TorchGroup:
+            if card is not None:
+                torch.cuda.set_device(card)  # a thread begins with the first one
             dist.init_process_group(
                 backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
             )
-        except (dist.DistError, ValueError, RuntimeError) as error:
+            return cls(device)
+
+        try:
+            return _within(timeout_s, meet)
+        except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise RankError(
-                f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:.0f} s "
+                f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:g} s "
                 f"({_first_line(error)}); all of them must start, with the same address. Start all of them anew."
             ) from error
-        return cls(device)
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
         """Exchange rows."""
@@ -272,6 +282,54 @@ class VirtualGroup:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
+    """Return the texts of all ranks, in their order.
+
+    Args:
+        group: The ranks.
+        device: On which they exchange.
+        text: Of this rank; as long as it likes.
+
+    Raises:
+        RankError: another rank ended or did not answer in time.
+    """
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    counts = [int(count) for count in group.gather_numbers([content.numel()])]
+    with _disable_current_modes():  # no ledger's
+        row = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+        row[: content.numel()].copy_(content)
+        rows = row.new_empty((group.world, row.numel()))
+        group.all_gather(rows, row)
+        return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
+
+
+def _within(seconds: float, what: Callable[[], T]) -> T:
+    """Return what a call returns.
+
+    It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    found: list[T] = []
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(what())
+        except BaseException as error:  # noqa: BLE001  raised below
+            faults.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if faults:
+        raise faults[0]
+    if not found:
+        raise TimeoutError("no answer from the address, or from a rank that came to it")
+    return found[0]
 
 
 def _nothing() -> None:

@@ -198,10 +198,10 @@ class StateStore:
         storage = state_format(cell.codec, count, signed=spec.signed)
         return StateSlot(spec, storage, storage.specs(shape), cell.placement)
 
-    def acquire(self, unit: Unit) -> list[ParameterState]:
-        """Return the states of ``unit`` in the order of its parameters."""
+    def acquire(self, unit: Unit, *, wants_moments: bool = True) -> list[ParameterState]:
+        """Return the states of ``unit`` in the order of its parameters; without moments only extra state is made."""
         states = self._states[unit.name]
-        for slots in ([state.slots for state in states], [state.extra for state in states]):
+        for slots in ([state.slots for state in states if wants_moments], [state.extra for state in states]):
             self._allocate(unit.name, [slot for group in slots for slot in group if not slot.tensors])
         return self.settled(unit.name)
 
@@ -269,7 +269,10 @@ class StateStore:
             step: Steps done so far; dropped state starts anew after it.
         """
         self._master_is_away = master is not None and master.placement is Placement.HOST
-        for unit, state in self._resident():
+        resident, is_dropped = list(self._resident()), moments.placement is Placement.DROPPED
+        if is_dropped:
+            self._drop(step)
+        for unit, state in resident:
             if self._master_is_away and isinstance(state.companion, Tensor):
                 state.companion = self._store(state.companion, Placement.HOST, TensorClass.MASTER, unit)
             slots = [slot for slot in state.slots if slot.is_elementwise]  # rows and columns: there is nothing to gain
@@ -278,14 +281,16 @@ class StateStore:
                     slot.tensors = tuple(
                         self._store(tensor, Placement.HOST, TensorClass.OPTIM_STATE, unit) for tensor in slot.tensors
                     )
-            elif moments.placement is Placement.DROPPED:
-                for slot in state.slots:
-                    slot.tensors, slot.is_fresh = (), True
-            elif moments.codec is Codec.INT8_BLOCKS:
+            elif moments.codec is Codec.INT8_BLOCKS and not is_dropped:
                 self._squeeze(state, slots, unit)
             self._away.append((state, unit))
-        if moments.placement is Placement.DROPPED:
-            self.born_after = step
+
+    def _drop(self, step: int) -> None:
+        """Forget the optimizer's state wherever it lives; buffers below the device are written anew."""
+        for states in self._states.values():
+            for slot in (slot for state in states for slot in state.slots):
+                slot.reset()
+        self.born_after = step
 
     @torch.no_grad()
     def fetch_back(self) -> None:

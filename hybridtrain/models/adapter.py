@@ -107,6 +107,15 @@ def _chosen(targets: list[str], names: list[str]) -> list[str]:
     return chosen
 
 
+def adapter_coverage(model: BlockModel) -> tuple[list[str], list[str]]:
+    """Return the linear layers of a block that have adapters, and those that have none, the router and experts too."""
+    block = model.blocks[0]
+    linears = {name: child.adapter is not None for name, child in block.named_children() if isinstance(child, Linear)}
+    others = [name for name, has_adapter in linears.items() if not has_adapter]
+    experts = [name for name, parameter in block.named_parameters(recurse=False) if parameter.dim() > 1]
+    return [name for name, has_adapter in linears.items() if has_adapter], [*others, *experts]
+
+
 def without_adapters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of a block's own weights."""
     return ((name, parameter) for name, parameter in block.named_parameters() if not is_adapter(name))

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import AttentionFunction, Head
 from hybridtrain.models.model_config import ModelConfig
 
@@ -105,16 +106,13 @@ class BlockModel(nn.Module):
         for block in self.blocks:
             setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
 
-    def scale_loss(self, share: float) -> None:
-        """Say what the loss of the next micro-batch is multiplied with: blocks may add losses of their own."""
-        for block in self.blocks:
-            setattr(block, "loss_share", share)  # noqa: B010  as above
-
-    def forward(self, token_ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, token_ids_BT: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None
+    ) -> Tensor:
         """Return the final hidden_BTD, in one plain autograd graph."""
         hidden_BTD = self.embedding(token_ids_BT, documents)
         for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, documents)
+            hidden_BTD = block(hidden_BTD, documents, balance)
         return hidden_BTD  # type: ignore[no-any-return]
 
     def units(self, *, everywhere: bool = False) -> tuple[Unit, ...]:

@@ -15,7 +15,7 @@ from hybridkernels.geglu import geglu
 from hybridkernels.rotary import rotary
 from hybridkernels.swiglu import swiglu
 from hybridtrain.models.block_model import Documents
-from hybridtrain.models.experts import mix_experts
+from hybridtrain.models.experts import BalanceLoss, mix_experts
 from hybridtrain.models.layers import ATTENTION, AttentionFunction, LayerNorm, RmsNorm, RotaryTable
 from hybridtrain.models.linear import Linear, add_linear, dropout
 from hybridtrain.models.model_config import Experts, ModelConfig
@@ -110,9 +110,6 @@ class Block(nn.Module):
         self.attention_out_norm = norm_of(config, width, dtype) if norms_after else nn.Identity()
         self.ffn_norm = norm_of(config, width, dtype) if norms_before else nn.Identity()
         self.experts = config.experts
-        self.balance = config.experts.balance_coefficient / config.num_blocks if config.experts else 0.0
-        self.loss_share = 1.0
-        """What the loss of the micro-batch is multiplied with before it is differentiated."""
         if config.experts:
             self._add_experts(config.experts, width, dtype)
         else:
@@ -139,8 +136,9 @@ class Block(nn.Module):
         self.ffn_out = Linear(ffn_width, width, bias=bias, dtype=dtype)
 
     def forward(
-        self, hidden_BTD: Tensor, documents: Documents | None = None, *, computes_output: bool = True
-    ) -> Tensor:
+        self, hidden_BTD: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None, *,
+        computes_output: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Return hidden_BTD; without ``computes_output`` its values are undefined, but it can be differentiated."""
         if self.adds_in_matmul:
             attended_BTD = self._attend(self.attention_norm(hidden_BTD), documents)
@@ -154,7 +152,7 @@ class Block(nn.Module):
             if computes_output:
                 return add_linear(hidden_BTD, inner_BTF, self.ffn_out)
             return hidden_BTD + self.ffn_out(inner_BTF, computes_output=False)  # type: ignore[no-any-return]
-        feed_forward_BTD = self._feed_forward(self.ffn_norm(hidden_BTD), computes_output=computes_output)
+        feed_forward_BTD = self._feed_forward(self.ffn_norm(hidden_BTD), balance, computes_output=computes_output)
         return hidden_BTD + self._branch(self.ffn_out_norm(feed_forward_BTD))
 
     def _attend(self, normed_BTD: Tensor, documents: Documents | None) -> Tensor:
@@ -193,19 +191,15 @@ class Block(nn.Module):
         tables = self.rotary_table.cos_TR[:seq_len], self.rotary_table.sin_TR[:seq_len]
         return rotary(x_BTNH, *tables, None if documents is None else documents.positions_BT)
 
-    def _feed_forward(self, normed_BTD: Tensor, *, computes_output: bool) -> Tensor:
+    def _feed_forward(self, normed_BTD: Tensor, balance: BalanceLoss | None, *, computes_output: bool) -> Tensor:
         if self.experts is not None:
             weights = self.experts_gate, self.experts_up, self.experts_out
             activation = _GATED[self.parts.activation]
-            return mix_experts(normed_BTD, self.router, weights, self.experts, activation, self._balance)
+            return mix_experts(normed_BTD, self.router, weights, self.experts, activation, balance)
         inner_BTF = self._inner(normed_BTD)
         # A norm after the projection keeps what it normalises.
         computes_output = computes_output or self.parts.norm_placement != "pre"
         return self.ffn_out(inner_BTF, computes_output=computes_output)  # type: ignore[no-any-return]
-
-    def _balance(self) -> float:
-        """Return what the load-balancing loss of this block counts: the mean of the blocks' is added to the loss."""
-        return self.balance * self.loss_share
 
     def _inner(self, normed_BTD: Tensor) -> Tensor:
         """Return what the feed-forward part's last projection multiplies."""

@@ -6,6 +6,7 @@ no two of them are added by chance.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,43 @@ GatedActivation = Callable[[Tensor, Tensor], Tensor]
 """Of gate and up projection."""
 
 
+@dataclass(slots=True, eq=False)
+class BalanceLoss:
+    """The load-balancing loss of a micro-batch, pooled over all blocks as transformers' ``load_balancing_loss_func``.
+
+    It is E * sum over experts of the share of tokens that an expert gets times its mean chance (Fedus et al.,
+    2101.03961, equation 4; of S experts a token counts S times). A token counts once in every block, padding never.
+    """
+
+    rows_E: Tensor
+    """int64: tokens that experts got in the blocks so far."""
+    scale: float
+    """Factor of the gradient."""
+    num_tokens: int
+    """Those that count, of all blocks."""
+    counted_BT: Tensor | None = None
+    """bool: which positions count; None: all do."""
+    is_counting: bool = True
+    """False in the backward pass, where blocks that are run again were counted before."""
+
+    def count(self, expert_MS: Tensor, ends_E: Tensor) -> None:
+        """Add the tokens that the experts of a block get."""
+        if not self.is_counting:
+            return
+        if self.counted_BT is None:
+            self.rows_E += ends_E.diff(prepend=ends_E.new_zeros(1))
+        else:
+            counted_MS = self.counted_BT.view(-1, 1).expand_as(expert_MS)
+            self.rows_E.scatter_add_(0, expert_MS.flatten(), counted_MS.flatten().to(self.rows_E.dtype))
+
+
 def mix_experts(
     x_BTD: Tensor,
     router_ED: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     experts: Experts,
     activation: GatedActivation,
-    balance: Callable[[], float],
+    balance: BalanceLoss | None = None,
 ) -> Tensor:
     """Return the weighted sum of what the experts of each token make of it, as Mixtral does (2401.04088).
 
@@ -36,15 +67,16 @@ def mix_experts(
         weights: Gate and up projections (E, F, D), output projections (E, D, F).
         experts: How many, and how many a token takes.
         activation: Between them.
-        balance: What the block's load-balancing loss counts in what is differentiated, asked in the backward pass.
+        balance: What is differentiated beside the output; None: nothing is.
     """
     x_MD = x_BTD.flatten(0, -2)
     chances_ME = _scores(x_MD, router_ED).float().softmax(-1)
     share_MS, expert_MS = chances_ME.topk(experts.per_token, dim=-1)
     expert_P, order_P = expert_MS.flatten().sort(stable=True)
     ends_E = torch.searchsorted(expert_P, torch.arange(experts.count, device=x_MD.device), right=True, out_int32=True)
-    if experts.balance_coefficient:
-        chances_ME = _Balance.apply(chances_ME, ends_E, balance)  # type: ignore[no-untyped-call]
+    if balance is not None:
+        balance.count(expert_MS, ends_E)
+        chances_ME = _Balance.apply(chances_ME, balance)  # type: ignore[no-untyped-call]
         share_MS = chances_ME.gather(-1, expert_MS)
     if experts.normalizes:
         share_MS = share_MS / share_MS.sum(-1, keepdim=True)
@@ -98,21 +130,17 @@ class _Collect(torch.autograd.Function):
 
 
 class _Balance(torch.autograd.Function):
-    """Chances as they are, and the gradient of ``balance`` times the load-balancing loss of these tokens.
-
-    The loss is E * sum over experts of the share of tokens that an expert gets times its mean chance (Fedus et al.,
-    2101.03961, equation 4; of S experts a token counts S times).
-    """
+    """Chances as they are, and the gradient of the load-balancing loss, once all blocks have counted."""
 
     @staticmethod
-    def forward(ctx: Any, chances_ME: Tensor, ends_E: Tensor, balance: Callable[[], float]) -> Tensor:
-        ctx.save_for_backward(ends_E)
+    def forward(ctx: Any, chances_ME: Tensor, balance: BalanceLoss) -> Tensor:
         ctx.balance = balance
         return chances_ME.view_as(chances_ME)
 
     @staticmethod
-    def backward(ctx: Any, grad_ME: Tensor) -> tuple[Tensor, None, None]:
-        (ends_E,) = ctx.saved_tensors
-        tokens, count = grad_ME.shape
-        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)).to(grad_ME.dtype)
-        return grad_ME + rows_E * (ctx.balance() * count / tokens**2), None, None
+    def backward(ctx: Any, grad_ME: Tensor) -> tuple[Tensor, None]:
+        balance: BalanceLoss = ctx.balance
+        by_chance_E = balance.rows_E.to(grad_ME.dtype) * (balance.scale * grad_ME.shape[1] / balance.num_tokens**2)
+        if balance.counted_BT is None:
+            return grad_ME + by_chance_E, None
+        return grad_ME + balance.counted_BT.view(-1, 1) * by_chance_E, None

@@ -74,8 +74,8 @@ class Experts:
     normalizes: bool = True
     """The weights of a token's experts are made to sum to 1."""
     balance_coefficient: float = 0.0
-    """Of the load-balancing loss (Fedus et al., 2101.03961), mean over the blocks, that is differentiated beside the
-    cross entropy and not told with it. transformers multiplies means over all blocks, which is the same for one."""
+    """Of the load-balancing loss (Fedus et al., 2101.03961), pooled over the blocks as transformers does, that is
+    differentiated beside the cross entropy of a micro-batch, with the same share of the step, and not told with it."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("count", "per_token", "ffn_width")) + above_most(self)

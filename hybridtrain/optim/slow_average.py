@@ -2,7 +2,9 @@
 
 s = b3 s + (1 - b3) g, and a move of P predicted steps is lr P s / (sqrt(v / (1 - b2^t)) + eps). AdEMAMix (Pagliardini
 et al., 2409.03137) makes P = alpha moves a step; a jump after K steps makes P = alpha K of them at once.
-P elements of a slice.
+
+Where the second moment is gone when a jump is made, the average is one of gradients that were divided by it before:
+s = b3 s + (1 - b3) g / (sqrt(v / (1 - b2^t)) + eps), and a move is lr P s. P elements of a slice.
 """
 
 import math
@@ -106,6 +108,8 @@ class SlowStep:
     """Where the size of a jump is counted; AdEMAMix counts none."""
     weight_norm: MoveNorm | None = None
     """Where the size of the weights is counted before the jump."""
+    normalizes: bool = False
+    """Average gradients over the root of their second moment; such an average moves weights by itself."""
 
     @property
     def moves_weights(self) -> bool:
@@ -117,6 +121,10 @@ class SlowStep:
         extra: Sequence[StateSlice], part: slice, step: UpdateStep,
     ) -> None:  # fmt: skip
         """Add the gradient to the slow average, and move along it."""
+        if self.normalizes:
+            assert not self.predicted_steps, "a jump that needs no second moment is made without it"
+            second_P, correction = optimizer.second_moment(state, part), optimizer.correction(step.number)
+            grad_P = _over_root(grad_P.float(), second_P, correction=correction, eps=optimizer.eps)
         slow_P = self.track(extra[0], grad_P)
         if self.predicted_steps:
             moved_P = move(
@@ -155,19 +163,26 @@ def _half_life(beta: float) -> float:
 
 
 def move(
-    slow_P: Tensor, second_P: Tensor, *, correction: float, eps: float, lr_steps: float, largest_ratio: float
+    slow_P: Tensor, second_P: Tensor | None, *, correction: float, eps: float, lr_steps: float, largest_ratio: float
 ) -> Tensor:
     """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps; 0 where nothing scales it.
 
     Args:
         slow_P: float32.
-        second_P: Second moment, float32, not bias-corrected.
+        second_P: Second moment, float32, not bias-corrected; None: ``slow_P`` averages what was divided by it already.
         correction: 1 - b2^t, the bias correction of the second moment.
         eps: Of AdamW.
         lr_steps: Learning rate times predicted steps.
         largest_ratio: Bound of s / sqrt(vhat) for each element.
     """
+    if second_P is None:
+        return slow_P.clamp(-largest_ratio, largest_ratio).mul_(-lr_steps)
+    ratio_P = _over_root(slow_P, second_P, correction=correction, eps=eps)
+    return ratio_P.clamp_(-largest_ratio, largest_ratio).mul_(-lr_steps)
+
+
+def _over_root(value_P: Tensor, second_P: Tensor, *, correction: float, eps: float) -> Tensor:
+    """Return values over the root of the second moment; 0 where that is 0."""
     denominator_P = (second_P / correction).sqrt_().add_(eps)
     denominator_P.masked_fill_(second_P == 0, math.inf)  # 8 bits rounded it to nothing: eps alone is no measure
-    ratio_P = torch.div(slow_P, denominator_P, out=denominator_P)
-    return ratio_P.clamp_(-largest_ratio, largest_ratio).mul_(-lr_steps)
+    return torch.div(value_P, denominator_P, out=denominator_P)

@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults
 from hybridtrain.plan.placement import Codec, Placement
+
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +29,36 @@ class MixedPrecision:
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases in 16 bits; others store and compute float32. PREDICT without FULL: the master, which must not be absent
     then, waits on the host, and exact values come back to the bit."""
+    warmup_dtype: ComputeDtype | None = young(None)
+    """Of WARMUP, where it is another than ``compute_dtype`` in an active phase and float32 in the others."""
+    full_dtype: ComputeDtype | None = young(None)
+    """Likewise of FULL."""
+    predict_dtype: ComputeDtype | None = young(None)
+    """Likewise of PREDICT."""
+    correct_dtype: ComputeDtype | None = young(None)
+    """Likewise of CORRECT."""
 
     def __post_init__(self) -> None:
         faults = no_phase_faults(self.active_phases)
-        if self.compute_dtype == "float16" and self.master != "float32":
+        used = {self.dtype_in(phase) for phase in Phase}
+        if self.active_phases and used == {"float32"}:
+            faults.append("compute_dtype: float32 in every phase is plain training; drop the optimization instead")
+        if "float16" in used and self.master != "float32":
             faults.append(f"master: '{self.master}' goes with bfloat16 only; float16 needs 'float32'")
         if faults:
             raise ValueError("\n".join(faults))
 
+    def dtype_in(self, phase: Phase) -> ComputeDtype:
+        """Return the element type of the arithmetic of a phase."""
+        own: ComputeDtype | None = getattr(self, f"{phase}_dtype")
+        return own or (self.compute_dtype if phase in self.active_phases else "float32")
+
     def claims(self) -> Iterable[Claim]:
         """Return the claims on precision and master copy."""
-        for phase in claimed_phases(self.active_phases):
-            yield from setting_claims(self, phase)
+        dtypes = {phase: self.dtype_in(phase) for phase in Phase}
+        short = [phase for phase in Phase if dtypes[phase] != "float32"]
+        for phase in claimed_phases(short) if len(set(dtypes.values())) == 1 else short:
+            yield Claim("compute_dtype", Codec(dtypes[phase or Phase.FULL]), phase)
             yield Claim("master.codec", Codec(self.master), phase)
-        if Phase.PREDICT in self.active_phases and Phase.FULL not in self.active_phases:
+        if Phase.PREDICT in short and Phase.FULL not in short:
             yield Claim("master.placement", Placement.HOST, Phase.PREDICT)

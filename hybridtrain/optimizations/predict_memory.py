@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets
+from hybridtrain.plan.claim import Claim, Presets, setting_claims, setting_faults
 from hybridtrain.plan.placement import Codec, Placement
+
+_ON_HOST = frozenset({"cpu", "pinned"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +24,34 @@ class PredictMemory:
 
     optimizer_state: Literal["none", "cpu", "pinned", "compress", "drop"] = "cpu"
     """none: stays. cpu, pinned: waits on the host, which is always pinned for a CUDA card. compress: moments become
-    8-bit codes on the device and come back rounded. drop: moments are forgotten and start anew, bias correction too."""
+    8-bit codes on the device and come back rounded. drop: moments are forgotten and start anew, bias correction too;
+    jumps go along an average of gradients that were divided by the root of the second moment before."""
     discard_activations: bool = True
     """Keep no boundaries in PREDICT: a predicted step runs no backward pass."""
+    async_restore: bool = young(default=True)
+    """State on the host comes back beside the next step's forward and backward pass. Without it that step waits."""
+    restore_lookahead: int = young(0)
+    """n: begin when n - 1 predicted steps are left, so that looks at the probe batch hide the transfer; a jump is one
+    step, or as many as it has pieces (``monitor = "every_step"``). 0: when PREDICT ends."""
+
+    def __post_init__(self) -> None:
+        faults = setting_faults(self)
+        if self.optimizer_state not in _ON_HOST and (self.restore_lookahead or not self.async_restore):
+            faults.append(
+                f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' brings nothing back; "
+                "set 'cpu' or 'pinned', or leave both out"
+            )
+        if self.restore_lookahead and not self.async_restore:
+            faults.append(f"restore_lookahead: {self.restore_lookahead} needs async_restore = true")
+        if faults:
+            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the state's place in PREDICT."""
-        if self.optimizer_state in {"cpu", "pinned"}:
+        if self.optimizer_state in _ON_HOST:
             yield Claim("optim_state.placement", Placement.HOST, Phase.PREDICT)
             yield Claim("master.placement", Placement.HOST, Phase.PREDICT)
+            yield from setting_claims(self, Phase.PREDICT)
         elif self.optimizer_state == "compress":
             yield Claim("optim_state.codec", Codec.INT8_BLOCKS, Phase.PREDICT)
         elif self.optimizer_state == "drop":

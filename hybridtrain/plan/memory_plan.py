@@ -219,6 +219,14 @@ class PhasePlan:
     history_tensors: int = setting(
         0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, most=16, is_young=True
     )
+    async_restore: bool = setting(
+        default=True, says="State that waited elsewhere in PREDICT comes back beside the next step's passes.",
+        is_young=True,
+    )  # fmt: skip
+    restore_lookahead: int = setting(
+        0, "Predicted steps before the end of PREDICT after which it begins to come back; 0: at the end.",
+        least=0, is_young=True,
+    )  # fmt: skip
     adapter_rank: int = setting(
         0, "Rank of what is trained beside frozen matrices of the blocks; 0: all weights are trained.",
         least=0, most=2**16, is_young=True,
@@ -475,11 +483,6 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
-    if plan.history_tensors and plan.optim_state.placement is Placement.DROPPED:
-        yield (
-            "optim_state.placement: predict_memory with optimizer_state = 'drop' forgets the second moment that a "
-            "predicted step divides by; with predictor_state use 'cpu', 'compress' or 'none'."
-        )
 
 
 def _adapter_faults(plan: PhasePlan) -> Iterator[str]:

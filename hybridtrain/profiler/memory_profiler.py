@@ -26,6 +26,7 @@ from hybridtrain.units import GB
 
 DEFAULT_ALERT_BYTES = 45 * GB
 """For cards of 48 GB."""
+DEFAULT_SPIKE_FRACTION = 0.1
 
 
 class MemoryProfiler:
@@ -49,7 +50,7 @@ class MemoryProfiler:
         *,
         every_n_steps: int = 1,
         alert_threshold_bytes: int = DEFAULT_ALERT_BYTES,
-        spike_threshold: float = 0.1,
+        spike_threshold: float = DEFAULT_SPIKE_FRACTION,
         sinks: Sequence[MetricLogger] = (),
         reader: MemoryReader | None = None,
         on_alert: Callable[[str], None] | None = None,

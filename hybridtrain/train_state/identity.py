@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hybridtrain.config.encode import JsonMapping, JsonValue, to_json
+from hybridtrain.config.encode import JsonValue, flat_settings
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.phase import Phase
@@ -44,10 +44,7 @@ def settings_of(
         parts |= {
             f"plan in {phase}": trainer.memory_plan.for_phase(phase) for phase in Phase if phase is not Phase.FULL
         }
-    flat: dict[str, JsonValue] = {}
-    for name, part in parts.items():
-        flat |= _flat(name, json.loads(to_json(part)))
-    return flat | dict(data or {})
+    return flat_settings(parts) | dict(data or {})
 
 
 def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]) -> Differences:
@@ -93,17 +90,6 @@ def _way(name: str) -> str:
     if _is_in(name, _FIXED):
         return ""
     return ", allow the change with " + ("--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}")
-
-
-def _flat(name: str, value: JsonValue) -> JsonMapping:
-    """Return a nested mapping as one with dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {
-        inner: found
-        for key, part in value.items()
-        for inner, found in _flat(f"{name}.{key}" if name else key, part).items()
-    }
 
 
 def _shown(settings: Mapping[str, JsonValue], name: str) -> str:

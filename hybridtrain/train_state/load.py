@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.config.encode import JsonMapping, JsonValue
+from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.formats import (
@@ -49,7 +49,7 @@ def load_train_state(
     data: Mapping[str, JsonValue] | None = None,
     say: Say | None = None,
     allowed: Sequence[str] = (),
-) -> JsonMapping:
+) -> Generation:
     """Continue from the newest whole state: under the same stack the next step is bit-equal to the saved run's.
 
     Under another stack values are the same wherever it can hold them; what is rounded is told to ``say``, as is every
@@ -64,7 +64,7 @@ def load_train_state(
         allowed: Settings that may be others than the saved run's, by name or what names begin with (``schedule``).
 
     Returns:
-        What was saved as ``extra``.
+        What was loaded: its settings, and what was saved as ``extra``.
 
     Raises:
         ConfigError: no state is whole, or it is of a run with other settings or data; each difference is a fault.
@@ -88,7 +88,7 @@ def load_train_state(
         cycle = _with_tensors(generation.cycle, files)
         assert isinstance(cycle, dict), "checked when it was read"
         hybrid.load_state_dict(cycle)
-    return generation.extra
+    return generation
 
 
 def _same_generation(group: Group, folder: Path, tell: Say) -> Generation:

@@ -18,7 +18,7 @@ from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.memory.formats import Int8Weight, Split16Master, WeightFormat
-from hybridtrain.memory.group import Group
+from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored
@@ -153,7 +153,7 @@ def _parameters_of_stages(trainer: Trainer, keep: Keep) -> tuple[list[SavedTenso
     group, device = trainer.group, trainer.transfer.device
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
-    for owner, text in enumerate(_texts_of_all(group, device, told)):
+    for owner, text in enumerate(gather_texts(group, device, told)):
         held = decode(_Held, json.loads(text), source=f"rank {owner}")
         entries |= held.parameters
         for head in held.tensors:
@@ -167,18 +167,6 @@ def _parameters_of_stages(trainer: Trainer, keep: Keep) -> tuple[list[SavedTenso
                 )
             )  # fmt: skip
     return tensors, entries
-
-
-def _texts_of_all(group: Group, device: torch.device, text: str) -> list[str]:
-    """Return the texts of all ranks, in their order."""
-    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    counts = [int(count) for count in group.gather_numbers([content.numel()])]
-    with _disable_current_modes():  # as above
-        row = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-        row[: content.numel()].copy_(content)
-        rows = row.new_empty((group.world, row.numel()))
-        group.all_gather(rows, row)
-        return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
 
 
 def _held_parameters(trainer: Trainer, keep: Keep) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:

@@ -66,7 +66,7 @@ def save_train_state(
         folder: Of all generations; an older one is kept beside the new one.
         hybrid: The cycle around the trainer, if there is one.
         data: What identifies the batches, by dotted name: must be the same when the state is loaded.
-        extra: What else to keep; ``load_train_state`` returns it.
+        extra: What else to keep; of what ``load_train_state`` returns it is the ``extra``.
 
     Raises:
         DivergenceError: a value is no finite number; nothing was written.

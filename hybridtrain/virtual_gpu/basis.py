@@ -121,6 +121,18 @@ class Basis:
             return ""
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
+    def worth(self, *, fits: bool) -> list[str]:
+        """Return what belongs beside a verdict: why the plan is a bound, and what went otherwise than on a card."""
+        found = []
+        if self.lower_bound and fits:
+            found.append(f"LOWER BOUND: {self.lower_bound}")
+        if self.upper_bound:
+            found.append(f"UPPER BOUND: {self.upper_bound}")
+        found += [f"APPROXIMATE: {what} ({where})" for what, where in self.approximated.items()]
+        if self.refusals:
+            found.append(f"ON THIS PATH ONLY: the script caught what the virtual card refused ({self.refusals[0]})")
+        return found
+
     def as_mapping(self) -> dict[str, object]:
         """Return plain values."""
         return asdict(self) | {"lower_bound": self.lower_bound, "upper_bound": self.upper_bound}
@@ -154,7 +166,7 @@ def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
     """
     made = f", made at {_listed(growth.places)}" if growth.places else ""
     return (
-        f"grows by {format_bytes(growth.bytes_per_step)} a step{made}; "
+        f"by {format_bytes(growth.bytes_per_step)} a step{made}; "
         f"if that goes on, the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
     )
 

@@ -103,8 +103,9 @@ class MemoryEstimate:
         return low
 
     def summary(self) -> str:
-        """Return outcome, peak, holders and time in a few lines."""
-        return self.run.summary() if self.fits_card else f"{self.oom}\n{self.run.summary()}"
+        """Return outcome, peak, holders and time in a few lines, and whether the plan is a bound."""
+        worth = self._gpu.basis().worth(fits=self.fits_card)
+        return "\n".join([*filter(None, [self.oom]), self.run.summary(), *worth])
 
     def _on(self, card: Card, batch_size: int | None = None) -> "MemoryEstimate":
         size = self.batch_size if batch_size is None else batch_size

@@ -442,6 +442,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._alive[address] = (places[number], size, reference)
             return tuple(result.tensor(storages[result.storage]) for result in piece.results)
 
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Do nothing: the op itself is counted."""
+
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Record a copy, or arithmetic of the host, beside the compute lane."""
         if self._record:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.repeated_work import Held, Work
@@ -65,6 +66,10 @@ class MemoryObserver(Protocol):
         """Do what lets go of it: ``differentiate`` gets the results of a forward pass only if that was done again."""
         ...
 
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Say that values of one element type were written in another, or in the same one."""
+        ...
+
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Say that ``lane`` moves bytes once the named ops are done; return the number of this op."""
         ...
@@ -104,6 +109,9 @@ class NullObserver:
     ) -> tuple[Tensor, ...]:
         """Do the work."""
         return differentiate(())
+
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Do nothing."""
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:  # noqa: ARG002
         """Return 0."""

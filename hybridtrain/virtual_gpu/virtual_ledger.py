@@ -825,7 +825,8 @@ def _made_otherwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: 
     if func is _ATEN._grouped_mm.default:
         return _grouped_matmul(*args, **kwargs)
     if func in _SHRUNK and _is_reduced(func, args):
-        return torch.empty_like(torch.broadcast_tensors(*args[:2])[0], device=_META).resize_(())
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return torch.empty(shape, dtype=args[0].dtype, device=_META).resize_(())
     return None
 
 

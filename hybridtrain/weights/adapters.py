@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtrain.atomic_write import new_folder
 from hybridtrain.config.encode import JsonMapping, JsonValue
+from hybridtrain.data.tokenizer_files import copy_tokenizer
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.weight_slots import block_number
@@ -83,13 +84,16 @@ def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter
     return exact
 
 
-def export_adapter(trainer: Trainer, folder: Path, *, base: str) -> list[Path]:
+def export_adapter(
+    trainer: Trainer, folder: Path, *, base: str, tokenizer_folder: Path | None = None
+) -> list[Path]:  # fmt: skip
     """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them.
 
     Args:
         trainer: Whose adapters.
         folder: Absent or empty.
         base: Name or folder of the model that they belong to, which PEFT loads beside them.
+        tokenizer_folder: Whose tokenizer and chat template they were trained with, which is written too.
 
     Returns:
         The files.
@@ -108,6 +112,8 @@ def export_adapter(trainer: Trainer, folder: Path, *, base: str) -> list[Path]:
                 writer.write(places[name][0], elements.start, value_P.reshape(-1).cpu())
         content = json.dumps(_peft_config(trainer, base, _modules(name for name, _ in places.values())), indent=2)
         (partial / _CONFIG).write_text(content + "\n", encoding="utf-8")
+        if tokenizer_folder is not None:
+            copy_tokenizer(tokenizer_folder, partial)
     return sorted(folder.iterdir())
 
 

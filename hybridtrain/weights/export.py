@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridtrain.atomic_write import new_folder
 from hybridtrain.config.encode import JsonMapping
+from hybridtrain.data.tokenizer_files import copy_tokenizer, with_token_ids
 from hybridtrain.errors import DiskSpaceError, DivergenceError
 from hybridtrain.models.hf_config import hf_config_of, hf_text_config
 from hybridtrain.tensor_file import TensorFileWriter
@@ -23,11 +24,6 @@ from hybridtrain.weights.exact_values import exact_values
 from hybridtrain.weights.hf_source import INDEX, ONE_FILE
 
 _CONFIG = "config.json"
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""Files that a tokenizer may have."""
 _GENERATION = "generation_config.json"
 
 Shard = list[tuple[str, tuple[int, ...]]]
@@ -54,7 +50,7 @@ def export_folder(
         folder: Absent or empty.
         dtype: float32, which is exact, or float16 or bfloat16, rounded to nearest.
         source_folder: The one that the model began with: its config.json and tokenizer are copied.
-        tokenizer_folder: Where the tokenizer is, if elsewhere.
+        tokenizer_folder: Where the tokenizer is, if elsewhere, and the ids of special tokens that a run took instead.
         max_shard_bytes: Of one file, unless a single tensor is larger.
 
     Returns:
@@ -83,11 +79,14 @@ def export_folder(
                 writing.write(our_name, part, exact_P)
         if len(shards) > 1:
             _write_json(partial / INDEX, _index(names, shards, dtype))
-        _write_json(partial / _CONFIG, _config(trainer, source_folder, dtype))
-        copied = [(source_folder, _GENERATION), *((tokenizer_folder or source_folder, name) for name in _TOKENIZER)]
-        for home, name in copied:
-            if home is not None and (home / name).is_file():
-                shutil.copyfile(home / name, partial / name)
+        config = _config(trainer, source_folder, dtype)
+        generation = {} if source_folder is None else _read_json(source_folder / _GENERATION)
+        if tokenizer := tokenizer_folder or source_folder:
+            config, generation = (with_token_ids(one, tokenizer) for one in (config, generation))
+            copy_tokenizer(tokenizer, partial)
+        _write_json(partial / _CONFIG, config)
+        if generation:
+            _write_json(partial / _GENERATION, generation)
     return sorted(folder.iterdir())
 
 
@@ -181,6 +180,11 @@ def _config(trainer: Trainer, source_folder: Path | None, dtype: torch.dtype) ->
         content.pop("quantization_config", None)
     content.pop("torch_dtype", None)  # what older versions call it
     return content | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _read_json(path: Path) -> JsonMapping:
+    """Return a file's content, nothing of one that is not there."""
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _write_json(path: Path, content: JsonMapping) -> None:

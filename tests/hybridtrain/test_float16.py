@@ -9,6 +9,7 @@ import torch
 from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.errors import DivergenceError
 from hybridtrain.optimizations import FusedUpdate, GradAccumulation, Int8Optimizer, MixedPrecision, OptimizerOffload
+from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
@@ -50,6 +51,14 @@ def test_a_scale_that_overflows_is_halved_and_the_step_run_again(name: str) -> N
     assert losses == pytest.approx(expected_losses, rel=1e-3)
     assert norms == pytest.approx(expected_norms, rel=1e-2)
     assert trainer.steps_done == 4
+
+
+def test_float16_of_predict_alone_scales_no_loss() -> None:
+    # PREDICT has no gradients: the steps are those of float32, to the bit.
+    guest = MixedPrecision(compute_dtype="float16", active_phases=(Phase.PREDICT,))
+    losses, norms, trainer = train([guest])
+    assert trainer.loss_scale is None
+    assert (losses, norms) == train([])[:2]
 
 
 def test_without_a_scale_small_gradients_are_lost() -> None:

@@ -204,6 +204,7 @@ SAME: dict[str, tuple[str, list[Optimization]]] = {
     "int8-streamed": ("fp32", [INT8, STREAMED_PREDICT]),
     "int8-after-disk": ("fp32", [INT8, FROM_DISK]),
     "bf16": ("fp32", [MixedPrecision(active_phases=(PREDICT,))]),
+    "fp16": ("fp32", [MixedPrecision(compute_dtype="float16", active_phases=(PREDICT,))]),
     "bf16-split": ("fp32", [MixedPrecision(master="split16", active_phases=(PREDICT,)), PredictMemory()]),
     "resident-warmup": ("fp32", [RESIDENT_WARMUP]),
     "streamed-steps": ("fp32", [STREAMED_STEPS, PredictMemory()]),
@@ -239,6 +240,11 @@ def test_wider_weights_in_predict_are_rounded_as_if_they_had_stayed(name: str) -
     assert_same(trained(wide_predict(name), on_cpu()), plain(name))
 
 
+@pytest.mark.parametrize("more", [[], [OptimizerOffload()], [WeightStreaming()]], ids=["", "state", "weights"])
+def test_another_16_bit_type_in_predict_changes_no_number(more: Stack) -> None:
+    assert_same(trained([*more, MixedPrecision(predict_dtype="float16")], on_cpu()), plain("bf16"))
+
+
 @pytest.mark.parametrize("optimizer_state", ["none", "cpu", "compress"])
 def test_state_and_weights_move_together(optimizer_state: str) -> None:
     memory = PredictMemory(optimizer_state=optimizer_state)
@@ -250,6 +256,7 @@ PROBED = replace(CYCLE, monitor="probe", probe_every=1)
 GUESTS: dict[str, list[Optimization]] = {
     "int8": [INT8, PredictMemory()],
     "bf16": [MixedPrecision(master="split16", active_phases=(PREDICT,))],
+    "fp16": [MixedPrecision(compute_dtype="float16", active_phases=(PREDICT,)), PredictMemory()],
     "streamed": [STREAMED_PREDICT],
 }
 
@@ -297,6 +304,7 @@ OTHER_STEPS: dict[str, list[Optimization]] = {
     "int8-correct": [Int8Weights(active_phases=(PREDICT, CORRECT)), STREAMED_STEPS, PredictMemory()],
     "int8-but-full": [Int8Weights(active_phases=(WARMUP, PREDICT, CORRECT)), OptimizerOffload(update_on="host")],
     "int8-wide-predict": [Int8Weights(master="absent"), MixedPrecision(master="absent", active_phases=STEPS)],
+    "two-short-types": [MixedPrecision(warmup_dtype="float32", correct_dtype="float16"), PredictMemory()],
     "mixed-kinds": [MixedPrecision(master="split16"), Int8Weights(active_phases=(CORRECT,)), RESIDENT_WARMUP],
 }
 
@@ -345,6 +353,7 @@ PLANNED: dict[str, list[Optimization]] = {
     "int8-streamed": [INT8, STREAMED_STEPS, MixedPrecision()],
     "bf16": [MixedPrecision(master="split16", active_phases=(PREDICT,)), PARTLY],
     "wide": [MixedPrecision(master="absent", active_phases=STEPS), FROM_DISK],
+    "two-short-types": [MixedPrecision(predict_dtype="float16", correct_dtype="float16"), PredictMemory()],
     "int8-correct": OTHER_STEPS["int8-correct"],
     "host-update": [OptimizerOffload(update_on="host"), INT8, STREAMED_STEPS],
     "away": [*BASES["away"], INT8, STREAMED_STEPS],

@@ -10,6 +10,7 @@ from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
+from hybridtrain.models.model_config import Experts
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -38,10 +39,14 @@ from ranks import CPU, on_ranks
 from tiny_models import random_steps
 
 MODELS |= {"gpt2-4": replace(MODELS["gpt2"], num_blocks=4), "llama-5": replace(MODELS["llama"], num_blocks=5)}
+EXPERTS = Experts(count=5, per_token=2, ffn_width=48, balance_coefficient=0.5)
+MODELS["mixtral-5"] = replace(MODELS["llama-5"], family="mixtral", experts=EXPERTS)
 CHECKPOINTED = GradientCheckpointing(recompute_every=2)
 CASES = {
     "tied": Case("gpt2", 2, ()),
     "tied-4": Case("gpt2-4", 4, (VERTICAL, CHECKPOINTED)),
+    "balanced": Case("mixtral-5", 2, (CHECKPOINTED, VERTICAL)),
+    "balanced-4": Case("mixtral-5", 4, (MixedPrecision(),)),
     "untied": Case("llama-5", 2, (MixedPrecision(master="absent"), Bf16Optimizer())),
     "unclipped-4": Case("llama-5", 4, (), clip=0.0),
     "streamed": Case("gpt2-4", 2, (WeightStreaming(), CHECKPOINTED, Int8Optimizer(), OptimizerOffload())),
@@ -80,7 +85,7 @@ def test_stages_equal_one_process(name: str, tmp_path: Path) -> None:
     assert {key: weight for _, weights in parts for key, weight in weights.items()} == values
 
 
-@pytest.mark.parametrize("name", ["tied-4", "streamed", "all-away"])
+@pytest.mark.parametrize("name", ["tied-4", "balanced", "streamed", "all-away"])
 def test_each_stage_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> None:
     case = staged(CASES[name])
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.adapter import Adapter, is_adapter
+from hybridtrain.models.adapter import Adapter, is_adapter, adapter_coverage
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
@@ -37,7 +37,7 @@ from hybridtrain.plan.memory_plan import WidenBy
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from numerics import assert_bitwise
-from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
+from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 from training_history import CONFIG, NUM_STEPS, SEQ_LEN, fresh_trainer, plain_loss, plain_optimizer, trained_history
 
 LORA = Lora(rank=3, alpha=5.0, dropout=0.0)
@@ -194,3 +194,16 @@ def test_what_cannot_be_is_said_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="frozen weights stay as they are"):
         compose([LORA, MixedPrecision(), PredictMemory(), Int8Weights(active_phases=(Phase.PREDICT,))])
     compose([LORA, MixedPrecision(), PredictMemory(), Int8Weights()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_every_matrix_of_a_block_is_named_with_or_without_an_adapter(family: str, targets: str) -> None:
+    trainer = fresh_trainer(FAMILIES[family], [Lora(rank=2, targets=(targets,))])
+    adapted, others = adapter_coverage(trainer.model)
+    block = trainer.model.blocks[0]
+    trained = {name.partition(".")[0] for name, parameter in block.named_parameters() if parameter.requires_grad}
+    shapes = {name.partition(".")[0]: parameter.ndim for name, parameter in block.named_parameters()}
+    assert set(adapted) == trained
+    assert set(others) == {name for name, ndim in shapes.items() if ndim > 1} - trained
+    assert ("experts_up" in others) == (family in {"mixtral", "qwen3-moe"})

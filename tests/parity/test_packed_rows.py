@@ -1,36 +1,62 @@
 """Documents packed in rows train as each would alone: attention, positions and targets stay inside a document."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from hybridtrain.data.packing import EncodedDocuments, pack
+from hybridtrain.data.packing import EncodedDocuments, PackedRows, pack
+from hybridtrain.engine.step import StepResult
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optimizations import GradAccumulation
-from hybridtrain.plan.compose import compose
+from hybridtrain.models.model_config import Experts, ModelConfig
+from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientCheckpointing
+from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from tiny_models import GPT2_UNTIED, LLAMA_GROUPED
 
+EXPERTS = Experts(count=4, per_token=2, ffn_width=24, balance_coefficient=1.0)
+MIXTRAL = replace(LLAMA_GROUPED, family="mixtral", experts=EXPERTS)
 
-@pytest.mark.parametrize("model", [GPT2_UNTIED, LLAMA_GROUPED], ids=lambda model: model.family)
-def test_packed_rows_train_as_documents_alone(model: ModelConfig) -> None:
+
+def _documents(model: ModelConfig) -> EncodedDocuments:
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 20, 20)
     size = int(lengths.sum())
-    documents = EncodedDocuments(
+    return EncodedDocuments(
         tokens=rng.integers(0, model.vocab_size, size).astype(np.uint16), ends=np.cumsum(lengths),
         counted=rng.integers(0, 2, size).astype(np.uint8),
     )  # fmt: skip
-    results = []
-    for joins in (True, False):
-        rows = pack(documents, seq_len=24, seed=0, joins_documents=joins, what="it")
-        batches = list(rows.batches(micro_batch_size=-(-rows.num_rows // 2), max_rows=rows.num_rows))
-        plan = compose([GradAccumulation(grad_accum_steps=2)])
-        trainer = Trainer(model, plan, TrainerConfig(), DirectTransfer(torch.device("cpu")))
-        done = trainer.step(batches)
-        results.append((rows.num_rows, done.loss, done.grad_norm))
-    assert results[0][0] < results[1][0] / 1.5
+
+
+def _step(
+    model: ModelConfig, seq_len: int, *stack: Optimization, joins: bool, pad_id: int = 0
+) -> tuple[PackedRows, StepResult]:
+    """Return all rows, and what one step over all of them in two micro-batches did."""
+    documents = _documents(model)
+    rows = pack(documents, seq_len=seq_len, seed=0, joins_documents=joins, what="it", pad_id=pad_id)
+    batches = list(rows.batches(micro_batch_size=-(-rows.num_rows // 2), max_rows=rows.num_rows))
+    plan = compose([GradAccumulation(grad_accum_steps=2), *stack])
+    trainer = Trainer(model, plan, TrainerConfig(), DirectTransfer(torch.device("cpu")))
+    return rows, trainer.step(batches)
+
+
+@pytest.mark.parametrize("model", [GPT2_UNTIED, LLAMA_GROUPED], ids=lambda model: model.family)
+def test_packed_rows_train_as_documents_alone(model: ModelConfig) -> None:
+    (packed_rows, packed), (rows_alone, alone) = (_step(model, 24, joins=joins) for joins in (True, False))
+    assert packed_rows.num_rows < rows_alone.num_rows / 1.5
     # The same float32 terms, summed in another order.
-    assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-5)
+    assert (packed.loss, packed.grad_norm) == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)
+    assert packed.num_tokens == alone.num_tokens == packed_rows.num_tokens
+
+
+@pytest.mark.parametrize("stack", [(), (GradientCheckpointing(), ChunkedLoss(loss_chunk_tokens=7))], ids=["", "lean"])
+@pytest.mark.parametrize("model", [GPT2_UNTIED, LLAMA_GROUPED, MIXTRAL], ids=lambda model: model.family)
+def test_padding_is_inert(model: ModelConfig, stack: tuple[Optimization, ...]) -> None:
+    _, short = _step(model, 20, *stack, joins=False)
+    for seq_len, pad_id in ((32, 0), (32, 1), (20, 1)):
+        _, padded = _step(model, seq_len, *stack, joins=False, pad_id=pad_id)
+        # As above: products of larger matrices add in another order.
+        assert (padded.loss, padded.grad_norm) == pytest.approx((short.loss, short.grad_norm), rel=1e-5)
+        assert padded.num_tokens == short.num_tokens

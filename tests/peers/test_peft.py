@@ -107,12 +107,6 @@ def compare_training(trainer: Trainer, base: nn.Module, folder: Path) -> None:
     assert found == pytest.approx(expected, rel=BAND)
 
 
-@pytest.mark.parametrize("lora", [Lora(rank=4, alpha=8.0), Lora(rank=4, magnitude=True)], ids=["lora", "dora"])
-def test_losses_are_those_of_peft(lora: Lora, tmp_path: Path) -> None:
-    source = save_model(transformers_model(LLAMA), tmp_path / "source")
-    compare_training(open_trainer([lora], source), load_model(source, LLAMA), tmp_path / "adapter")
-
-
 def test_losses_over_4_bits_are_those_of_peft_and_bitsandbytes(tmp_path: Path) -> None:
     functional_4bit = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     source = save_model(transformers_model(LLAMA), tmp_path / "source")

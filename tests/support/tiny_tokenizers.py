@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SENTENCES = (
     "What is the colour of the sky?", "The sky is blue.", "Name an animal that is not a cat.",
@@ -47,6 +47,31 @@ def save_tokenizer(folder: Path, *, template: str | None = PREFIX_TEMPLATE, adds
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_llama_tokenizer(folder: Path, **settings: object) -> Path:
+    """Write the files of a tokenizer as Llama 2's: BPE over characters, bytes for others, spaces written as U+2581."""
+    words = ["t", "h", "e", "th", "the", "H", "i", "Hi", "I", "N", "S", "T", "[", "]", "/", "a"]
+    pieces = ["\u2581", *words, *(f"\u2581{word}" for word in ("t", "th", "the", "H", "Hi", "[", "a")), "\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    parts = [piece[:cut] + " " + piece[cut:] for piece in pieces for cut in range(1, len(piece))]
+    merges = [(left, right) for left, right in map(str.split, parts) if {left, right} <= {*pieces}]
+    backend = Tokenizer(
+        models.BPE(
+            {token: number for number, token in enumerate(tokens)}, merges, unk_token=tokens[0], byte_fallback=True
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", BEGIN, "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": BEGIN, "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
     return folder
 
 

@@ -18,7 +18,7 @@ DEFAULT_FORECASTER = PowerLawForecaster.kind
 """The least error of all on held-out runs of a small byte model, at the least cost but one."""
 
 
-def make_forecaster(kind: str, *, seed: int, budget_mib: float) -> Forecaster:
+def make_forecaster(kind: str, *, seed: int, budget_mib: float, total_steps: int | None = None) -> Forecaster:
     """Return a new forecaster; the arguments are those of ``Forecaster``.
 
     Raises:
@@ -26,4 +26,4 @@ def make_forecaster(kind: str, *, seed: int, budget_mib: float) -> Forecaster:
     """
     if kind not in FORECASTERS:
         raise ValueError(unknown_name("forecaster", kind, FORECASTERS))
-    return FORECASTERS[kind](seed=seed, budget_mib=budget_mib)
+    return FORECASTERS[kind](seed=seed, budget_mib=budget_mib, total_steps=total_steps)

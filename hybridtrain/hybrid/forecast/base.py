@@ -173,6 +173,7 @@ class Forecaster(Stateful, ABC):
     Args:
         seed: Of the model's own random numbers; the global random streams are never touched.
         budget_mib: Most memory it may hold.
+        total_steps: Of the run, by which a model that is trained begins with it; None: not known.
 
     Raises:
         ValueError: it does not fit the budget.
@@ -180,9 +181,11 @@ class Forecaster(Stateful, ABC):
 
     kind: ClassVar[str]
     _state: ClassVar[tuple[str, ...]] = ("_step", "_calibrator")
+    steps_before_training: int = 0
+    """After which a model begins to be trained; until then it forecasts as its baseline."""
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
-        del seed, budget_mib  # of models that draw, and of large ones
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        del seed, budget_mib, total_steps  # of models that draw, of large ones, of trained ones
         self._calibrator = IntervalCalibrator()
         self._step = 0
 

@@ -28,8 +28,8 @@ class EmaForecaster(Forecaster):
     kind: ClassVar[str] = "ema"
     _state = ("_count", "_level", "_trend", "_variance")
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
-        super().__init__(seed=seed, budget_mib=budget_mib)
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         self._count = 0.0
         self._level = 0.0
         self._trend = 0.0

@@ -15,14 +15,13 @@ from torch import Tensor
 from hybridkernels.state_encoding import NUM_FEATURES
 from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
 from hybridtrain.hybrid.forecast.ensemble import Ensemble, bounded, gaussian_loss, linear, require_budget
-from hybridtrain.hybrid.forecast.ticks import GAIN, NUM_ACTIONS, TICK_STEPS, TickReplay
+from hybridtrain.hybrid.forecast.ticks import GAIN, NUM_ACTIONS, TICK_STEPS, TickReplay, ticks_before_training
 
 _NUM_MEMBERS = 5
 _HIDDEN = 32
 _BATCH = 32
 _MAX_TICKS = 16
 _UPDATES_PER_TICK = 8
-_FEWEST_TICKS = 8
 _LR = 1e-3
 _NUM_INPUTS = NUM_FEATURES + 3 + 1
 _LAYERS = {"first": (_NUM_INPUTS, _HIDDEN), "second": (_HIDDEN, _HIDDEN), "head": (_HIDDEN, 2)}
@@ -39,15 +38,17 @@ class MlpForecaster(Forecaster):
     kind: ClassVar[str] = "mlp"
     _state = ("_replay", "_ensemble")
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
-        super().__init__(seed=seed, budget_mib=budget_mib)
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         needed = Ensemble.num_bytes(_LAYERS, _NUM_MEMBERS) + TickReplay.capacity_bytes() + _SCRATCH_BYTES
         require_budget(self.kind, needed, budget_mib)
         self._replay = TickReplay()
         self._ensemble = Ensemble(_LAYERS, ("head",), num_members=_NUM_MEMBERS, seed=seed, lr=_LR)
+        self._fewest_ticks = ticks_before_training(total_steps)
+        self.steps_before_training = (self._fewest_ticks + 1) * TICK_STEPS
 
     def _learn(self, signal: TrainingSignal) -> None:
-        if self._replay.observe(signal) and len(self._replay) > _FEWEST_TICKS:
+        if self._replay.observe(signal) and len(self._replay) > self._fewest_ticks:
             for _ in range(_UPDATES_PER_TICK):
                 self._train()
 
@@ -73,7 +74,7 @@ class MlpForecaster(Forecaster):
     @torch.no_grad()
     def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
         base = self._replay.base._predict(future_lrs, window)
-        if base is None or len(self._replay) <= _FEWEST_TICKS:
+        if base is None or len(self._replay) <= self._fewest_ticks:
             return base
         num_ticks = max(1, round((len(future_lrs) - window / 2) / TICK_STEPS + 0.5))
         actions = self._replay.future_actions(future_lrs, num_ticks).expand(_NUM_MEMBERS, 1, -1, -1)

@@ -85,8 +85,8 @@ class PowerLawForecaster(Forecaster):
     _blocks: list[list[float]]
     """Sums over the steps of a block: count, step, loss, s1, s2 per lambda. The last one may be unfinished."""
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
-        super().__init__(seed=seed, budget_mib=budget_mib)
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         zeros = [0.0] * len(_LAMBDAS)
         self._sums = _LrSums(0.0, 0.0, has_fallen=False, momentum=list(zeros), s2=list(zeros))
         self._peak_lr = 0.0

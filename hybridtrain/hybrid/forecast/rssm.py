@@ -26,14 +26,13 @@ from hybridkernels.rssm_gru import rssm_rollout
 from hybridtrain.hybrid.forecast import rssm_cell as cell
 from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
 from hybridtrain.hybrid.forecast.ensemble import Ensemble, bounded, gaussian_loss, require_budget
-from hybridtrain.hybrid.forecast.ticks import GAIN, TICK_STEPS, TickReplay
+from hybridtrain.hybrid.forecast.ticks import GAIN, TICK_STEPS, TickReplay, ticks_before_training
 
 NUM_MEMBERS = 3
 _SEEN_TICKS = 3
 _UNSEEN_TICKS = 16
 _BATCH = 6
 _SAMPLES = 8
-_FEWEST_TICKS = 8
 _LR = 1e-4
 _KL_WEIGHT = 0.1
 _TRAIN_EVERY = 10
@@ -50,6 +49,7 @@ class RssmForecaster(Forecaster):
     Args:
         seed: Of weights and samples.
         budget_mib: Most memory for weights, optimizer, replay and activations.
+        total_steps: Of the run; a short one's training begins earlier.
 
     Raises:
         ValueError: the budget is too little.
@@ -58,13 +58,15 @@ class RssmForecaster(Forecaster):
     kind: ClassVar[str] = "rssm"
     _state = ("_replay", "_ensemble", "_steps_until_training")
 
-    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf) -> None:
-        super().__init__(seed=seed, budget_mib=budget_mib)
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         require_budget(self.kind, self.num_bytes(), budget_mib)
         self._seed = seed
         self._replay = TickReplay()
         self._ensemble = Ensemble(cell.LAYERS, cell.ZERO_LAYERS, num_members=NUM_MEMBERS, seed=seed, lr=_LR)
         self._steps_until_training = _TRAIN_EVERY
+        self._fewest_ticks = ticks_before_training(total_steps)
+        self.steps_before_training = _TRAIN_EVERY * math.ceil(self._fewest_ticks * TICK_STEPS / _TRAIN_EVERY)
 
     @staticmethod
     def num_bytes() -> int:
@@ -76,7 +78,7 @@ class RssmForecaster(Forecaster):
         self._steps_until_training -= 1
         if self._steps_until_training <= 0:
             self._steps_until_training = _TRAIN_EVERY
-            if len(self._replay) >= _FEWEST_TICKS:
+            if len(self._replay) >= self._fewest_ticks:
                 self._train()
 
     def _train(self) -> None:

@@ -42,6 +42,18 @@ _FIRST_ORIGIN = 4
 _LR_GAIN = 5.0
 """Of changes of ln lr within one tick, which are some hundredths."""
 _PHASES = tuple(Phase)
+_TICKS_BEFORE_TRAINING, _FEWEST_TICKS, _SHARE_OF_RUN = 8, 4, 4
+
+
+def ticks_before_training(total_steps: int | None) -> int:
+    """Return how many ticks a model of the run sees before it is trained: 8, a quarter of a short run's, at least 4.
+
+    Args:
+        total_steps: Of the run; None: a long one's.
+    """
+    if total_steps is None:
+        return _TICKS_BEFORE_TRAINING
+    return min(_TICKS_BEFORE_TRAINING, max(_FEWEST_TICKS, total_steps // TICK_STEPS // _SHARE_OF_RUN))
 
 
 def moments_from_sums(sums: Tensor) -> MomentStatistics:

@@ -8,7 +8,10 @@ from hybridtrain.engine.random_key import random_key
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
+from hybridtrain.hybrid.stateful import State
 from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.phase import Phase
+from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 
 _FIRST_RMS = 0.15
@@ -21,6 +24,8 @@ _FULL_MOVE_STEPS = 10
 
 class SlowGradient(WeightPredictor):
     """w = w - lr P s / (sqrt(vhat) + eps); undone by adding the same, as s, v and lr are unchanged.
+
+    Where the plan drops v in PREDICT, s averages gradients that were divided already, and w = w - lr P s.
 
     Args:
         trainer: Whose weights move; its stack keeps the slow average.
@@ -46,6 +51,8 @@ class SlowGradient(WeightPredictor):
         self._jumped_at = -1
         self._piece = 0
         """Of a jump in pieces: each is rounded by other random numbers."""
+        in_predict = trainer.memory_plan.for_phase(Phase.PREDICT)
+        self._normalizes = in_predict.optim_state.placement is Placement.DROPPED
 
     @classmethod
     def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
@@ -60,7 +67,7 @@ class SlowGradient(WeightPredictor):
         beta1: float = getattr(self._trainer.config.optimizer, "beta1", _BETA1)
         beta = self._slow.beta_at(number, total, beta1)
         if not predicted_steps:
-            return SlowStep(beta)
+            return SlowStep(beta, normalizes=self._normalizes)
         return SlowStep(beta, predicted_steps, self._new_norm(), self._new_norm())
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
@@ -95,7 +102,6 @@ class SlowGradient(WeightPredictor):
         correction = optimizer.correction(updates)
 
         def work(swept: ParameterSlice) -> None:
-            assert swept.second_P is not None, "asked for"
             value_P, slow_P = swept.weight.value, swept.extra[0].load()
             moved_P = move(
                 slow_P,
@@ -110,8 +116,28 @@ class SlowGradient(WeightPredictor):
             value_P.add_(moved_P)
 
         seed = random_key(trainer.border_key(trainer.steps_done), self._piece)
-        settings = PassSettings(reads_second_moment=True, rounds_to_nearest=step is None, seed=seed)
+        settings = PassSettings(
+            reads_second_moment=not self._normalizes, rounds_to_nearest=step is None, seed=seed
+        )  # fmt: skip
         visit_with(rollback, trainer, work, settings)
+
+    def state_dict(self) -> State:
+        """Return the state, and what the average is of where that is not plain gradients."""
+        return super().state_dict() | ({"normalizes": True} if self._normalizes else {})
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where a saved predictor was.
+
+        Raises:
+            ValueError: a value is missing, or the saved average is of other gradients.
+        """
+        if bool(state.get("normalizes")) is not self._normalizes:
+            kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
+            raise ValueError(
+                f"slow average: it was saved under predict_memory's optimizer_state of {kept}, and means something "
+                "else; resume with that, or start anew"
+            )
+        super().load_state_dict(state)
 
     def _new_norm(self) -> MoveNorm:
         return MoveNorm.zero(self._trainer.transfer.device)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridtrain.data.byte_tokens import decode_tokens, encode_bytes
 from hybridtrain.data.corpus import Corpus, corpus_of_documents, embedded_corpus, split_tail
@@ -126,11 +128,24 @@ def test_the_digest_follows_paths_contents_and_their_border() -> None:
 
 @pytest.mark.parametrize("count", range(2, 12))
 def test_a_few_documents_still_give_two_parts(count: int) -> None:
-    documents = {f"{index}.md": b"some words of text " * 3 for index in range(count)}
+    documents = {f"{index}.md": b"some words of text %d " % index * 3 for index in range(count)}
     corpus = corpus_of(documents)
     assert len(texts(corpus.train)) + len(texts(corpus.validation)) == count
     assert texts(corpus.train)
     assert texts(corpus.validation)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=40))
+def test_equal_documents_are_on_one_side(numbers: list[int]) -> None:
+    documents = {f"{index}.md": b"some words of text %d " % number for index, number in enumerate(numbers)}
+    if len(set(numbers)) == 1:
+        with pytest.raises(DataError, match="have the same content, so none can be held out"):
+            corpus_of(documents)
+        return
+    corpus = corpus_of(documents)
+    assert not set(texts(corpus.train)) & set(texts(corpus.validation))
+    assert len(texts(corpus.train)) + len(texts(corpus.validation)) == len(numbers)
 
 
 def test_two_documents_both_drawn_for_validation_still_give_two_parts() -> None:

@@ -93,7 +93,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, content: b
 
 def test_a_character_may_lie_across_two_reads(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * (2**20 - 1) + "\u00e9".encode())
-    assert open_source(tmp_path / "a.txt").num_skipped_files == 0
+    assert not open_source(tmp_path / "a.txt").left_out
 
 
 def test_a_folder_holds_text_and_lines(tmp_path: Path) -> None:
@@ -101,7 +101,8 @@ def test_a_folder_holds_text_and_lines(tmp_path: Path) -> None:
     (tmp_path / "c.png").write_bytes(b"\x89PNG\0")
     write_lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     source = open_source(tmp_path)
-    assert source.num_skipped_files == 1
+    assert source.left_out == (("c.png", "no UTF-8 text"),)
+    assert "reads a.jsonl (JSON lines), b.txt (text); leaves out c.png (no UTF-8 text)" in source.as_text()
     assert sorted(one[0].text for one in passages(tmp_path)) == ["one", "text", "two"]
     assert len(list(source.ranks())) == 3
     before = source.digest

@@ -85,6 +85,20 @@ def test_tokens_that_do_not_count_are_no_targets_and_pieces_of_them_are_left_out
         pack(documents(3, counted=[1, 0, 0]), seq_len=8, seed=0, joins_documents=True, what="it")
 
 
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8), st.integers(1, 5))
+def test_documents_whose_answers_are_cut_off_their_question_are_counted(masks: list[list[int]], seq_len: int) -> None:
+    if not any(any(mask[1:]) for mask in masks):
+        return
+    expected = 0
+    for mask in masks:
+        pieces = [mask[first + 1 : first + seq_len + 1] for first in range(0, max(len(mask) - 1, 0), seq_len)]
+        expected += bool(pieces) and 0 in pieces[0] and any(1 in piece for piece in pieces[1:])
+    counted = [count for mask in masks for count in mask]
+    rows = pack(documents(*map(len, masks), counted=counted), seq_len=seq_len, seed=0, joins_documents=True, what="a")
+    assert rows.num_cut == expected
+
+
 def test_best_fit_leaves_little_room() -> None:
     lengths = np.random.default_rng(0).integers(2, 100, 2000)
     rows = packed(*lengths.tolist(), seq_len=256)

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridtrain.data.byte_tokens import encode_bytes
 from hybridtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from hybridtrain.errors import DataError
-from tiny_tokenizers import BEGIN, END, END_TURN, SENTENCES, save_tokenizer
+from tiny_tokenizers import BEGIN, END, END_TURN, SENTENCES, save_llama_tokenizer, save_tokenizer
 
 
 def test_bytes_and_the_characters_they_stand_for() -> None:
@@ -59,8 +60,8 @@ def test_another_end_of_text_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "vocab_size", "words"),
     [
-        ("tok", 256, r"has tokens 0 to \d+, the model's vocabulary has 256; use the tokenizer"),
-        ("bytes", 100, "has tokens 0 to 255, the model's vocabulary has 100"),
+        ("bos", 3, "puts token 3 around each document, the model's vocabulary has 3; use the tokenizer"),
+        ("bytes", 100, "puts token 188 around each document, the model's vocabulary has 100"),
         ("tokk", 300, "does not exist; did you mean 'tok'"),
         ("damaged.json", 300, "damaged.json is no tokenizer of the library 'tokenizers'"),
         ("badly", 300, "tokenizer_config.json is not JSON"),
@@ -73,6 +74,7 @@ def test_tokenizers_that_cannot_be_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path / "tok")
+    save_tokenizer(tmp_path / "bos", adds_bos=True)
     (save_tokenizer(tmp_path / "badly") / "tokenizer_config.json").write_text("{")
     (save_tokenizer(tmp_path / "half") / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
     (tmp_path / "empty").mkdir()
@@ -107,3 +109,68 @@ def test_a_folder_without_tokenizer_json_is_opened_by_transformers(tmp_path: Pat
     found = open_tokenizer(str(folder), vocab_size=300).encode(list(SENTENCES))
     expected = open_tokenizer(str(tmp_path / "fast"), vocab_size=300).encode(list(SENTENCES))
     assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in expected]
+
+
+AROUND_SPECIAL = (
+    "<s>[INST] Hi the [/INST] Hi</s>",
+    "<s>Hi the",
+    " Hi",
+    "a</s> a<s>a",
+    "</s>\nthe",
+    "Hi the",
+    "\u00e9</s>",
+)
+CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "CodeLlamaTokenizer", None)
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize("name", CLASSES)
+def test_ids_are_those_of_the_class_that_transformers_takes(
+    tmp_path: Path, name: str | None, legacy: bool | None
+) -> None:
+    settings = {"tokenizer_class": name, "legacy": legacy}
+    folder = save_llama_tokenizer(tmp_path, **{key: value for key, value in settings.items() if value is not None})
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(str(folder), vocab_size=300)
+    for text, found in zip(AROUND_SPECIAL, ours.encode(AROUND_SPECIAL), strict=True):
+        assert found.ids.tolist() == theirs.encode(text, add_special_tokens=False), text
+    assert [*ours.bos_ids] == theirs.encode("a")[: len(ours.bos_ids)]
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert bool(ours.remark) == (name in {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer"})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_without_transformers_a_class_that_may_make_other_ids_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    folder = save_llama_tokenizer(tmp_path, **({} if name is None else {"tokenizer_class": name}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    told = open_tokenizer(str(folder), vocab_size=300).remark
+    expected = name is not None and name.endswith(("LlamaTokenizer", "LlamaTokenizerFast"))
+    assert (f"transformers' {name} may make others: install it" in told) == expected
+
+
+def test_a_folder_that_transformers_cannot_open_is_read_as_its_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no such class\nand more")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    tokenizer = open_tokenizer(str(save_llama_tokenizer(tmp_path)), vocab_size=300)
+    assert tokenizer.remark.endswith("tokenizer.json, which transformers cannot open (no such class)")
+    assert tokenizer.special_tokens["eos_token"] == "</s>"  # noqa: S105
+
+
+def test_tokens_beyond_the_vocabulary_that_no_document_needs_are_allowed(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<pad>"}))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    known = backend.get_vocab_size()
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(folder), vocab_size=known)
+    assert tokenizer.vocab_size == known + 1
+    assert tokenizer.pad_id < known
+    assert open_tokenizer(str(folder), vocab_size=known + 1).pad_id == known

@@ -61,6 +61,21 @@ def test_nothing_is_said_at_first_and_everything_is_finite_later(kind: str) -> N
             assert 0 <= forecast.entropy <= math.log(32)
 
 
+@pytest.mark.parametrize("total", [None, 40, 400, 500, 3000])
+@pytest.mark.parametrize("kind", ["mlp", "rssm"])
+def test_training_begins_in_proportion_to_the_run(kind: str, total: int | None) -> None:
+    forecaster = make_forecaster(kind, seed=0, budget_mib=512, total_steps=total)
+    first = forecaster.steps_before_training
+    ticks = {None: 8, 40: 4, 400: 4, 500: 5, 3000: 8}[total]
+    assert 0 <= first - 25 * ticks <= 25
+    signals = run(first)
+    feed(forecaster, signals[:-1])
+    assert forecaster._ensemble.num_updates == 0  # type: ignore[attr-defined]
+    feed(forecaster, signals[-1:])
+    assert forecaster._ensemble.num_updates > 0  # type: ignore[attr-defined]
+    assert math.isfinite(forecaster.forecast([1e-3] * 50, 25).mean)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 11])
 def test_a_window_must_fit_the_horizon(kind: str, window: int) -> None:

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from hybrid_runs import fresh_hybrid, hybrid_config, remembers
-from hybridtrain.errors import ConfigError, PlanConflictError
+from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig, AdEMAMix
 from hybridtrain.optim.slow_average import SlowMomentum
-from hybridtrain.optimizations import PredictMemory
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -30,6 +29,9 @@ BAD: dict[str, Callable[[], object]] = {
     "confidence_threshold": lambda: HybridConfig(confidence_threshold=1.1),
     "max_predict_steps": lambda: HybridConfig(max_predict_steps=-1.0),
     "max_predict_steps: nan": lambda: HybridConfig(max_predict_steps=math.nan),
+    "correction_interval: 0": lambda: HybridConfig(correction_interval=0.0),
+    "correction_interval: nan": lambda: HybridConfig(correction_interval=math.nan),
+    "correction_interval: 2.0 does not go": lambda: HybridConfig(predictor="linear", correction_interval=2.0),
     "strength: -1": lambda: HybridConfig(strength=-1.0),
     "strength: inf": lambda: HybridConfig(strength=math.inf),
     "strength: nan": lambda: HybridConfig(strength=math.nan),
@@ -91,8 +93,3 @@ def test_ademamix_and_a_predictor_do_not_share_one_tensor(predictor: str) -> Non
 def test_ademamix_needs_its_state() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.kind(.|\n)*predictor_state"):
         trainer_with([], SlowMomentum())
-
-
-def test_dropped_moments_cannot_be_jumped_with() -> None:
-    with pytest.raises(PlanConflictError, match="forgets the second moment"):
-        compose([PredictMemory(optimizer_state="drop"), remembers()])

@@ -55,6 +55,16 @@ PLANNED: dict[str, list[Optimization]] = {
     "predict-cpu": [PredictMemory(), MixedPrecision()],
     "predict-compress": [PredictMemory(optimizer_state="compress"), MixedPrecision(), WeightStreaming()],
     "predict-factored": [PredictMemory(), ADAFACTOR],
+    "predict-ahead": [PredictMemory(restore_lookahead=2), MixedPrecision()],
+    "predict-waits": [PredictMemory(async_restore=False), MixedPrecision(master="split16")],
+    "predict-drop": [PredictMemory(optimizer_state="drop"), MixedPrecision()],
+    "predict-drop-away": [PredictMemory(optimizer_state="drop"), OptimizerOffload(), WeightStreaming()],
+    "phase2": [
+        MixedPrecision(active_phases=(Phase.PREDICT,)),
+        GradientCheckpointing(recompute_every=2),
+        GradAccumulation(),
+        PredictMemory(),
+    ],
     "all-away": [
         GradientCheckpointing(recompute_every=1),
         MixedPrecision(master="split16"),

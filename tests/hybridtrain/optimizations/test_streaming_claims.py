@@ -127,6 +127,8 @@ IN_PREDICT: dict[str, tuple[PredictMemory, Changes]] = {
     "compress": (PredictMemory(optimizer_state="compress"), {"optim_state.codec": Codec.INT8_BLOCKS} | NO_BOUNDARY),
     "drop": (PredictMemory(optimizer_state="drop"), {"optim_state.placement": Placement.DROPPED} | NO_BOUNDARY),
     "boundaries-stay": (PredictMemory(discard_activations=False), AWAY),
+    "ahead": (PredictMemory(restore_lookahead=2), AWAY | NO_BOUNDARY | {"restore_lookahead": 2}),
+    "waits": (PredictMemory(async_restore=False), AWAY | NO_BOUNDARY | {"async_restore": False}),
 }
 
 
@@ -161,6 +163,10 @@ def test_weights_stream_in_active_phases_only(active: tuple[Phase, ...]) -> None
 
 
 FAULTS: dict[str, Callable[[], Optimization]] = {
+    "restore_lookahead: -1 must be at least 0": lambda: PredictMemory(restore_lookahead=-1),
+    "restore_lookahead: 1 needs async_restore = true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
+    "async_restore, restore_lookahead: optimizer_state = 'drop' brings nothing back; set 'cpu' or 'pinned', or leave "
+    "both out": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
     "max_active_layers: 0 must be at least 1": lambda: WeightStreaming(max_active_layers=0),
     "prefetch_distance: -1 must be at least 0": lambda: WeightStreaming(prefetch_distance=-1),
     "resident_layers: -2 must be at least 0": lambda: WeightStreaming(resident_layers=-2),

@@ -77,3 +77,14 @@ def test_what_is_wrong_is_said() -> None:
         estimate_memory(build, {"size": 3}, card="rtx-4090")
     with pytest.raises(ConfigError, match="rtx-4090"):
         estimate_memory(build, torch.empty(8, WIDTH), card="rtx-4091")
+
+
+def test_an_estimate_of_compiled_code_says_that_it_is_an_upper_bound() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(64, 64)
+        model.compile()
+        return model
+
+    batch = torch.empty(2, 64)
+    assert "UPPER BOUND: torch.compile at " in estimate_memory(build, batch, card="rtx-4090").summary()
+    assert "BOUND" not in estimate_memory(lambda: nn.Linear(64, 64), batch, card="rtx-4090").summary()

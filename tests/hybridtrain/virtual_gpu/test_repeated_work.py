@@ -259,7 +259,7 @@ def test_blocks_are_told_apart_by_all_that_decides_their_work() -> None:
     for change in (
         lambda b: b.eval(),
         lambda b: b.query.weight.requires_grad_(False),
-        lambda b: setattr(b, "loss_share", 0.5),
+        lambda b: setattr(b, "head_dim", 8),
         lambda b: setattr(b.ffn_out, "is_ternary", True),
         lambda b: setattr(b.ffn_out, "adapter", nn.Identity()),
     ):

@@ -603,7 +603,7 @@ def test_training_logs_every_step_saves_and_samples(command: Command) -> None:
     assert command(*train()) == 0
     log = log_of("run")
     assert [entry["step"] for entry in log] == [1, 2, 3, 4]
-    assert set(log[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes"}
+    assert set(log[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes", "effective_batch"}
     assert Path("run/checkpoints/step-00000004/tensors-00000.safetensors").stat().st_size > 26_000 * 4
     assert "4 steps, loss " in command.out
     assert "run" in command.out.splitlines()[-1]

@@ -124,7 +124,9 @@ def test_phases_of_one_precision_have_no_table_and_state_that_leaves_has() -> No
     assert phase_precision(files.stack("tight").plan()) is None
     rows = phase_precision(files.stack("phase2").plan())
     assert rows is not None
-    assert {row["compute"] for row in rows.values()} == {"bfloat16"}
+    assert {phase: row["compute"] for phase, row in rows.items()} == {
+        "warmup": "float32", "full": "float32", "predict": "bfloat16", "correct": "float32",
+    }  # fmt: skip
     assert rows["full"]["optimizer_state"] == "float32 on device"
     assert rows["predict"]["optimizer_state"] == rows["predict"]["master"] == "float32 on host"
 

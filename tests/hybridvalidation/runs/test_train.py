@@ -201,7 +201,7 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
     assert main([*ARGUMENTS, "--resume"]) == 0  # the system dropped the lock
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
     assert sorted(path.name for path in Path("run").iterdir()) == [
-        "checkpoints", "data.json", "environment.jsonl", "log.jsonl", "training.toml",
+        "checkpoints", "data.json", "environment.jsonl", "log.jsonl", "tokenizer", "training.toml",
     ]  # fmt: skip
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
@@ -253,16 +253,16 @@ def test_weights_that_are_no_number_are_not_saved(
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, batches: set[int], value: float = float("nan")) -> None:
     """Let the loss of some batches, known by their first token ids, be something else."""
-    loader = train_data._stream
+    loader = train_data._loader
 
     def marked(*arguments: Any) -> Any:
-        load, probe, count = loader(*arguments)
+        load = loader(*arguments)
 
         def loading(step: int) -> Any:
             poison.update(step=step)
             return load(step)
 
-        return loading, probe, count
+        return loading
 
     poison = {"step": -1}
     forward = Head.forward
@@ -271,7 +271,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, batches: set[int], value: float = 
         loss = forward(*arguments, **settings)
         return loss * value if poison["step"] in batches else loss
 
-    monkeypatch.setattr(train_data, "_stream", marked)
+    monkeypatch.setattr(train_data, "_loader", marked)
     monkeypatch.setattr(Head, "forward", bad)
 
 
@@ -436,3 +436,41 @@ def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str
     assert main(ARGUMENTS) == 0
     told = "schedule.warmup_steps is 100, num_steps 4: the learning rate ends at 0.039604 of its peak"
     assert told in "".join(capsys.readouterr())
+
+
+PLACES = ("log.jsonl", "faults.jsonl", "environment.jsonl", "training.toml", "data.json", "checkpoints", "tokenizer")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kind", ["a pipe or a device", "a link to nowhere, which is not there", "other"])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_stands_where_a_run_writes_is_told_before_it_trains(
+    capsys: pytest.CaptureFixture[str], name: str, kind: str, *, resume: bool
+) -> None:
+    path = Path("run", name)
+    path.parent.mkdir()
+    if kind.startswith("a pipe"):
+        os.mkfifo(path)
+    elif kind.startswith("a link"):
+        path.symlink_to("nowhere")
+    elif "." in name:
+        path.mkdir()
+    else:
+        path.write_text("")
+    before = sorted(Path().rglob("*"))
+    assert main([*ARGUMENTS, *(["--resume"] if resume else [])]) == 2
+    told = kind if kind != "other" else "a folder" if "." in name else "a file"
+    assert f"run: 1 fault\n  {name}: must be a " in (said := capsys.readouterr().err)
+    assert f"or absent, and is {told}; " in said
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_links_to_what_is_there_are_followed() -> None:
+    Path("run").mkdir()
+    Path("elsewhere").mkdir()
+    Path("elsewhere/log").write_text("")
+    Path("run/checkpoints").symlink_to(Path("elsewhere").absolute())
+    Path("run/log.jsonl").symlink_to(Path("elsewhere/log").absolute())
+    assert main(ARGUMENTS) == 0
+    assert list(Path("elsewhere").glob("step-*"))
+    assert len(losses("run")) == 4

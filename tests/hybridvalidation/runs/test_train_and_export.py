@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_folders import save_model, transformers_model
+from hybridtrain.data.byte_tokens import encode_bytes
 from hybridtrain.data.corpus import open_corpus
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.training_file import load_config
@@ -18,6 +19,7 @@ from hybridvalidation.cli.main import main
 from hybridvalidation.runs.train import train as train_model
 from ranks import on_ranks
 from tiny_models import FAMILIES, LLAMA_GROUPED
+from tiny_tokenizers import save_tokenizer
 
 SHAPE = replace(LLAMA_GROUPED, vocab_size=256, num_blocks=2)
 TRAIN = """\
@@ -65,8 +67,17 @@ def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixt
     assert "the model after 3 steps" in capsys.readouterr().out
     same, source = load_file("same/model.safetensors"), AutoModelForCausalLM.from_pretrained("source")
     assert all(torch.equal(same[name], values) for name, values in source.state_dict().items())
-    assert Path("same/tokenizer.json").read_text() == '{"a": "tokenizer"}'
+    encoded = AutoTokenizer.from_pretrained("same")("the quick \u0100\0").input_ids
+    assert encoded == encode_bytes("the quick \u0100\0".encode()).tolist()  # what it was trained in
     assert json.loads(Path("same/config.json").read_text())["dtype"] == "float32"
+
+
+def test_bytes_for_a_model_with_a_tokenizer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    assert "warning: text.txt is read as bytes, and not in the tokens of source" in capsys.readouterr().out
+    Path("source/tokenizer.json").unlink()
+    assert train("--out", "bare") == 0
+    assert "is read as bytes" not in capsys.readouterr().out
 
 
 def test_a_trained_model_is_exported_with_its_master_values() -> None:
@@ -107,9 +118,30 @@ def test_a_run_can_be_exported_without_its_first_folder(capsys: pytest.CaptureFi
     assert train() == 0
     Path("source").rename("elsewhere")
     assert main(["export", "run", "out"]) == 0
-    assert "source is gone: no tokenizer is copied" in capsys.readouterr().out
+    assert "source is gone: config.json is made of the model's shape" in capsys.readouterr().out
     theirs = AutoModelForCausalLM.from_pretrained("out")
     assert theirs.config.num_key_value_heads == SHAPE.num_kv_heads
+
+
+@pytest.mark.parametrize("ends", [7, [7, 8], [7, 2], None])
+@pytest.mark.parametrize("eos_token", ["", "<|im_end|>"])
+def test_the_ends_that_a_model_came_with_stay_unless_another_one_was_trained(
+    ends: int | list[int] | None, eos_token: str
+) -> None:
+    save_tokenizer(Path("source"))
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads(Path("source", name).read_bytes()) if Path("source", name).is_file() else {}
+        Path("source", name).write_text(json.dumps(found | {"eos_token_id": ends}))
+    Path("text.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    data = f'[data]\npath = "text.jsonl"\neos_token = "{eos_token}"\n[model]'
+    Path("train.toml").write_text(TRAIN.format(lr="1e-3").replace("[model]", data))
+    assert main(["train", "train.toml"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    expected = (2 if eos_token else 0) if ends is None else ends
+    if eos_token and ends in (7, [7, 8]):
+        expected = 2
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(Path("out", name).read_bytes())["eos_token_id"] == expected
 
 
 @pytest.mark.parametrize(
@@ -174,6 +206,23 @@ LORA = """
 kind = "lora"
 rank = 2
 """
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_what_has_adapters_is_told_at_the_start(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = SHAPE if name == "llama" else replace(FAMILIES["mixtral"], vocab_size=256, num_blocks=1)
+    save_model(transformers_model(shape), Path("base"))
+    lora = LORA + 'targets = ["query", "value"]\n' * (name == "llama")
+    Path("train.toml").write_text(TRAIN.format(lr="1e-2").replace(MIXED, lora).replace('"source"', '"base"'))
+    assert train() == 0
+    told = capsys.readouterr().out
+    if name == "llama":
+        assert (
+            "adapters on query, value of every block; none on key, attention_out, ffn_gate, ffn_up, ffn_out\n" in told
+        )
+    else:
+        assert "adapters on query, key, value, attention_out of every block; none on router, experts_gate" in told
+    assert ("warning: experts and their router have no adapters" in told) == (name == "mixtral")
 
 
 def test_adapters_are_exported_alone_or_merged_and_a_resumed_run_has_its_base() -> None:

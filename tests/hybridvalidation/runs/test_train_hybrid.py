@@ -51,6 +51,7 @@ lr = 3e-3
 LINE = {
     "step", "phase", "loss", "lr", "grad_norm", "tokens_per_s", "seconds", "peak_bytes", "predicted_steps", "move_rms",
     "forecast_loss", "prediction_error", "confidence", "scale", "is_rolled_back", "cost",
+    "effective_batch",
 }  # fmt: skip
 STACK = '[[optimizations]]\nkind = "predictor_state"\npredictor = "{}"\n'
 MOVES = '[[optimizations]]\nkind = "predict_memory"\n'
@@ -59,6 +60,8 @@ KINDS = {
     "fused": ("", "slow_gradient", ""),
     "own": ("fuse = false\n", "slow_gradient", ""),
     "moved": ("", "slow_gradient", MOVES),
+    "interval": ("correction_interval = 1.0\nmax_move = 100.0\n", "slow_gradient", ""),
+    "dropped": ("correction_interval = 1.0\nmax_move = 100.0\n", "slow_gradient", MOVES + 'preset = "aggressive"\n'),
     "copy": ('rollback = "copy"\nmonitor = "probe"\nprobe_every = 1\n', "slow_gradient", ""),
     "every_step": ('monitor = "every_step"\n', "slow_gradient", ""),
     "probe_gradients": ('correction = "probe_gradients"\nfuse = false\n', "slow_gradient", ACCUMULATES),
@@ -130,9 +133,11 @@ def test_each_phase_step_has_a_line() -> None:
             assert (line["predicted_steps"], line["cost"]) == (0, 3)
             assert math.isfinite(line["loss"])
             assert line["tokens_per_s"] > 0
+            assert line["effective_batch"] == 2
             continue
         assert (line["step"], line["lr"]) == (before["step"], before["lr"])
         assert (line["loss"], line["grad_norm"], line["tokens_per_s"], line["cost"]) == (None, None, 0, 0)
+        assert line["effective_batch"] == 0
         assert line["predicted_steps"] > 0
         assert line["move_rms"] > 0
         assert not line["is_rolled_back"]
@@ -356,6 +361,13 @@ def test_a_run_without_jumps_says_why(option: str, words: str, capsys: pytest.Ca
     assert words in capsys.readouterr().out
 
 
+def test_a_run_too_short_for_its_forecaster_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, warns in (("mlp", True), ("own", False)):
+        assert train(file_of(kind), kind) == 0
+        told = "warning: forecaster 'mlp' is trained from step 125 on, num_steps is 12: it forecasts as its baseline"
+        assert (told in capsys.readouterr().out) is warns
+
+
 def test_statistics_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(file_of("fused"), "run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -411,7 +423,9 @@ def test_ademamix_is_a_plain_run_that_goes_on_to_the_bit(monkeypatch: pytest.Mon
     text = HEAD + BODY + EMA + "slow = { beta = 0.9, alpha = 2.0 }\n" + STATE
     assert train(text, "whole") == train(HEAD + BODY, "plain") == 0
     whole, plain = log_of("whole"), log_of("plain")
-    assert set(whole[0]) == set(plain[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes"}
+    assert set(whole[0]) == set(plain[0]) == {
+        "step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes", "effective_batch",
+    }  # fmt: skip
     assert whole[0]["loss"] == plain[0]["loss"]
     assert whole[-1]["loss"] != plain[-1]["loss"]
     with monkeypatch.context() as patch:

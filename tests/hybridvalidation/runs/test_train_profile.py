@@ -96,6 +96,19 @@ def test_the_profile_changes_no_loss() -> None:
     assert losses("bare") == losses("profiled", "--profile-memory", "memory.csv")
 
 
+@pytest.mark.parametrize(("options", "percent"), [((), "10"), (("--spike-percent", "25.5"), "25.5")])
+def test_what_a_spike_is_can_be_said(
+    options: tuple[str, ...], percent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--profile-memory", "memory.csv", *options) == 0
+    assert f"spikes, more than {percent} % above the snapshot before" in capsys.readouterr().out
+
+
+def test_a_spike_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--profile-memory", "memory.csv", "--spike-percent", "0") == 2
+    assert "--spike-percent" in capsys.readouterr().err
+
+
 def test_json_stays_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--profile-memory", "memory.csv", "--json") == 0
     out, err = capsys.readouterr()
@@ -112,7 +125,14 @@ def test_wandb_gets_the_runs_metrics_memory_and_settings(wandb: FakeWandb, capsy
         named.setdefault(step, set()).update(metrics)
     assert list(named) == [1, 2, 3, 4]
     for names in named.values():
-        assert {"train/loss", "train/lr", "train/tokens_per_s", "memory/used_gb", "memory/rss_gb"} <= names
+        assert {
+            "train/loss",
+            "train/lr",
+            "train/tokens_per_s",
+            "train/effective_batch",
+            "memory/used_gb",
+            "memory/rss_gb",
+        } <= names
     assert "memory profile: 4 snapshots" in capsys.readouterr().out
 
 

@@ -3,17 +3,34 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
+from hybridtrain.data.byte_tokens import encode_bytes
+from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.data_config import DataConfig
+from hybridtrain.data.text_data import open_text
+from hybridtrain.data.token_file import TokenFormat, write_token_file
+from hybridtrain.data.tokenizer import ByteTokenizer
 from hybridtrain.training_file import load_config
 from hybridvalidation.cli.main import main
-from tiny_tokenizers import SENTENCES, chat, save_tokenizer, write_lines
+from tiny_tokenizers import (
+    END,
+    END_TURN,
+    MARKED_TEMPLATE,
+    PREFIX_TEMPLATE,
+    SENTENCES,
+    chat,
+    save_tokenizer,
+    write_lines,
+)
 
 ROOT = Path(__file__).parents[3]
 TRAIN = """\
@@ -165,12 +182,137 @@ def test_faults_of_the_file(
     assert words in capsys.readouterr().err
 
 
-def test_an_exported_model_takes_its_tokenizer_along() -> None:
+@pytest.mark.parametrize(("seq_len", "packing", "count"), [(64, "documents", 0), (24, "documents", 4), (24, "none", 4)])
+def test_answers_that_are_cut_off_their_question_are_told(
+    capsys: pytest.CaptureFixture[str], seq_len: int, packing: str, count: int
+) -> None:
+    long = [chat("The sky", " ".join([SENTENCES[1], str(number)] * 2)) for number in range(4)]
+    write_lines(Path("chats.jsonl"), *long, *[chat(str(number), "a") for number in range(4)])
+    change('"tok"', f'"tok"\npacking = "{packing}"\nvalidation_percent = 0')
+    change("eval_every = 2\n", "")
+    change("seq_len = 64\n", f"seq_len = {seq_len}\n")
     assert main(["train", "train.toml"]) == 0
+    told = f"{count} documents are longer than workload.seq_len and have answers behind the cut"
+    assert (told in capsys.readouterr().out) == (count > 0)
+    assert lines("run")[0]["documents_cut"] == count
+
+
+def test_a_message_of_weight_0_is_not_trained() -> None:
+    chats = [chat(f"{n}", SENTENCES[n % 5], "more", SENTENCES[(n + 1) % 5]) for n in range(8)]
+    for conversation in chats:
+        conversation["messages"][1]["weight"] = 0  # type: ignore[index]
+    write_lines(Path("chats.jsonl"), *chats)
+    change('"tok"', '"tok"\nvalidation_percent = 0')
+    change("eval_every = 2\n", "")
+    text = open_text(load_config("train.toml").data, vocab_size=300, folder=Path("t"), say=lambda _: None)  # type: ignore[arg-type]
+    assert text.train.counted is not None
+    answers = text.tokenizer.decode(text.train.tokens[text.train.counted == 1].tolist())
+    assert answers == "".join(f"{one['messages'][3]['content']}<|im_end|>\n" for one in chats)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("message", "loss_on", "words"),
+    [
+        ({"weight": 0.5}, "answers", "messages[1].weight: found 0.5; 0, which is not learned, or 1 is allowed"),
+        ({"weight": "0"}, "answers", 'messages[1].weight: found "0"; 0, which is not learned, or 1 is allowed'),
+        ({"weight": 0}, "all", "messages[1].weight: 0 beside loss_on = 'all', which learns all"),
+    ],
+)
+def test_weights_that_cannot_be_heeded_are_refused(
+    capsys: pytest.CaptureFixture[str], message: dict[str, object], loss_on: str, words: str
+) -> None:
+    wrong = chat("a", "b")
+    wrong["messages"][1] |= message  # type: ignore[index]
+    write_lines(Path("chats.jsonl"), chat("a", "b"), wrong)
+    change('"tok"', f'"tok"\nloss_on = "{loss_on}"')
+    assert main(["train", "train.toml"]) == 2
+    assert f"chats.jsonl, line 2: {words}" in capsys.readouterr().err
+
+
+def exported() -> dict[str, bytes]:
+    assert main(["train", "train.toml"]) == 0
+    shutil.rmtree("tok")  # what a run needs later lies in its folder
     assert main(["export", "run", "out"]) == 0
-    copied = {path.name for path in Path("out").iterdir()} - {"config.json", "model.safetensors"}
-    assert copied == {path.name for path in Path("tok").iterdir()}
-    assert all(Path("out", name).read_bytes() == Path("tok", name).read_bytes() for name in copied)
+    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+
+
+def test_an_exported_model_takes_its_tokenizer_along() -> None:
+    expected = {path.name: path.read_bytes() for path in Path("tok").iterdir()}
+    found = exported()
+    assert found.keys() - expected.keys() == {"config.json", "model.safetensors", "generation_config.json"}
+    assert {name: found[name] for name in expected} == expected
+    config = json.loads(found["config.json"])
+    assert (config["eos_token_id"], config["bos_token_id"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("was", "template", "eos_token"),
+    [
+        (None, "chatml", ""), ("inline", "", ""), ("inline", "", END_TURN), ("inline", "mine.jinja", ""),
+        ("named", "chatml", END_TURN), ("named", "", ""), ("jinja", "chatml", ""), ("jinja", "mine.jinja", END_TURN),
+    ],
+)  # fmt: skip
+def test_an_exported_model_has_the_template_and_the_end_it_was_trained_with(
+    was: str | None, template: str, eos_token: str
+) -> None:
+    settings = json.loads(Path("tok/tokenizer_config.json").read_text())
+    if was != "inline":
+        del settings["chat_template"]
+    if was == "named":
+        settings["chat_template"] = [{"name": "default", "template": MARKED_TEMPLATE}, {"name": "b", "template": "b"}]
+    Path("tok/tokenizer_config.json").write_text(json.dumps(settings))
+    Path("tok/special_tokens_map.json").write_text(json.dumps({"eos_token": END}))
+    if was == "jinja":
+        Path("tok/chat_template.jinja").write_text(MARKED_TEMPLATE)
+    Path("mine.jinja").write_text("!" + PREFIX_TEMPLATE)
+    change('"tok"', f'"tok"\nchat_template = "{template}"\neos_token = "{eos_token}"')
+    ours = open_text(load_config("train.toml").data, vocab_size=300, folder=Path("t"), say=lambda _: None)  # type: ignore[arg-type]
+    exported()
+    theirs = AutoTokenizer.from_pretrained("out")
+    messages = [{"role": "user", "content": "The sky"}, {"role": "assistant", "content": "is blue"}]
+    text = ours.template or ours.tokenizer.templates["default"]
+    expected = ChatTemplate(text, ours.tokenizer.special_tokens).text(messages)
+    assert theirs.apply_chat_template(messages, tokenize=False) == expected
+    assert theirs.eos_token == (eos_token or END)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(Path("out", name).read_bytes())["eos_token_id"] == theirs.eos_token_id
+
+
+def test_adapters_take_the_format_along_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    change('"tok"', '"tok"\nchat_template = "chatml"')
+    Path("train.toml").write_text(Path("train.toml").read_text() + '[[optimizations]]\nkind = "lora"\nrank = 2\n')
+    exported()
+    assert "adapters on query, key, value, attention_out, ffn_gate, " in capsys.readouterr().out
+    assert Path("out/adapter_config.json").is_file()
+    assert Path("out/chat_template.jinja").read_text() == BUILTIN_TEMPLATES["chatml"]
+    assert AutoTokenizer.from_pretrained("out").encode("The sky") == AutoTokenizer.from_pretrained(
+        "run/tokenizer"
+    ).encode("The sky")
+
+
+def test_a_model_trained_on_bytes_is_exported_with_a_tokenizer_of_bytes() -> None:
+    change('tokenizer = "tok"', 'tokenizer = "bytes"\nchat_template = "chatml"')
+    exported()
+    theirs, text = AutoTokenizer.from_pretrained("out"), "caf\u00e9 \u0100\0 <|im_end|>\r\n\U0001f600"
+    assert theirs.encode(text) == encode_bytes(text.encode()).tolist()
+    assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.eos_token == "\0"  # noqa: S105
+    assert theirs.chat_template == BUILTIN_TEMPLATES["chatml"]
+    assert AutoConfig.from_pretrained("out").eos_token_id == theirs.eos_token_id == ByteTokenizer().eos_ids[0]
+
+
+def test_a_tokenizer_json_of_another_name_is_exported_as_what_it_is() -> None:
+    Path("tok/tokenizer.json").rename("tok/mine.json")
+    change('"tok"', '"tok/mine.json"')
+    content = Path("tok/mine.json").read_bytes()
+    assert exported()["tokenizer.json"] == content
+
+
+def test_tokens_of_a_file_are_exported_without_a_tokenizer_where_none_is_named() -> None:
+    write_token_file(Path("a.bin"), np.arange(3000) % 300, TokenFormat.RAW_UINT16)
+    change('path = "chats.jsonl"\ntokenizer = "tok"', 'path = "a.bin"')
+    change("sample_tokens = 3", "sample_tokens = 0")
+    assert not {name for name in exported() if name.startswith("token")}
 
 
 def test_the_tokenizer_is_the_models_own_unless_another_is_named() -> None:
@@ -185,6 +327,15 @@ def test_the_tokenizer_is_the_models_own_unless_another_is_named() -> None:
     Path("train.toml").write_text(TRAIN)
     assert main(["train", "train.toml", "--out", "named"]) == 0
     assert lines("run")[0] == lines("named")[0]
+    change('[data]\npath = "chats.jsonl"\ntokenizer = "tok"\n[model.shape]', "[model.shape]")
+    text = Path("train.toml").read_text()
+    shape = text[text.index("[model.shape]") : text.index("[workload]")]
+    change(shape, '[model]\nfolder = "tok"\n')
+    Path("chats").mkdir()
+    Path("chats.jsonl").rename("chats/a.JSONL")
+    for number, data in enumerate(("chats", "chats/a.JSONL")):
+        assert main(["train", "train.toml", "--data", data, "--out", str(number)]) == 0
+        assert lines(str(number))[1:] == lines("run")[1:]
 
 
 def test_the_example_is_sound() -> None:

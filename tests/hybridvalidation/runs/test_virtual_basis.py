@@ -287,7 +287,7 @@ def test_growth_is_told_with_its_step_and_its_lines(
     answer, verdict = planned(tmp_path, capsys, body)
     assert size <= answer["basis"]["growth"]["bytes_per_step"] + 512 <= size + 1024
     assert answer["reserved_range"] is None
-    assert "fits; GROWS: grows by " in verdict
+    assert "fits; GROWS: by " in verdict
     assert "the card is full at about step" in verdict
     assert any(f"script.py:{line}" in verdict for line in (8, 9, 10))
 

@@ -301,6 +301,8 @@ class Watch:
     """Steps between memory snapshots."""
     alert_gb: Count = 45
     """Say at once when more memory than this is used; the default is for cards of 48 GB."""
+    spike_percent: Amount = 10.0
+    """Report a memory snapshot as a spike where it is so much above the one before."""
 
 
 _WATCH = Watch()
@@ -324,8 +326,8 @@ def train(
 
     Args:
         config: A training .toml file.
-        data: Text file, folder of text, or token file (.bin); default: what [data] in the file names, else the embedded
-            corpus.
+        data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
+            what [data] in the file names, else the embedded corpus.
         out: Folder for log and saved state.
         resume: Continue the run saved in --out; its stack may be another one.
         change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
@@ -341,19 +343,20 @@ def train(
     from hybridtrain.training_file import load_config
     from hybridtrain.units import GB, GIB
     from hybridvalidation.runs.train import train as train_model
+    from hybridvalidation.runs.train_data import with_records
     from hybridvalidation.runs.train_log import Monitoring
 
     file = load_config(config)
     if data is not None and file.data is not None:
         faults = [f"[data] names {file.data.path} and --data {data}; give one of them"]
         raise ConfigError(str(config), faults)
-    corpus = None
+    corpus, file = None, with_records(file, data)
     if file.data is None:
         corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []
     monitoring = Monitoring(
         profile_csv=watch.profile_memory, profile_every=watch.profile_every, alert_bytes=watch.alert_gb * GB,
-        tensorboard=watch.tensorboard, wandb_project=watch.wandb,
+        spike_fraction=watch.spike_percent / 100, tensorboard=watch.tensorboard, wandb_project=watch.wandb,
         mlflow=watch.mlflow,
     )  # fmt: skip
     result = train_model(

@@ -137,10 +137,10 @@ def _texts(folder: Path) -> Iterator[Parser]:
         for document in read_documents(open_source(path), lambda: template, counts_all=False):
             list(document)
 
-    yield Parser(
-        name="lines of text", file="text.jsonl", sample=(_ROOT / "examples/chat.jsonl").read_bytes(),
-        read=read_lines_of_text,
-    )  # fmt: skip
+    lines = (_ROOT / "examples/chat.jsonl").read_bytes()
+    elements = b"[" + b",\n".join(lines.splitlines()) + b"]"
+    for name, file, sample in (("lines of text", "text.jsonl", lines), ("list of texts", "text.json", elements)):
+        yield Parser(name=name, file=file, sample=sample, read=read_lines_of_text)
     yield Parser(name="text", file="text.txt", sample=40 * b"The quick fox. \xc3\xa9\n", read=text_corpus)
     for token_format in (TokenFormat.RAW_UINT16, TokenFormat.LLMC_LLAMA3):
         made = folder / f"{token_format}.bin"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.data.data_config import BYTES
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
@@ -14,7 +13,7 @@ from hybridtrain.models.hf_config import is_multimodal, read_hf_config
 from hybridtrain.train_state import load_train_state
 from hybridtrain.weights.adapters import export_adapter
 from hybridtrain.weights.export import export_folder
-from hybridvalidation.runs.run_folder import CHECKPOINTS, open_source, read_run_files, trains_adapters
+from hybridvalidation.runs.run_folder import CHECKPOINTS, TOKENIZER, open_source, read_run_files, trains_adapters
 from hybridvalidation.runs.train import open_trainer
 from hybridvalidation.runs.train_log import Say
 
@@ -55,8 +54,13 @@ def export_run(
         weights, found = open_source(file, reads_values=True, say=say)
         data |= found  # loading compares it with the run's own
     elif began_with is not None and not began_with.is_dir():
-        say(f"{began_with} is gone: no tokenizer is copied, config.json is made of the model's shape")
+        say(f"{began_with} is gone: config.json is made of the model's shape")
         began_with = None
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None
+    if tokenizer is None and began_with is not None:
+        say(
+            f"{folder} does not tell of which tokenizer its tokens are; the tokenizer of the model's folder is exported"
+        )
     has_config = keeps_adapters and began_with is not None and (began_with / "config.json").is_file()
     if has_config and began_with is not None and is_multimodal(read_hf_config(began_with)):
         # PEFT would find no layer by our names in that class
@@ -69,12 +73,9 @@ def export_run(
         cycle = None if file.hybrid is None else HybridTrainer(trainer, file.hybrid, lambda _: [])
         load_train_state(trainer, folder / CHECKPOINTS, cycle, data, say)
         if keeps_adapters:
-            files = export_adapter(trainer, target, base=str(file.model.init_from or ""))
+            files = export_adapter(trainer, target, base=str(file.model.init_from or ""), tokenizer_folder=tokenizer)
         else:
-            tokenizer = None if file.data is None else file.data.tokenizer
-            named = None if tokenizer in {None, BYTES} else Path(str(tokenizer))
             files = export_folder(
-                trainer, target, dtype=to_torch_dtype(dtype), source_folder=began_with,
-                tokenizer_folder=named.parent if named is not None and named.is_file() else named,
-            )  # fmt: skip
+                trainer, target, dtype=to_torch_dtype(dtype), source_folder=began_with, tokenizer_folder=tokenizer
+            )
         return files, trainer.steps_done

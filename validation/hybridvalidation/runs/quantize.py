@@ -42,7 +42,7 @@ from hybridtrain.units import format_bytes, format_count
 from hybridtrain.weights.hf_source import HfSource, open_folder
 from hybridvalidation.runs.export import export_run
 from hybridvalidation.runs.run_folder import is_run, read_run_files
-from hybridvalidation.runs.train_data import RunData, open_run_data
+from hybridvalidation.runs.train_data import RunData, open_run_data, with_records
 from hybridvalidation.runs.train_log import Say
 
 _BATCH = 4
@@ -218,6 +218,7 @@ def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: 
             linear = compose(file.optimizations).for_phase(Phase.FULL).linear
         else:
             file = _file_of_folder(path, data, seq_len, Path(place))
+        file = with_records(file, data)
         corpus = None if file.data is not None else open_corpus(data, vocab_size=file.model.resolve().vocab_size)
         text = open_run_data(replace(file, eval_every=1), corpus, 1, Path(place, "tokens"), lambda _: None)
         name = "the embedded corpus" if text.name in {_CORPUS, _CORPUS_FILE} else text.name

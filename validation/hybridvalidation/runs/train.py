@@ -15,14 +15,16 @@ from typing import Self
 import torch
 
 from hybridtrain.atomic_write import remove_partials
-from hybridtrain.config.encode import encode, to_json
+from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
+from hybridtrain.engine.ranks import require_agreement
 from hybridtrain.errors import ConfigError, DivergenceError, RankError
 from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
 from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.adapter import adapter_coverage
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
@@ -30,6 +32,7 @@ from hybridtrain.plan_changes import plan_changes
 from hybridtrain.sampling import sample_text
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.train_state.generations import generations, newest_generation
+from hybridtrain.train_state.identity import settings_of
 from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
@@ -37,11 +40,18 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
+from hybridvalidation.records.program import program_digest
+from hybridvalidation.runs.precision import CastCounts, device_capability, overflow_advice, precision_advice
 from hybridvalidation.runs.run_folder import (
     CHECKPOINTS,
+    FAULTS,
+    LOG,
     note_environment,
     open_source,
+    require_places,
+    sampled_digest,
     trains_adapters,
+    versions_of,
     write_run_files,
 )
 from hybridvalidation.runs.savings import arithmetic_line, arithmetic_savings
@@ -61,6 +71,8 @@ from hybridvalidation.runs.train_log import (
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""
+_PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
+"""Settings that say where files are, of which each rank may have its own; what is in them is compared otherwise."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 _GRACE_S = 0.5
@@ -83,6 +95,8 @@ class TrainResult:
     """The last evaluation of this call; None: there was none."""
     performance: RunStatistics | None
     """Of the steps of this call; None: there were none."""
+    casts: CastCounts
+    """Of the phase steps of this call."""
     savings: tuple[tuple[str, str, float | None], ...]
     """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
     stopped_by: signal.Signals | None
@@ -100,6 +114,8 @@ class TrainResult:
             found["validation"] = encode(self.validation)
         if self.statistics is not None:
             found["hybrid"] = self.statistics.state_dict()
+        if told := self.casts.as_mapping():
+            found["casts"] = told
         if self.performance is not None:
             found["performance"] = self.performance.as_mapping()
         found["optimizations"] = [
@@ -136,7 +152,8 @@ class _Run:
 
     def save(self) -> None:
         """Save what the run is now, beside its next steps."""
-        self.saver.save(self.trainer, self.cycle, self.data.settings, self.guard.state())
+        extra = self.guard.state() | self.data.state(self.next_batches)
+        self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
 
     def load(self, allowed: Sequence[str] = ()) -> None:
         """Be what was saved last."""
@@ -144,7 +161,17 @@ class _Run:
         self.wait_for_ranks()
         folder, data = self.saver.folder, self.data.settings
         with self.ledger:
-            self.guard.load(load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed))
+            found = load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed)
+            now = settings_of(self.trainer, self.cycle, data)
+            self.guard.load(found.extra)
+            if now["workload.batch_size"] != found.settings["workload.batch_size"]:
+                self.guard.forget_ahead(self.trainer.steps_done)
+            self.data.load(found.extra, found.settings, now, self.next_batches, self.say)
+
+    @property
+    def next_batches(self) -> tuple[int, int]:
+        """Numbers of the next batches of training and of the probe split."""
+        return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
 
     def load_batches(self, step: int) -> Batches:
         """Return the micro-batches of a step, from 0."""
@@ -248,10 +275,13 @@ def train(
         HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
     """
     states = out / CHECKPOINTS
+    require_places(out)
     _require_states(out, resume=resume, say=say)
     device = _device()
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
+        if group.world > 1:
+            require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
@@ -273,9 +303,9 @@ def train(
                 return _result(run, None, None, None, None)
             say(f"resumed after step {run.trainer.steps_done}")
         note_environment(out, run.trainer.steps_done)
-        trim_log(out / "log.jsonl", run.trainer.steps_done, run.hybrid.phase, say)
+        trim_log(out / LOG, run.trainer.steps_done, run.hybrid.phase, say)
         stop = _StopRequest()
-        result = _run(run, out / "log.jsonl", stop, progress=progress)
+        result = _run(run, out / LOG, stop, progress=progress)
         _tell_end(run, result)
         if not run.is_stopped(stop):
             _sample(run)
@@ -301,13 +331,15 @@ def _open_run(
     ledger = TrafficLedger()
     source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
     data.settings.update(settings)
+    if group.world > 1:
+        require_agreement(group, transfer.device, _read_by_all(file, data))
     with ledger:
         trainer = open_trainer(file, transfer, ledger, source, group)
         if file.adapter_from is not None and not resume:
             from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
 
             load_adapter(trainer, file.adapter_from)
-    write_run_files(out, file, data.settings)
+    write_run_files(out, file, data)
     workload = file.workload.micro_batch(compose(file.optimizations))
     savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
     for change in plan_changes(
@@ -317,15 +349,21 @@ def _open_run(
         say(f"not as asked: {change}")
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
     saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
-    guard = RunGuard(file.guard, out / "faults.jsonl", say)
+    guard = RunGuard(file.guard, out / FAULTS, say)
     saver.require_room(trainer, len(generations(states)))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, state_bytes(trainer))):
+    advice = precision_advice(trainer.memory_plan, device_capability())
+    remarks = (*_remarks(file, trainer), *_forecaster_remarks(file, cycle))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
         say(line)
     return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
 
 
 def _tell_end(run: _Run, result: TrainResult) -> None:
     """Say how the run went."""
+    if told := result.casts.as_text():
+        run.say(told)
+    for line in overflow_advice(run.trainer.loss_scale, device_capability()):
+        run.say(line)
     if result.performance is not None:
         run.say(result.performance.as_text())
     if run.file.hybrid is not None:
@@ -347,12 +385,21 @@ def _sample(run: _Run) -> None:
         )  # fmt: skip
 
 
-def _remarks(file: TrainFile, size: int) -> Iterator[str]:
-    """Yield what saved states of ``size`` bytes take, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
+    """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
+    size = format_bytes(state_bytes(trainer))
     yield (
-        f"a saved state takes {format_bytes(size)}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        f"a saved state takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
         "hour as long as there is room, and one is being written"
     )
+    if trains_adapters(file):
+        covered, others = adapter_coverage(trainer.model)
+        yield f"adapters on {', '.join(covered)} of every block; none on {', '.join(others) or 'others, these are all'}"
+        if file.model.resolve().experts is not None:
+            yield (
+                "warning: experts and their router have no adapters and stay as they are; all-linear of PEFT 0.21 over "
+                "transformers 5 trains them too"
+            )
     if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
         yield (
             "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
@@ -379,6 +426,38 @@ def _remarks(file: TrainFile, size: int) -> Iterator[str]:
         yield (
             f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
             f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
+        )
+
+
+def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
+    """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
+    named = flat_settings({"": file})
+    return {
+        **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
+        **flat_settings({"model": file.model.resolve()}),
+        "--resume": resume, "--change": [*sorted(allowed)], "source of the program": program_digest(),
+        **{f"version of {name}": found for name, found in versions_of().items()},
+    }  # fmt: skip
+
+
+def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
+    """Return what tells the data and the weights of a rank from those of another."""
+    folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
+    weights: JsonMapping = {
+        f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
+    }
+    return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
+
+
+def _forecaster_remarks(file: TrainFile, hybrid: HybridTrainer) -> Iterator[str]:
+    """Yield that a run is too short for its forecaster to be trained."""
+    if file.hybrid is None:
+        return
+    forecaster = hybrid.watch.forecaster
+    if file.num_steps < forecaster.steps_before_training:
+        yield (
+            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
+            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
         )
 
 
@@ -602,7 +681,7 @@ def _result(
 ) -> TrainResult:
     return TrainResult(
         steps_done=run.trainer.steps_done, corpus=run.data.name, last=last, validation=validation,
-        stopped_by=stopped_by, performance=performance, savings=run.savings,
+        stopped_by=stopped_by, performance=performance, savings=run.savings, casts=run.ledger.casts,
         statistics=None if run.file.hybrid is None else run.hybrid.statistics,
     )  # fmt: skip
 
@@ -625,6 +704,7 @@ def _advance(run: _Run) -> StepLog | HybridStepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
     batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
+    run.ledger.phase = phase
     with run.counting:
         if phase is Phase.PREDICT:
             trainer.enter_phase(phase)
@@ -633,6 +713,7 @@ def _advance(run: _Run) -> StepLog | HybridStepLog:
         run.ledger.begin_step()
         result = run.hybrid.advance(lambda _: batches, run.guard.limits())
     peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
-    log = (StepLog if run.file.hybrid is None else HybridStepLog).of(result, peak_bytes)
+    kind = StepLog if run.file.hybrid is None else HybridStepLog
+    log = kind.of(result, peak_bytes, run.file.workload.batch_size)
     run.monitor.record_step(log.step, result.phase, log.as_metrics())
     return log

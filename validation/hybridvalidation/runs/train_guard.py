@@ -114,6 +114,14 @@ class RunGuard:
         except (AssertionError, ValueError) as error:
             raise ConfigError("saved state of the guard", [f"{error}; use an older one, or start anew"]) from error
 
+    def forget_ahead(self, step: int) -> None:
+        """Forget batches that were left out after a step: by their numbers other rows are meant from now on."""
+        number = self.batch_of(step)
+        ahead = [skipped for skipped in self._skipped if skipped > number]
+        if ahead:
+            self._say(f"batches are of another size: of {len(ahead)} that were left out ahead, every row is met again")
+            self._skipped = [skipped for skipped in self._skipped if skipped < number]
+
     def _limit(self) -> float | None:
         if len(self._losses) < _LEAST_KNOWN:
             return None

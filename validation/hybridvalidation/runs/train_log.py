@@ -11,11 +11,13 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
 from hybridtrain.phase import Phase
-from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES, MemoryProfiler
+from hybridtrain.profiler.memory_profiler import DEFAULT_ALERT_BYTES, DEFAULT_SPIKE_FRACTION, MemoryProfiler
 from hybridtrain.profiler.metric_loggers import (
     MetricLogger,
     MetricLoggers,
@@ -26,6 +28,7 @@ from hybridtrain.profiler.metric_loggers import (
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane
+from hybridvalidation.runs.precision import CastCounts
 
 Say = Callable[[str], None]
 
@@ -44,21 +47,23 @@ class StepLog:
     tokens_per_s: float
     peak_bytes: int
     """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
+    effective_batch: int
+    """Sequences of one update: of all micro-batches of all ranks."""
 
     @classmethod
-    def of(cls, result: HybridResult, peak_bytes: int) -> Self:
+    def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
         """Return the line of a step."""
         assert result.loss is not None, "a plain run has true steps only"
         return cls(
             step=result.step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm,
-            tokens_per_s=result.num_tokens / result.seconds, peak_bytes=peak_bytes,
+            tokens_per_s=result.num_tokens / result.seconds, peak_bytes=peak_bytes, effective_batch=effective_batch,
         )  # fmt: skip
 
     def as_metrics(self) -> dict[str, float | None]:
         """Return everything but the step by its name."""
         return {
             "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
-            "peak_bytes": self.peak_bytes,
+            "peak_bytes": self.peak_bytes, "effective_batch": self.effective_batch,
         }  # fmt: skip
 
 
@@ -76,6 +81,8 @@ class HybridStepLog:
     tokens_per_s: float
     seconds: float
     peak_bytes: int
+    effective_batch: int
+    """Sequences of one update: of all micro-batches; 0 in PREDICT."""
     predicted_steps: float
     """Of the jump in this line, within the update or on its own; 0: none."""
     move_rms: float | None
@@ -91,13 +98,14 @@ class HybridStepLog:
     """Forward passes' worth of work."""
 
     @classmethod
-    def of(cls, result: HybridResult, peak_bytes: int) -> Self:
+    def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
         """Return the line of a phase step."""
         is_jump = result.phase is Phase.PREDICT
         return cls(
             step=result.step, phase=result.phase, loss=None if is_jump else result.loss, lr=result.lr,
             grad_norm=result.grad_norm, tokens_per_s=result.num_tokens / result.seconds, seconds=result.seconds,
-            peak_bytes=peak_bytes, predicted_steps=result.predicted_steps,
+            peak_bytes=peak_bytes, effective_batch=0 if is_jump else effective_batch,
+            predicted_steps=result.predicted_steps,
             move_rms=result.move_rms if math.isfinite(result.move_rms) else None,
             forecast_loss=result.loss if is_jump else None, prediction_error=result.prediction_error,
             confidence=result.confidence, scale=result.scale, is_rolled_back=result.is_rolled_back, cost=result.cost,
@@ -112,8 +120,8 @@ class HybridStepLog:
             return jump | {"forecast_loss": self.forecast_loss, "predict_peak_bytes": self.peak_bytes}
         return jump | {
             "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
-            "peak_bytes": self.peak_bytes, "prediction_error": self.prediction_error, "confidence": self.confidence,
-            "scale": self.scale,
+            "peak_bytes": self.peak_bytes, "effective_batch": self.effective_batch,
+            "prediction_error": self.prediction_error, "confidence": self.confidence, "scale": self.scale,
         }  # fmt: skip
 
 
@@ -123,6 +131,13 @@ class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(record=False)
         self.moved: Counter[Lane] = Counter()
+        self.phase = Phase.FULL
+        """To which casts are counted."""
+        self.casts = CastCounts()
+
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Count a cast."""
+        self.casts.add(self.phase, source, target, num_elements)
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
         """Count a copy, or arithmetic of the host."""
@@ -240,6 +255,8 @@ class Monitoring:
     """Steps between snapshots."""
     alert_bytes: int = DEFAULT_ALERT_BYTES
     """Memory use above this is told at once."""
+    spike_fraction: float = DEFAULT_SPIKE_FRACTION
+    """Rise over the snapshot before, as a fraction of it, above which the report lists a spike."""
     tensorboard: Path | None = None
     """Folder of the event file."""
     wandb_project: str | None = None
@@ -283,7 +300,7 @@ class RunMonitor:
         if wanted.anything:
             self._profiler = MemoryProfiler(
                 every_n_steps=wanted.profile_every, alert_threshold_bytes=wanted.alert_bytes,
-                sinks=[self._loggers] if loggers else [], on_alert=say,
+                spike_threshold=wanted.spike_fraction, sinks=[self._loggers] if loggers else [], on_alert=say,
             )  # fmt: skip
 
     def __enter__(self) -> Self:

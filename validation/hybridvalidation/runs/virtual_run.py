@@ -139,7 +139,7 @@ class VirtualRun:
                 f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
                 f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
             ),
-            *filter(None, [run.card.source_note, self.reserved and self.reserved.as_text()]),
+            *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
             self._speed(),
@@ -167,26 +167,20 @@ class VirtualRun:
             names = ", ".join(sorted(set(self.without_gradient))[:3])
             yield f"WARNING: {len(self.without_gradient)} trainable parameters got no gradient, as in {names}"
 
-        refusals = self.basis.refusals
+        refusals = self.basis.refusals[1:]
         if refusals:
-            yield "refused by the virtual card and caught by the script, which went on otherwise than on a card:"
+            yield "refused by the virtual card, too, and caught by the script:"
             yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
             if len(refusals) > _REFUSALS_SHOWN:
                 yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
 
     def _verdict(self) -> str:
         """Return whether it fits, and in the same line what that is worth."""
-        basis, worth = self.basis, []
-        if basis.lower_bound and self.fits:
-            worth.append(f"LOWER BOUND: {basis.lower_bound}")
-        if basis.upper_bound:
-            worth.append(f"UPPER BOUND: {basis.upper_bound}")
-        worth += [f"APPROXIMATE: {what} ({where})" for what, where in basis.approximated.items()]
+        basis = self.basis
+        worth = basis.worth(fits=self.fits)
         if basis.growth is not None and self.fits:
             free = self.run.card.memory_bytes - self.run.device_used_bytes
             worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
-        if basis.refusals:
-            worth.append("ON THIS PATH ONLY: the script caught what the virtual card refused, see above")
         return "; ".join([self.run.card.told(self.run.verdict) if self.fits else self._refusal(), *worth])
 
     def _refusal(self) -> str:

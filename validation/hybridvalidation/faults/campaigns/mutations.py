@@ -12,6 +12,7 @@ from typing import Final
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from hybridtrain.data.template_renderer import PROGRAM
 from hybridtrain.errors import HybridTrainError
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.mutate import MUTATIONS, Place
@@ -49,7 +50,10 @@ class _Watch:
     def _note(self, event: str, arguments: tuple[object, ...]) -> None:
         if not self._is_on:
             return
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        if event == "subprocess.Popen" and isinstance(arguments[1], list) and str(PROGRAM) in arguments[1]:
+            return  # it renders templates where they can do nothing
+        is_named = event == "open" and not isinstance(arguments[0], int)  # a number: a pipe of that process
+        writes = is_named and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
         if event.startswith(_FORBIDDEN) or writes:
             self.seen.append(f"{event} {arguments[0] if arguments else ''}")
 

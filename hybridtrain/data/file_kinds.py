@@ -1,0 +1,220 @@
+"""What a file holds: prose, or records that are a document each. A record is never read as prose.
+
+Records are told by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
+holds files about them (a card, a licence, metadata), which are no documents.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from hybridtrain.errors import DataError
+from hybridtrain.plain_file import open_plain
+from hybridtrain.units import GIB, KIB, MIB
+
+Record: TypeAlias = bytes | object
+"""A line that is not parsed yet, or a value."""
+
+
+class Kind(StrEnum):
+    """How a file's documents are told apart."""
+
+    TEXT = "text"
+    """It is one document."""
+    LINES = "JSON lines"
+    """A document a line."""
+    JSON = "JSON"
+    """A document an element of its list, or one alone."""
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+    """A document a row."""
+
+
+_KINDS: Final = {
+    ".jsonl": Kind.LINES, ".ndjson": Kind.LINES, ".jsonlines": Kind.LINES, ".ldjson": Kind.LINES, ".json": Kind.JSON,
+    ".parquet": Kind.PARQUET, ".arrow": Kind.ARROW,
+}  # fmt: skip
+_PACKED: Final = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
+DOCUMENT_KEYS: Final = ("text", "prompt", "messages")
+"""Each begins a kind of document; a record has one of them."""
+_COLUMNS: Final = {*DOCUMENT_KEYS, "completion", "tools"}
+_ABOUT: Final = re.compile(r"(readme|licen[cs]e|citation|notice|changelog)\b|dataset_infos?\.|dataset_dict\.", re.ASCII)
+"""Names, in small letters, of files about the records beside them."""
+_CACHE: Final = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
+"""What ``datasets`` computed from the records beside it."""
+_SPLITS: Final = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+_SPLIT: Final = re.compile(rf"(?:^|[-._ /0-9])({'|'.join(_SPLITS)})(?=[-._ /0-9]|$)")
+"""As ``datasets`` finds splits in the names of files and folders."""
+_MOST_JSON_BYTES: Final = GIB
+_HEAD_BYTES: Final = 64 * KIB
+_SNIFFED_BYTES: Final = 64 * MIB
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+def kind_of(path: Path) -> Kind:
+    """Return what a file's name says."""
+    return _KINDS.get(path.suffix.lower(), Kind.TEXT)
+
+
+def packed_records(path: Path) -> bool:
+    """Return whether a name says that a compressed file holds records."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return bool(suffixes) and suffixes[-1] in _PACKED and any(suffix in _KINDS for suffix in suffixes[:-1])
+
+
+def split_of(name: str) -> str:
+    """Return "train", "validation" or "test" if a file's name or its folder's says so, else nothing."""
+    found = _SPLIT.findall(name.lower())
+    return _SPLITS[found[-1]] if found else ""
+
+
+def is_about_records(path: Path) -> bool:
+    """Return whether a file in a folder of records is none of them: a card, a licence, metadata, a cache."""
+    name = path.name.lower()
+    return _ABOUT.match(name) is not None or _CACHE.fullmatch(name) is not None
+
+
+def holds_json(path: Path) -> bool:
+    """Return whether a text file of any name is JSON: an object or a list, or several with objects after each other."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        begin = b""
+        while not begin and (head := file.read(_HEAD_BYTES)):
+            begin = head.removeprefix(_BOM).lstrip()
+        if begin[:1] not in {b"{", b"["}:
+            return False
+        file.seek(0)
+        lines = (line.strip() for line in iter(lambda: file.readline(_SNIFFED_BYTES), b""))
+        first = next(filter(None, lines)).removeprefix(_BOM)
+        if isinstance(_parsed(first), dict):
+            return next(filter(None, lines), b"{")[:1] == b"{"
+        file.seek(0)
+        content = file.read(_SNIFFED_BYTES)
+        is_whole = not file.read(1)
+    text = content.removeprefix(_BOM).decode(errors="ignore").lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError as error:
+        return not is_whole and (error.pos > len(text) - MIB or error.msg.startswith("Unterminated"))
+    except (RecursionError, ValueError):
+        return False
+    rest = text[end:].lstrip()
+    elements = value if isinstance(value, list) else [value]
+    return not rest or (rest[0] in "{[," and any(isinstance(element, dict) and element for element in elements))
+
+
+def json_kind(path: Path) -> Kind | None:
+    """Return how a .json file holds documents; None: it is an object, or a list of plain values, that holds none.
+
+    Raises:
+        DataError: it is no JSON, or a list too large to be read whole.
+    """
+    try:
+        value = _json_value(path)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and holds_json(path):
+            return Kind.LINES
+        raise DataError(f"{path} is no JSON ({error}); mend it, or name a .jsonl file") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path} is no JSON that can be read ({error}); mend it, or name a .jsonl file") from error
+    if isinstance(value, list):
+        return Kind.JSON if any(isinstance(element, dict) for element in value) else None
+    return Kind.JSON if isinstance(value, dict) and any(key in value for key in DOCUMENT_KEYS) else None
+
+
+def read_records(path: Path, kind: Kind) -> Iterator[tuple[str, Record]]:
+    """Yield where each record is, in words, and what it is; blank lines are none.
+
+    Raises:
+        DataError: a table is damaged, or pyarrow is not installed.
+    """
+    if kind is Kind.LINES:
+        with path.open("rb") as file:
+            for number, line in enumerate(_bare_lines(file), 1):
+                if content := line.strip():
+                    yield f"line {number}", content
+        return
+    rows: Iterator[object]
+    if kind is Kind.JSON:
+        value = _json_value(path)
+        rows = iter(value if isinstance(value, list) else [value])
+    else:
+        rows = _rows(path, kind)
+    word = "element" if kind is Kind.JSON else "row"
+    for number, row in enumerate(rows, 1):
+        yield f"{word} {number}", row
+
+
+def _bare_lines(file: Any) -> Iterator[bytes]:
+    """Yield the lines of a binary file without a byte order mark."""
+    for number, line in enumerate(file):
+        yield line if number else line.removeprefix(_BOM)
+
+
+def _parsed(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except (RecursionError, ValueError):
+        return None
+
+
+def _json_value(path: Path) -> object:
+    size = path.stat().st_size
+    if size > _MOST_JSON_BYTES:
+        raise DataError(
+            f"{path} has {size} bytes of JSON, which would be in memory whole; at most {_MOST_JSON_BYTES} are read: "
+            "write a document a line into a .jsonl file"
+        )
+    return json.loads(path.read_bytes().removeprefix(_BOM))
+
+
+def _rows(path: Path, kind: Kind) -> Iterator[object]:
+    """Yield the rows of a table, without the columns that no document has and without what is null in them."""
+    try:
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(
+            f"{path} needs the package pyarrow, which is not installed; python3 -m pip install 'hybridtrain[arrow]', "
+            "or write the data set as .jsonl (to_json)"
+        ) from None
+    try:
+        with pyarrow.OSFile(str(path)) as file:
+            if kind is Kind.PARQUET:
+                table = parquet.ParquetFile(file)
+                yield from _documents(table.iter_batches(256, columns=_wanted(table.schema_arrow.names)))
+                return
+            try:
+                table = pyarrow.ipc.open_stream(file)
+                batches = iter(table)
+            except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
+                table = pyarrow.ipc.open_file(file)
+                batches = (table.get_batch(number) for number in range(table.num_record_batches))
+            wanted = _wanted(table.schema.names)
+            yield from _documents(batch.select(wanted) for batch in batches)
+    except (pyarrow.ArrowException, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise DataError(f"{path} is no whole {kind} file ({why}); copy it again") from error
+
+
+def _wanted(names: Sequence[str]) -> list[str]:
+    """Return the columns that documents have; all, if there are none, for the error to name them."""
+    return [name for name in names if name in _COLUMNS] or list(names)
+
+
+def _documents(batches: Any) -> Iterator[object]:
+    for batch in batches:
+        yield from map(_without_nulls, batch.to_pylist())
+
+
+def _without_nulls(value: object) -> object:
+    """Return a value without the keys that a table writes for all rows and this one has not."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

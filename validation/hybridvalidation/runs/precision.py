@@ -1,0 +1,97 @@
+"""Element types of a run: how many values were cast in each phase, and which type suits the card and what was seen."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from hybridtrain.engine.loss_scale import LossScale
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.placement import Codec
+from hybridtrain.units import format_bytes
+
+_HALF_PRODUCTS, _BFLOAT16_PRODUCTS = (7, 0), (8, 0)
+"""Compute capability from which tensor cores multiply float16, and bfloat16 (CUDA C++ Programming Guide, appendix on
+compute capabilities)."""
+
+
+class CastCounts:
+    """Weights and gradients written in another element type, by phase: slices and bytes written.
+
+    Codes that are widened for a visit of their block are not among them.
+    """
+
+    def __init__(self) -> None:
+        self._slices: Counter[tuple[Phase, str, str]] = Counter()
+        self._bytes: Counter[tuple[Phase, str, str]] = Counter()
+
+    def add(self, phase: Phase, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Count one slice, unless both types are the same."""
+        if source == target:
+            return
+        key = (phase, _name(source), _name(target))
+        self._slices[key] += 1
+        self._bytes[key] += num_elements * target.itemsize
+
+    def as_mapping(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return counts and bytes by phase and by types."""
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for (phase, source, target), count in sorted(self._slices.items()):
+            told = {"count": count, "bytes": self._bytes[phase, source, target]}
+            found.setdefault(phase.value, {})[f"{source} to {target}"] = told
+        return found
+
+    def as_text(self) -> str:
+        """Return a line for each phase; empty where nothing was cast."""
+        lines = []
+        for phase, found in self.as_mapping().items():
+            told = (f"{one['count']:,} {types} ({format_bytes(one['bytes'])})" for types, one in found.items())
+            lines.append(f"casts in {phase}: {', '.join(told)}")
+        return "\n".join(lines)
+
+
+def device_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the card of this process; None: there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def precision_advice(plans: MemoryPlan, capability: tuple[int, int] | None) -> Iterator[str]:
+    """Yield a sentence where another element type suits a card better.
+
+    Args:
+        plans: Of all phases.
+        capability: Of the card; None: the processor, on which 16 bits save memory and no time.
+    """
+    used = {plans.for_phase(phase).compute_dtype for phase in Phase}
+    if capability is None:
+        return
+    has_bfloat16 = capability >= _BFLOAT16_PRODUCTS
+    if Codec.BFLOAT16 in used and not has_bfloat16:
+        yield (
+            f"precision: this card (compute capability {_words(capability)}) has no units for bfloat16, which begin at "
+            f"{_words(_BFLOAT16_PRODUCTS)}; set mixed_precision's compute_dtype = 'float16', master = 'float32'"
+        )
+    if used == {Codec.FLOAT32} and capability >= _HALF_PRODUCTS:
+        yield (
+            "precision: this card multiplies 16 bits faster than float32; add mixed_precision with compute_dtype = "
+            f"'{'bfloat16' if has_bfloat16 else 'float16'}'"
+        )
+
+
+def overflow_advice(loss_scale: LossScale | None, capability: tuple[int, int] | None) -> Iterator[str]:
+    """Yield a sentence where float16 gradients overflowed and bfloat16 would have held them."""
+    overflows = 0 if loss_scale is None else loss_scale.overflows
+    if overflows and (capability is None or capability >= _BFLOAT16_PRODUCTS):
+        yield (
+            f"precision: float16 gradients overflowed {overflows} times, and each step was run again; bfloat16 has the "
+            "range of float32: set mixed_precision's compute_dtype = 'bfloat16'"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
