@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.adapter import Adapter, is_adapter, adapter_coverage
+from hybridtrain.models.adapter import Adapter, adapter_coverage, is_adapter
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
