@@ -212,10 +212,12 @@ class ParameterPass:
                 key = (entry.index, share) if is_keyed else ()
                 yield slice(held.start + part.start, held.start + part.stop), key
 
-    def _height(self, unit: Unit, state: ParameterState, usual: int = SLICE_ELEMENTS) -> int:
+    def _height(self, unit: Unit, state: ParameterState, usual: int | None = None) -> int:
         """Return the elements of a parameter that are worked on at a time: all, where its codes share a range."""
         is_coded = self._states.formats.codes.is_coded and _role(unit, state).in_block and state.parameter.dim() > 1
-        return state.parameter.numel() if is_coded and self._states.formats.codes.needs_whole else usual
+        return (
+            state.parameter.numel() if is_coded and self._states.formats.codes.needs_whole else usual or SLICE_ELEMENTS
+        )
 
     def _step(self, state: ParameterState, settings: StepSettings) -> UpdateStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""
@@ -620,7 +622,8 @@ def _role(unit: Unit, state: ParameterState) -> Role:
     return Role(tuple(state.parameter.shape), in_block=block_number(unit.name) >= 0)
 
 
-def _parts(count: int, height: int = SLICE_ELEMENTS) -> Iterator[slice]:
+def _parts(count: int, height: int | None = None) -> Iterator[slice]:
+    height = height or SLICE_ELEMENTS
     yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridtrain.memory.formats import (
     ExactWeight,
     Float32Master,
+    Int8Codes,
     Int8Weight,
     PlainState,
     StochasticWeight,
@@ -204,7 +205,7 @@ def test_sliced_int8_weights_move_by_the_update_up_to_one_code(monkeypatch: pyte
     monkeypatch.setattr(adafactor, "SLICE_ELEMENTS", 1)
     shape = (48, 64)
     codes, scales = torch.empty(48 * 64, dtype=torch.int8), torch.empty(12)
-    codec = Int8Weight(static_scales=False)
+    codec = Int8Weight(Int8Codes(), static_scales=False)
     codec.create(initial(shape), (codes, scales))
     before = codec.load((codes, scales), None).view(shape)
     reference = Reference(before.double().numpy())

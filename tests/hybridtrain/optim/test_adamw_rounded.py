@@ -9,6 +9,7 @@ from hybridtrain.memory.formats import (
     DynamicInt8State,
     ExactWeight,
     Float32Master,
+    Int8Codes,
     Int8OfMaster,
     Int8Weight,
     PlainState,
@@ -54,7 +55,9 @@ def state(codec: WeightFormat, seed: int = 0) -> tuple[StoredWeight, Tensor, lis
     return weight, grad.bfloat16(), [codes[0], scales[0], codes[1], scales[1]]
 
 
-@pytest.mark.parametrize("codec", [StochasticWeight(), Int8Weight(static_scales=False)], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "codec", [StochasticWeight(), Int8Weight(Int8Codes(), static_scales=False)], ids=["bf16", "int8"]
+)
 def test_slices_of_any_length_draw_the_same_numbers(codec: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 512)
     results = []
@@ -73,7 +76,9 @@ def test_slices_of_any_length_draw_the_same_numbers(codec: WeightFormat, monkeyp
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("codec", [StochasticWeight(), Int8Weight(static_scales=False)], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "codec", [StochasticWeight(), Int8Weight(Int8Codes(), static_scales=False)], ids=["bf16", "int8"]
+)
 def test_it_moves_weights_as_the_exact_update_does_on_average(codec: WeightFormat) -> None:
     weight, grad, moments = state(codec)
     exact = codec.load(weight, None).clone()
@@ -99,12 +104,12 @@ def test_it_moves_weights_as_the_exact_update_does_on_average(codec: WeightForma
     ("codec", "takes"),
     [
         (StochasticWeight(), True),
-        (Int8Weight(static_scales=False), True),
-        (Int8Weight(static_scales=True), False),
+        (Int8Weight(Int8Codes(), static_scales=False), True),
+        (Int8Weight(Int8Codes(), static_scales=True), False),
         (ExactWeight(), False),
         (Float32Master(), False),
         (Split16Master(), False),
-        (Int8OfMaster(static_scales=False), False),
+        (Int8OfMaster(Int8Codes(), static_scales=False), False),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -228,8 +228,9 @@ class Unadorned(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width, device=device)
 
-    def forward(self, hidden: Tensor, documents: None, *, computes_output: bool) -> Tensor:
+    def forward(self, hidden: Tensor, documents: None, balance: None, *, computes_output: bool) -> Tensor:
         assert documents is None
+        assert balance is None
         assert computes_output
         return nn.functional.gelu(self.linear(hidden))
 
@@ -241,7 +242,10 @@ def test_a_block_that_runs_twice_is_counted_twice(device: str) -> None:
         start = ledger.live_bytes
         with ledger.region(Stage.BACKWARD, "block.0"):
             differentiate_block(
-                run_block(block, hidden, None, ledger)[0], tuple(block.parameters()), torch.zeros_like(hidden), ledger
+                run_block(block, hidden, None, None, ledger)[0],
+                tuple(block.parameters()),
+                torch.zeros_like(hidden),
+                ledger,
             )
         assert ledger.live_bytes == start
         return ledger.peak_bytes - start

@@ -428,7 +428,7 @@ def test_dry_run_json_holds_the_documented_figures(command: Command, stack: str)
         "host_needed_bytes": int, "host_memory_bytes": int, "verdict": str, "margin_bytes": int, "card_note": str,
     }  # fmt: skip
     details = {"peak_active_bytes", "steps", "oom", "evidence", "fitting_stacks", "phases", "savings", "world", "ranks"}
-    details |= {"link"}
+    details |= {"link", "changes"}
     assert set(found) == figures.keys() | details
     assert {name: type(found[name]) for name in figures} == figures
     assert list(found["by_class"]) == [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hybridtrain.models import build
 from hybridtrain.models.block_model import Documents
 from hybridtrain.models.decoder import Block
+from hybridtrain.models.experts import BalanceLoss
 from hybridvalidation.cli.main import main
 from hybridvalidation.gate import plans
 from hybridvalidation.gate.compare import compare, is_equal
@@ -43,9 +44,10 @@ class ForgetfulBlock(Block):
     """The same block, holding one more activation for its backward pass, as an unfused op would."""
 
     def forward(
-        self, hidden_BTD: Tensor, documents: Documents | None = None, *, computes_output: bool = True
-    ) -> Tensor:
-        out_BTD = super().forward(hidden_BTD, documents, computes_output=computes_output)
+        self, hidden_BTD: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None, *,
+        computes_output: bool = True,
+    ) -> Tensor:  # fmt: skip
+        out_BTD = super().forward(hidden_BTD, documents, balance, computes_output=computes_output)
         return out_BTD + 0 * torch.sigmoid(out_BTD)  # sigmoid saves its result
 
 

@@ -112,6 +112,7 @@ def test_json_is_one_object_with_the_keys_of_a_dry_run(
     assert main(["dry-run", "--model", "gpt2-small", "--stack", "tight", "--card", "rtx-3090", *size, "--json"]) == 0
     of_a_dry_run = json.loads(capsys.readouterr().out).keys()
     assert of_a_dry_run - answer.keys() == {
+        "changes",
         "link",
         "phases",
         "ranks",

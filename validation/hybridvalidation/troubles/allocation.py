@@ -17,7 +17,7 @@ _UNITS: Final = {"bytes": 1, "B": 1} | {
     for power, letter in enumerate("KMGTPE", 1)
 }
 _BEGIN: Final = re.compile(r"out of memory(?=[.\s(])|Allocation on device \d|DefaultCPUAllocator|Unable to allocate")
-_DECORATION: Final = re.compile(r"[│╭╰╮╯─]+|\[rank\d+\]:")
+_DECORATION: Final = re.compile(r"[\u2502\u256d\u2570\u256e\u256f\u2500]+|\[rank\d+\]:")
 _MESSAGE_LENGTH: Final = 1500
 """Characters, with the names of some other processes."""
 _PATTERNS: Final = {

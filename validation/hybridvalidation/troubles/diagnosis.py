@@ -28,7 +28,7 @@ _LONGEST_TRACEBACK: Final = 400
 _HEADER: Final = "Traceback (most recent call last)"
 _FRAME: Final = re.compile(r"\bFile |\.py[:,]|\.py in ")
 _RANK: Final = re.compile(r"\[rank\d+\]:")
-_CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s│]*\d+[\s│]")
+_CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s\u2502]*\d+[\s\u2502]")
 """Lines of code around a frame's own, in tracebacks of rich and IPython."""
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
 """What stands outside of it is the optimizer that calls it, not what it computes."""
