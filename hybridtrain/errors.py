@@ -3,7 +3,7 @@
 Each message has three clauses: what is wrong (path and value), what is allowed, what to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -91,3 +91,12 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
     """Return the sentence for a name that is not in a registry."""
     names = sorted(allowed)
     return f"{what} '{name}' is unknown{near_name(name, names) or '.'} Known: {', '.join(names)}."
+
+
+def reasons(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised because of."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -38,7 +38,7 @@ _FACTORIES = (
     "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like",
     "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "zeros", "zeros_like",
 )  # fmt: skip
-NCCL_VERSION = (2, 27, 5)
+_NCCL_VERSION = (2, 27, 5)
 """What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
 _CUDNN_VERSION = 91002
 _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
@@ -136,7 +136,7 @@ def _build_of_cuda() -> Iterator[tuple[Any, str, Any]]:
     yield torch.backends.cudnn, "is_available", lambda: True
     yield torch.backends.cudnn, "version", lambda: _CUDNN_VERSION
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda"
-    yield torch.cuda.nccl, "version", lambda: NCCL_VERSION
+    yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
     for module in (torch.distributed, import_module("torch.distributed.distributed_c10d")):
         yield module, "is_nccl_available", lambda: True
 

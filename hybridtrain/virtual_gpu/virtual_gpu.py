@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, reasons
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator
 from hybridtrain.virtual_gpu.basis import Basis, find_growth, versions
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
@@ -170,7 +170,8 @@ class VirtualGpu:
         self._open.__exit__(kind, error, trace)
         if self.ledger.refusal is not None and not isinstance(error, StepsDone):
             was_last = self.steps_done == self._last_refusal_step
-            if _holds(error, torch.OutOfMemoryError) or (was_last and (error is not None or not self.steps_done)):
+            is_of_memory = any(isinstance(one, torch.OutOfMemoryError) for one in reasons(error))
+            if is_of_memory or (was_last and (error is not None or not self.steps_done)):
                 self.oom = self.ledger.refusal
         return isinstance(error, StepsDone)
 
@@ -369,17 +370,6 @@ class VirtualGpu:
     def _unit_of(self, parameter: Tensor) -> str:
         unit: str = self._units.get(parameter, "")  # type: ignore[no-untyped-call]
         return unit
-
-
-def _holds(error: BaseException | None, kind: type[BaseException]) -> bool:
-    """Return whether an error is one of a kind, or was raised because of one."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, kind):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _parameters(optimizer: Optimizer) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.errors import ConfigError, HybridTrainError
+from hybridtrain.errors import ConfigError, HybridTrainError, reasons
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.basis import Basis, growth_text
@@ -266,7 +266,7 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if gpu.oom is not None:
             return
-        refusal = next((one for one in _reasons(error) if isinstance(one, HybridTrainError)), None)
+        refusal = next((one for one in reasons(error) if isinstance(one, HybridTrainError)), None)
         if refusal is not None:
             raise refusal from error
         if not isinstance(error, SystemExit):
@@ -276,12 +276,3 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
             raise ConfigError(
                 "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
             ) from error
-
-
-def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised because of."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
