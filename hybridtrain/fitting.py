@@ -26,11 +26,11 @@ from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.nf4_weights import Nf4Weights
 from hybridtrain.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.links import Collective
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.reserved_range import reserved_range
-from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
+from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.cards.links import Collective
+from hybridtrain.virtual_gpu.cards.roofline import Bound, efficiency_of
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")

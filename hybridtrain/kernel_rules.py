@@ -14,7 +14,7 @@ from hybridkernels.flash_attention import backward_workspace_bytes, masked
 from hybridkernels.geglu import geglu  # noqa: F401  likewise
 from hybridkernels.rms_norm import rms_norm  # noqa: F401  likewise
 from hybridkernels.swiglu import swiglu  # noqa: F401  likewise
-from hybridtrain.virtual_gpu.op_rules import register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 
 
 def _attention_backward(args: Sequence[Tensor]) -> int:

@@ -15,8 +15,8 @@ from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.fitting import Way, confirmed, fit
 from hybridtrain.models.model_config import block_params
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 _FREE_SHARE = 0.03
 """Of the card, beside the margin, in short runs: their bytes are extended by arithmetic, reserved ones are no line."""

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 from matplotlib.figure import Figure
 
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.cli.main import main
 from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING, TIME_ERROR, WAITING_ERROR
 

@@ -9,8 +9,8 @@ from hybridtrain.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candi
 from hybridtrain.fitting import METHODS, Method, Way, confirmed, fit, in_order, recommended
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.short_run import ShortRuns
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World
 
 MODEL = ModelConfig(
     family="llama", vocab_size=512, max_seq_len=512, num_blocks=4, width=256, num_heads=4, num_kv_heads=4,

@@ -12,8 +12,8 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 
 if TYPE_CHECKING:
     from hybridtrain.trainer_config import TrainerConfig

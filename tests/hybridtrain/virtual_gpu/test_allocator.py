@@ -3,7 +3,7 @@
 import pytest
 
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.virtual_gpu.allocator import (
+from hybridtrain.virtual_gpu.allocator.allocator import (
     AllocatorConfig,
     AllocatorOutOfMemory,
     BlockState,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
-from hybridtrain.virtual_gpu import card as card_module
-from hybridtrain.virtual_gpu.card import (
+from hybridtrain.virtual_gpu.cards import card as card_module
+from hybridtrain.virtual_gpu.cards.card import (
     MARGIN_SHARE,
     NOT_FOUND,
     Card,
@@ -38,7 +38,7 @@ pcie_gbps = 30.0
 
 
 TABLES: dict[str, Any] = tomllib.loads(
-    resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
+    resources.files("hybridtrain.virtual_gpu.cards").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
 
 

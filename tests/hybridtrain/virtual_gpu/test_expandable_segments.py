@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
 
 MIB = 2**20
 EXPANDABLE = AllocatorConfig(expandable_segments=True)

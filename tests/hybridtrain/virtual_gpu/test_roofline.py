@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hybridtrain.virtual_gpu.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.roofline import (
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.roofline import (
     DEFAULT_EFFICIENCY,
     Bound,
     Efficiency,
@@ -19,7 +19,7 @@ from hybridtrain.virtual_gpu.roofline import (
     estimate_step,
     time_errors,
 )
-from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 CARD = Card(
     name="round figures",

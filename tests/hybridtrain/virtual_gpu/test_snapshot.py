@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.virtual_gpu.allocator import (
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import (
     AllocatorConfig,
     AllocatorEvent,
     AllocatorOutOfMemory,
@@ -22,8 +23,7 @@ from hybridtrain.virtual_gpu.allocator import (
     CachingAllocator,
     Segment,
 )
-from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot, write_snapshot_json
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, write_snapshot, write_snapshot_json
 
 KIB, MIB = 2**10, 2**20
 TORCH_VIEWS: dict[str, Callable[[object], str]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
+from hybridtrain.virtual_gpu.account.trace import Counter, Slice, build_trace, write_trace
 
 FORWARD = Slice(name="block 0", category="forward", stream=0, start_us=5.0, duration_us=2.5, args={"bytes": 4096})
 COPY = Slice(name="weights", category="copy", stream=7, start_us=1.0, duration_us=0.0)

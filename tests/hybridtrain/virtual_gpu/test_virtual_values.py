@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, cuda_paths, find_card
+from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, find_card
+from hybridtrain.virtual_gpu.facade import cuda_paths
 
 CARD = find_card("rtx-4090")
 

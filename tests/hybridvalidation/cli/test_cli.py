@@ -25,8 +25,8 @@ from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.dry_runs import DryRun
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation import scenario_files
 from hybridvalidation.cli import check
 from hybridvalidation.cli.main import main

@@ -13,7 +13,7 @@ from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.cli.main import _VERBS, main
 from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import recommendations, scenario_table

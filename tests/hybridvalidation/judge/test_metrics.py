@@ -10,8 +10,8 @@ from hybridtrain.models.model_config import BatchWorkload, Workload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GB, GIB
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
 from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR

@@ -12,7 +12,7 @@ from torch import nn
 from hybridtrain.dry_runs import dry_run
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig, Workload
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train

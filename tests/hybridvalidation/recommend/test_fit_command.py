@@ -13,7 +13,7 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend.quality import ladder_notes
 from hybridvalidation.scenario_files import ScenarioFiles

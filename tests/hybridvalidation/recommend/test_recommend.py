@@ -14,7 +14,7 @@ from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.fitting import Way, confirmed
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.recommendation import Recommendation, recommend
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend import command
 from hybridvalidation.scenario_files import ScenarioFiles

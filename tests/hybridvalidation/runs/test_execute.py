@@ -26,8 +26,8 @@ from hybridtrain.optimizations import GradientCheckpointing
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run

@@ -7,9 +7,9 @@ from hybridtrain.dry_runs import DryRun, dry_run, dry_run_ranks
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision, Pipeline
 from hybridtrain.plan.compose import compose
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 from hybridvalidation.runs.figures import figures_of_ranks, memory_figures, unit_names
 from hybridvalidation.runs.job import plan_figures
 from tiny_models import GPT2_UNTIED

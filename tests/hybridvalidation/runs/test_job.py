@@ -11,7 +11,7 @@ from hybridtrain.config.encode import to_json
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.stack_run import RunKind, StackRun

@@ -25,7 +25,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.runs.phase_table import phase_precision, phase_table
 from hybridvalidation.runs.savings import arithmetic_line, arithmetic_savings, planned_savings, savings_table, without
 from hybridvalidation.runs.train import train

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.virtual_gpu.basis import Basis
+from hybridtrain.virtual_gpu.facade.basis import Basis
 from hybridvalidation.cli.main import main
 
 MIB = 2**20

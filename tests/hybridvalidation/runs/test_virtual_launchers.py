@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.launchers import PythonCommand, python_command
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, python_command
 from hybridvalidation.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler:UserWarning")  # of captured output

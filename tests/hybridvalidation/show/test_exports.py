@@ -11,10 +11,10 @@ from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 from tiny_models import GPT2_UNTIED
 

@@ -14,7 +14,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.records.stack_run import Timeline
 from hybridvalidation.runs.figures import memory_figures

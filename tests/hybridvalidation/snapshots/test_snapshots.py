@@ -7,8 +7,8 @@ import pytest
 
 from hybridtrain.errors import DataError
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.allocator import CachingAllocator
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot, write_snapshot
 from hybridvalidation.cli.main import main
 from hybridvalidation.scenario_files import default_folder
 from hybridvalidation.snapshots.public import blob_of, read_public

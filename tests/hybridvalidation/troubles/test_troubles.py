@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 from hybridvalidation.cli.main import main
 from hybridvalidation.troubles import diagnose, read_log, troubles, troubles_page
 from hybridvalidation.troubles.allocation import failed_allocation

@@ -10,8 +10,8 @@ from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.recommendation import recommend
 from hybridtrain.units import MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
 from hybridvalidation.runs.job import plan_figures

@@ -18,7 +18,7 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.profiler.nvml import DeviceReadError, identify_device, open_device_reader
 from hybridtrain.units import GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.card_session.parts import (
     CEILINGS,
     PAIR_STACKS,

@@ -154,7 +154,7 @@ def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noq
     Args:
         folder: With the model's config.json (and its tokenizer, where the script loads one).
     """
-    from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+    from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
 
     files, dtype = write_dummy_weights(folder)
     size = sum(file.stat().st_size for file in files)

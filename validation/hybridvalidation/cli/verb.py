@@ -83,7 +83,7 @@ def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
     """Return every name of a kind, without torch but for optimizers; ``folder``: of scenario files."""
     from hybridtrain.models.model_config import PRESETS
     from hybridtrain.optimizations import OPTIMIZATIONS
-    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridtrain.virtual_gpu.cards.card import card_catalogue
     from hybridvalidation.scenario_files import scenario_folder
 
     if kind == "optimizers":
@@ -102,7 +102,7 @@ def described(kind: Kind) -> dict[str, str]:
 
     from hybridtrain.optimizations import OPTIMIZATIONS
     from hybridtrain.units import format_bytes
-    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridtrain.virtual_gpu.cards.card import card_catalogue
 
     if kind == "cards":
         return {

@@ -13,7 +13,7 @@ from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.trainer import Trainer
-from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridvalidation.engines.task import Task
 from hybridvalidation.scenario import Stack
 

@@ -30,7 +30,7 @@ from hybridtrain.tensor_file import open_tensor_file
 from hybridtrain.train_state.generations import generations
 from hybridtrain.train_state.manifest import MANIFEST, read_generation, verify
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.weights.adapters import _read_config, export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
 from hybridvalidation.faults.runs import Run, training_file

@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.recommend.fit_command import fit_command
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records

@@ -16,7 +16,7 @@ from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.memory_plan import SETTINGS
 from hybridtrain.training_file import TrainFile
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.scenario import Scenario, Stack
 from hybridvalidation.show.tables import MARKDOWN
 

@@ -15,7 +15,7 @@ from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.guide.settings import settings_table
 from hybridvalidation.recommend.quality import interim_text
 from hybridvalidation.records.store import RecordStore

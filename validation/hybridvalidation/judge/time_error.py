@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from hybridtrain.virtual_gpu.roofline import Bound, time_errors
+from hybridtrain.virtual_gpu.cards.roofline import Bound, time_errors
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.records.stack_run import MemoryFigures
 

@@ -18,11 +18,11 @@ from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger, find_peak
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.environment import read_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.units import GB, MIB
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.verdict import Verdict, judge_metric

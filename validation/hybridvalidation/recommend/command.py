@@ -15,9 +15,9 @@ from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
 from hybridtrain.recommendation import Recommendation, recommend
 from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict, Host, find_card
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from hybridvalidation.recommend.reasons import reasons
 from hybridvalidation.scenario import Scenario, Stack, Target
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder

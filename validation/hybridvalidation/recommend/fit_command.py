@@ -22,8 +22,8 @@ from hybridtrain.plan_bytes import saved_bytes
 from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
+from hybridtrain.virtual_gpu.cards.links import World
 from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.recommend.command import ask
 from hybridvalidation.scenario import Stack

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 from hybridvalidation.records.record import Record
 
 RunKind = Literal["dry_run", "accuracy", "measured"]

@@ -18,13 +18,13 @@ from hybridtrain.plan_bytes import bytes_of
 from hybridtrain.plan_changes import plan_changes
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import FitVerdict, Host, find_card
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, round_size, segment_size
+from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks
 from hybridvalidation.runs.figures import figures_of_ranks

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridtrain.dry_runs import DryRun, dry_run_ranks
-from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridvalidation.records.stack_run import MemoryFigures, RefusedRequest, StackRun, StepPeaks, Timeline
 from hybridvalidation.runs.job import Job, run_and_record
 

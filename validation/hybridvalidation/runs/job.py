@@ -11,8 +11,8 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World, find_link
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World, find_link
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome

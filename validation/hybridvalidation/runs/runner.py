@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun

@@ -21,7 +21,7 @@ from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 from hybridtrain.plan_bytes import bytes_of
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
 from hybridvalidation.progress import progress_bar
 
 

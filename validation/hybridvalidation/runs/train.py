@@ -38,7 +38,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 from hybridvalidation.progress import progress_bar
 from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.precision import CastCounts, device_capability, overflow_advice, precision_advice

@@ -26,8 +26,8 @@ from hybridtrain.profiler.metric_loggers import (
     WandbLogger,
 )
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridvalidation.runs.precision import CastCounts
 
 Say = Callable[[str], None]

@@ -11,17 +11,17 @@ from tabulate import tabulate
 
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.basis import Basis, growth_text
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.estimate import by_module
-from hybridtrain.virtual_gpu.launchers import python_command
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.stand_in import StandIn
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.estimate import by_module
+from hybridtrain.virtual_gpu.facade.launchers import python_command
+from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 
 _MODULES_SHOWN = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.judge.joint import Joint
 from hybridvalidation.judge.verdict import Status, Verdict, short_number
 from hybridvalidation.records.record import Record

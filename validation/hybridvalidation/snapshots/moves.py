@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from hybridtrain.dry_runs import dry_run
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
+from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.program import program_digest

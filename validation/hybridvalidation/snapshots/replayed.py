@@ -11,8 +11,8 @@ from tabulate import tabulate
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
-from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.program import program_digest

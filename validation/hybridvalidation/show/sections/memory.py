@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tabulate import tabulate
 
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section, View

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.repeated_work import Held, Work
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class Stage(StrEnum):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_rules import (
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
     MetaCache,
     OpKey,
@@ -27,8 +27,8 @@ from hybridtrain.virtual_gpu.op_rules import (
     scratch_bytes,
     tensors_in,
 )
-from hybridtrain.virtual_gpu.repeated_work import GraphPieces, Held, OpFacts, Piece, Result, Work
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, OpFacts, Piece, Result, Work
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple, Self
 
-from hybridtrain.virtual_gpu.allocator_config import (
+from hybridtrain.virtual_gpu.allocator.allocator_config import (
     SEGMENT_STEP_BYTES,
     SMALL_LIMIT_BYTES,
     SMALL_SEGMENT_BYTES,

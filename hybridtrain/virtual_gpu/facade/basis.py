@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
 
 _PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "diffusers", "timm", "lightning",

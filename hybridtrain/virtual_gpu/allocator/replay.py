@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.repeated_step import Settled, last_cycle
-from hybridtrain.virtual_gpu.segments import AllocatorEvent
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.repeated_step import Settled, last_cycle
+from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent
+from hybridtrain.virtual_gpu.cards.card import Card
 
 ClassBytes = dict[TensorClass, int]
 UnitBytes = dict[tuple[TensorClass, str], int]

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.card import Card, FitVerdict
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.replay import OutOfMemory, Replay, StepMemory
-from hybridtrain.virtual_gpu.roofline import Bound, StepTime
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, Replay, StepMemory
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
+from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

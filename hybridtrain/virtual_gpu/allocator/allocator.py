@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator_config import (
+from hybridtrain.virtual_gpu.allocator.allocator_config import (
     MIN_BLOCK_BYTES,
     SMALL_LIMIT_BYTES,
     AllocatorConfig,
     round_size,
     segment_size,
 )
-from hybridtrain.virtual_gpu.segments import (
+from hybridtrain.virtual_gpu.allocator.segments import (
     AllocatorEvent,
     BlockState,
     FreePool,

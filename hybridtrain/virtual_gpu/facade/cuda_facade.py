@@ -24,11 +24,11 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from hybridtrain.virtual_gpu.checkpoint_files import checkpoint_files
-from hybridtrain.virtual_gpu.cuda_paths import Autocast
-from hybridtrain.virtual_gpu.nvidia_smi import nvidia_smi
-from hybridtrain.virtual_gpu.stand_in import where_called
-from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger, is_truly_meta
+from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
+from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
+from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger, is_truly_meta
 
 _TRUE_DEVICE = torch.device
 _META = torch.device("meta")

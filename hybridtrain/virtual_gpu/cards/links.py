@@ -21,7 +21,7 @@ from pathlib import Path
 from hybridtrain.config.decode import decode, load_toml
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.units import GB
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 
 
 class Collective(StrEnum):
@@ -81,7 +81,7 @@ class Link:
     def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
         """Return how long a collective keeps the link.
 
-        >>> from hybridtrain.virtual_gpu.card import find_card
+        >>> from hybridtrain.virtual_gpu.cards.card import find_card
         >>> link = Link(gbps=100.0, hop_seconds=1e-6, share=1.0)
         >>> link.seconds(Collective.ALL_GATHER, 10**9, 2, find_card("h100-sxm"))
         0.005001
@@ -92,7 +92,7 @@ class Link:
 @cache
 def link_catalogue() -> dict[str, Link]:
     """Return every known link by its short name."""
-    text = resources.files("hybridtrain.virtual_gpu").joinpath("links.toml").read_text(encoding="utf-8")
+    text = resources.files("hybridtrain.virtual_gpu.cards").joinpath("links.toml").read_text(encoding="utf-8")
     return {name: decode(Link, table, source=f"links.toml [{name}]") for name, table in tomllib.loads(text).items()}
 
 

@@ -15,18 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator import (
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import (
     AllocatorConfig,
     AllocatorOutOfMemory,
     CachingAllocator,
     Placement,
     falling,
 )
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS, Settled, last_cycle
-from hybridtrain.virtual_gpu.replay import first_matmuls
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS, Settled, last_cycle
+from hybridtrain.virtual_gpu.allocator.replay import first_matmuls
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
 _WIDE = 1.1

@@ -25,9 +25,9 @@ from importlib import resources
 
 from hybridtrain.config.decode import decode
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.cards.card import Card, Host
 
 
 class Bound(StrEnum):
@@ -120,7 +120,7 @@ def time_errors() -> dict[str, TimeError]:
 
 
 def _read(name: str) -> dict[str, dict[str, float]]:
-    return tomllib.loads(resources.files("hybridtrain.virtual_gpu").joinpath(name).read_text(encoding="utf-8"))
+    return tomllib.loads(resources.files("hybridtrain.virtual_gpu.cards").joinpath(name).read_text(encoding="utf-8"))
 
 
 _BOUND_OF_LANE = {

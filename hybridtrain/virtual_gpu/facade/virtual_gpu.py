@@ -20,21 +20,21 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtrain.errors import ConfigError, reasons
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator
-from hybridtrain.virtual_gpu.basis import Basis, find_growth, versions
-from hybridtrain.virtual_gpu.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.cuda_facade import facade
-from hybridtrain.virtual_gpu.cuda_paths import cuda_paths
-from hybridtrain.virtual_gpu.launchers import launchers
-from hybridtrain.virtual_gpu.ledger import StepMark
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.replay import OutOfMemory, replay_trace
-from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.stand_in import StandIn
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
-from hybridtrain.virtual_gpu.virtual_world import virtual_world
+from hybridtrain.virtual_gpu.account.ledger import StepMark
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
+from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
+from hybridtrain.virtual_gpu.facade.basis import Basis, find_growth, versions
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.cuda_facade import facade
+from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.facade.launchers import launchers
+from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridtrain.virtual_gpu.allocator import CachingAllocator
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
 
 SETTLING_STEPS = 4
 """Repetitions after which reserved bytes were never seen to rise: what fragments does so within two or three steps."""

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator import AllocatorOutOfMemory, CachingAllocator
-from hybridtrain.virtual_gpu.basis import Seen
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark, StorageLedger, holders
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.op_rules import MATMUL_OPS, MetaCache, count_bytes, scratch_bytes, tensors_in
-from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns, where_called
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StepMark, StorageLedger, holders
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_rules import MATMUL_OPS, MetaCache, count_bytes, scratch_bytes, tensors_in
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.facade.basis import Seen
+from hybridtrain.virtual_gpu.facade.stand_in import DATA_DEPENDENT, FINITE_ANSWERS, StandIns, where_called
 
 _ATEN = torch.ops.aten
 _META = torch.device("meta")

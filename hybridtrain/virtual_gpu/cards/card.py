@@ -180,7 +180,7 @@ class Card:
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    text = resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
+    text = resources.files("hybridtrain.virtual_gpu.cards").joinpath("hardware.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

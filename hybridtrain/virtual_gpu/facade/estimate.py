@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, FitVerdict, find_card
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.stand_in import StandIn
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, find_card
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 

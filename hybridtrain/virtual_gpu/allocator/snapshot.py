@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.allocator import Segment
-from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.segments import Action, AllocatorEvent, BlockState
+from hybridtrain.virtual_gpu.allocator.allocator import Segment
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.segments import Action, AllocatorEvent, BlockState
 
 
 class Frame(TypedDict):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.op_rules import register_scratch
-from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.account.op_rules import register_scratch
+from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from hybridtrain.virtual_gpu.cuda_facade import VirtualStream
-from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.facade.cuda_facade import VirtualStream
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 
 class VirtualStreams:

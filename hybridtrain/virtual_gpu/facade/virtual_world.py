@@ -20,10 +20,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.virtual_gpu.links import Collective, World
-from hybridtrain.virtual_gpu.virtual_ledger import Place, VirtualLedger
-from hybridtrain.virtual_gpu.virtual_streams import VirtualStreams
+from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.cards.links import Collective, World
+from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.facade.virtual_streams import VirtualStreams
 
 _KINDS = {
     "allgather": Collective.ALL_GATHER, "allgather_base": Collective.ALL_GATHER,
