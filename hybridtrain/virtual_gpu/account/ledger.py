@@ -27,7 +27,7 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     scratch_bytes,
     tensors_in,
 )
-from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, OpFacts, Piece, Result, Work
+from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, Piece, Result, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
@@ -54,6 +54,14 @@ class OpRecord:
     """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
     link_seconds: float = 0.0
     """Of a collective: how long it keeps the link."""
+
+
+def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
+    """Return an op of the compute lane at another place."""
+    return OpRecord(
+        record.name, event, stage, unit, record.is_matmul, record.flops, record.bytes_moved, record.dtype,
+        Lane.COMPUTE, waits, record.shape,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +200,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._record = record
         self._device = device
-        self._facts: dict[OpKey, tuple[bool, int, int, str, tuple[int, int, int] | None, str]] = {}
+        self._known_ops: dict[OpKey, OpRecord] = {}
         self._meta_cache = _META_CACHES[torch.get_default_dtype()]
         self._pieces: dict[Hashable, Piece | None] = {}
         """None: work that must be done each time."""
@@ -360,12 +368,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes=tuple(self._sizes[storage:]),
             classes=tuple(self._classes[storage:]),
             events=tuple(places[entry] if entry >= 0 else ~places[~entry] for entry in events),
-            ops=tuple(
-                OpFacts(
-                    done.event - event, done.name, done.is_matmul, done.flops, done.bytes_moved, done.dtype, done.shape
-                )
-                for done in ops
-            ),
+            ops=tuple(_placed(done, done.event - event, done.stage, "", ()) for done in ops),
             results=tuple(
                 Result(places.get(found, -1), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
                 for found, tensor in zip(given, results, strict=True)
@@ -416,12 +419,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events += [places[entry] if entry >= 0 else ~places[~entry] for entry in piece.events]
         waits, self._joined = tuple(self._joined), []
         for done in piece.ops:
-            self._ops.append(
-                OpRecord(
-                    done.name, event + done.event, stage, unit, done.is_matmul, done.flops, done.bytes_moved,
-                    done.dtype, Lane.COMPUTE, waits, done.shape,
-                )
-            )  # fmt: skip
+            self._ops.append(_placed(done, event + done.event, stage, unit, waits))
             waits = ()
         self._last_compute = len(self._ops) - 1
         work.restore(piece.mark)
@@ -532,17 +530,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event: int,
     ) -> OpRecord:
         """Return the record of an op: its figures are those of the last op with the same key."""
-        facts = None if key is None else self._facts.get(key)
-        if facts is None:
+        known = None if key is None else self._known_ops.get(key)
+        if known is None:
             made = self._op_record(func, args, kwargs, out, event)
             if key is not None:
-                self._facts[key] = made.is_matmul, made.flops, made.bytes_moved, made.dtype, made.shape, made.name
+                self._known_ops[key] = made
             return made
-        is_matmul, flops, bytes_moved, dtype, shape, name = facts
         waits, self._joined = tuple(self._joined), []
-        return OpRecord(
-            name, event, self._stage, self._unit, is_matmul, flops, bytes_moved, dtype, Lane.COMPUTE, waits, shape
-        )
+        return _placed(known, event, self._stage, self._unit, waits)
 
     def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         return count_flops(func, args, kwargs, out)

@@ -5,7 +5,6 @@ Figures are per call; bytes of traffic are read plus written.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -14,19 +13,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-_NO_TRAFFIC = frozenset(
-    {
-        _ATEN.empty.memory_format,
-        _ATEN.empty_like.default,
-        _ATEN.new_empty.default,
-        _ATEN.empty_strided.default,
-        _ATEN._unsafe_view.default,
-    }
-)
 _SAME_FLOPS = {_ATEN.addmm_: _ATEN.addmm}
 """Ops that torch's flop counter does not know, by one that it does."""
 _ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_loss_forward.default})
 """Ops that read single rows or elements of their first operand."""
+MATMUL_OPS = frozenset({_ATEN.mm.default, _ATEN.mm.out, _ATEN.addmm.default, _ATEN.addmm_.default, _ATEN.bmm.default})
+"""Ops that make cuBLAS take its workspace."""
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -38,7 +30,7 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 def count_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return bytes read and written: every operand once, a changed operand twice, every new output once."""
-    if func in _NO_TRAFFIC:
+    if "empty" in func._schema.name or func is _ATEN._unsafe_view.default:
         return 0
     outputs = sum(tensor.nbytes for tensor in tensors_in([out]))
     if func in _ROW_OPS:
@@ -46,10 +38,8 @@ def count_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if func is _ATEN.scatter_add_.default:
         return 3 * int(args[3].nbytes)
     read = sum(tensor.nbytes for tensor in tensors_in([*args, *kwargs.values()]))
-    written = _written_operands(func)
-    if not written:
-        return read + outputs
-    return read + sum(tensor.nbytes for name in written for tensor in tensors_in([_operand(func, name, args, kwargs)]))
+    written = written_tensors(func, args, kwargs)
+    return read + (sum(tensor.nbytes for tensor in written) if func._schema.is_mutable else outputs)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -61,20 +51,10 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-@cache
-def _written_operands(func: torch._ops.OpOverload) -> tuple[str, ...]:
-    written = tuple(
-        item.name for item in func._schema.arguments if item.alias_info is not None and item.alias_info.is_write
-    )
-    # The fused update changes its gradients only under a gradient scaler, which we do not use.
-    return tuple(name for name in written if (func, name) != (_ATEN._fused_adamw_.default, "grads"))
-
-
-def _operand(func: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    position = next(i for i, item in enumerate(func._schema.arguments) if item.name == name)
-    return args[position] if position < len(args) else None
+def written_tensors(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an op changes."""
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits_of(func).written]
+    return list(tensors_in(values))
 
 
 ScratchRule = Callable[[Sequence[Any]], int]
@@ -103,64 +83,12 @@ def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any]) -> int:
     return 0 if rule is None else rule(args)
 
 
-MATMUL_OPS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.mm.out,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.addmm_.default,
-        torch.ops.aten.bmm.default,
-    }
-)
-"""Ops that make cuBLAS take its workspace."""
-
-
 OpKey = tuple[Hashable, ...]
 _Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """What an op returns, from its arguments."""
 _NUMBERS = frozenset({float, int})
-_COUNTED_BY_OPERANDS = frozenset({_ATEN.arange, _ATEN.range})
-"""Ops whose numbers are operands by their schema, and yet decide how many elements there are."""
-
-
 _DRAWN = _ATEN.normal_.default
 """Known from the start: torch's own rule for meta tensors imports torch._dynamo, a second of a dry run."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """One output."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __call__(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """An operand that the op changed and returns, by its place or name."""
-
-    operand: int | str
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[self.operand] if isinstance(self.operand, int) else kwargs[self.operand]
-
-
-@dataclass(frozen=True, slots=True)
-class _Several:
-    """All outputs of an op that has more than one."""
-
-    metas: tuple[_Meta, ...]
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        return tuple(meta(args, kwargs) for meta in self.metas)
-
-
-def _nothing(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-    return None
 
 
 class MetaCache:
@@ -196,7 +124,7 @@ class MetaCache:
         if len(self._known) >= self.MOST:
             self._known.clear()
         if func is _DRAWN:
-            self._known[key] = _Same(0)
+            self._known[key] = _same(0)
             return args[0]
         if not func._schema.is_mutable:
             out = func(*args, **kwargs)
@@ -214,14 +142,10 @@ def op_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
     None where it must be called each time: views, operands that are not on the meta device, what changes a shape.
     """
-    number = id(func)
-    known = _OPERANDS.get(number)
-    if known is None:
-        known = _OPERANDS[number] = func, _operands(func)
-    operands = known[1]
+    operands = traits_of(func).operands
     if operands is None:
         return None
-    parts: list[Hashable] = [number]
+    parts: list[Hashable] = [id(func)]
     for position, value in enumerate(args):
         kind = type(value)
         part = (kind,) if kind in _NUMBERS and position in operands else _part(value)
@@ -237,19 +161,56 @@ def op_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return tuple(parts)
 
 
-_OPERANDS: dict[int, tuple[torch._ops.OpOverload, frozenset[int | str] | None]] = {}
-"""By the op's identity, which stays its own as long as it is kept here: its hash is a call of Python's."""
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What torch's schema and tags say of an op."""
+
+    func: torch._ops.OpOverload
+    """Kept: its identity is the key of all that is remembered of it, for its hash is a call of Python's."""
+    operands: frozenset[int | str] | None
+    """Places and names of operands: a number there decides values (a step, a rate), no shape. None: it is not
+    remembered."""
+    written: tuple[tuple[int, str], ...]
+    """Places and names of what it changes."""
+    is_random: bool
+    """Whether its result is drawn."""
+    is_dynamic: bool
+    """Whether its result's shape may depend on values."""
+    is_factory: bool
+    """Whether it makes values of no tensor; what is left uninitialized, and sparse tensors, are no values."""
+
+
+_TRAITS: dict[int, OpTraits] = {}
+
+
+def traits_of(func: torch._ops.OpOverload) -> OpTraits:
+    """Return what torch says of an op."""
+    return _TRAITS.get(id(func)) or _TRAITS.setdefault(id(func), _read_traits(func))
+
+
+def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
+    items = [(i, item.name, str(item.type), item) for i, item in enumerate(func._schema.arguments)]
+    name = func._schema.name.partition("::")[2]
+    written = ((i, name) for i, name, _, item in items if item.alias_info is not None and item.alias_info.is_write)
+    return OpTraits(
+        func=func,
+        operands=_operands(func),
+        # The fused update changes its gradients only under a gradient scaler, which we do not use.
+        written=tuple(pair for pair in written if (func, pair[1]) != (_ATEN._fused_adamw_.default, "grads")),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_dynamic=torch.Tag.dynamic_output_shape in func.tags,
+        is_factory=not any("Tensor" in kind for _, _, kind, _ in items)
+        and any(name == "device" for _, name, _, _ in items)
+        and not name.startswith(("empty", "sparse", "_")),
+    )
 
 
 def _operands(func: torch._ops.OpOverload) -> frozenset[int | str] | None:
-    """Return places and names of operands: a number there decides values (a step, a rate), no shape.
-
-    What changes values alone decides no shape by any number. None: an op that is not remembered.
-    """
+    """Return the operands of an op that is remembered; what changes values alone decides no shape by any number."""
     is_mutable = func._schema.is_mutable
     if func.is_view or (is_mutable and (torch.Tag.inplace_view in func.tags or "resize" in func._schema.name)):
         return None
-    if func._overloadpacket in _COUNTED_BY_OPERANDS:
+    if func._overloadpacket in {_ATEN.arange, _ATEN.range}:  # numbers that decide how many elements there are
         return frozenset()
     kinds = {"number", "Optional[number]", "Tensor"} | ({"float", "int"} if is_mutable else set())
     found = [(i, item.name) for i, item in enumerate(func._schema.arguments) if str(item.type) in kinds]
@@ -263,12 +224,17 @@ def _metadata(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[objec
     ]
 
 
+def _same(place: int | str) -> _Answer:
+    """Answer with an operand, by its place or name."""
+    return lambda args, kwargs: args[place] if isinstance(place, int) else kwargs[place]
+
+
 def _changed(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer | None:
     """Return which operand an op gave back; None when it must be called every time."""
     if out is None:
-        return _nothing
+        return lambda _args, _kwargs: None
     operands: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
-    return next((_Same(place) for place, value in operands if value is out), None)
+    return next((_same(place) for place, value in operands if value is out), None)
 
 
 def _part(value: Any) -> Hashable | None:
@@ -286,12 +252,18 @@ def _describe(out: Any, args: tuple[Any, ...]) -> _Answer | None:
     if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in (*tensors, *(a for a in args if isinstance(a, Tensor)))]
-    if len(set(storages[: len(tensors)])) < len(tensors) or set(storages[: len(tensors)]) & set(
-        storages[len(tensors) :]
-    ):
+    new = set(storages[: len(tensors)])
+    if len(new) < len(tensors) or new & set(storages[len(tensors) :]):
         return None
-    metas = tuple(_Meta(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-    full = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
-    if not full:
+    if any(tensor.untyped_storage().nbytes() != tensor.nbytes for tensor in tensors):
         return None
-    return _Several(metas) if isinstance(out, tuple) else metas[0]
+    metas = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    if isinstance(out, tuple):
+        return lambda _args, _kwargs: tuple([_make(meta) for meta in metas])
+    only = metas[0]
+    return lambda _args, _kwargs: _make(only)
+
+
+def _make(meta: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
+    shape, stride, dtype = meta
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

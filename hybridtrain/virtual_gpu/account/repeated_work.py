@@ -6,23 +6,26 @@ it came from: storages count from its first, those of an earlier piece that it l
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
+if TYPE_CHECKING:  # the ledger makes pieces
+    from hybridtrain.virtual_gpu.account.ledger import OpRecord
+
 
 class SharedMemory(Protocol):
     """Memory outside of any tensor that decides what work has to do, and is changed by it."""
 
     def mark(self) -> Hashable:
-        """Return what it holds, in words that are the same for work that is."""
+        """Return a hashable key of what it holds: equal keys, equal work."""
         ...
 
     def restore(self, mark: Hashable) -> None:
-        """Let it hold this."""
+        """Restore the state."""
         ...
 
 
@@ -38,11 +41,11 @@ class Work:
     memory: SharedMemory | None = None
 
     def mark(self) -> Hashable:
-        """Return what the shared memory holds."""
+        """Return the key of the shared memory."""
         return None if self.memory is None else self.memory.mark()
 
     def restore(self, mark: Hashable) -> None:
-        """Let the shared memory hold this."""
+        """Restore the shared memory."""
         if self.memory is not None and mark != self.memory.mark():
             self.memory.restore(mark)
 
@@ -73,19 +76,6 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class OpFacts:
-    """An op of the compute lane without its place."""
-
-    event: int
-    name: str
-    is_matmul: bool
-    flops: int
-    bytes_moved: int
-    dtype: str
-    shape: tuple[int, int, int] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
     """What work did, counted from its beginning."""
 
@@ -94,7 +84,8 @@ class Piece:
     sizes: tuple[int, ...]
     classes: tuple[TensorClass, ...]
     events: tuple[int, ...]
-    ops: tuple[OpFacts, ...]
+    ops: tuple["OpRecord", ...]
+    """Of the compute lane, of no unit; their events count from the piece's first."""
     results: tuple[Result, ...]
     kept: tuple[int, ...]
     """Storages that are alive at the end and belong to no result."""

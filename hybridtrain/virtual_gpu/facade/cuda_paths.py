@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.op_rules import register_scratch
-from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from hybridtrain.errors import ConfigError
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 _WITH_VALUE = {"-X", "-W"}
@@ -53,6 +55,9 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
 
     A Python file, ``-m`` and a module, an interpreter before either, or a command on PATH that is a Python script:
     torchrun, accelerate, trl.
+
+    Raises:
+        ConfigError: An interpreter is to run a file that is not there.
     """
     if not words:
         return None
@@ -62,7 +67,10 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
     if _PYTHON.fullmatch(Path(first).name):
         while rest and (rest[0] in _WITHOUT_VALUE or rest[0] in _WITH_VALUE):
             del rest[: 2 if rest[0] in _WITH_VALUE else 1]
-        return python_command(rest) if rest and (rest[0] == "-m" or not rest[0].startswith("-")) else None
+        is_file = bool(rest) and not rest[0].startswith("-")
+        if is_file and not Path(rest[0]).exists():
+            raise ConfigError("virtual", [missing_script(rest[0])])
+        return python_command(rest) if is_file or rest[:1] == ["-m"] else None
     if Path(first).is_file() and (Path(first).suffix == ".py" or not os.access(first, os.X_OK)):
         return PythonCommand(first, False, tuple(rest))
     found = shutil.which(first)
@@ -72,6 +80,11 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
         line = file.readline(256)
     is_python = line.startswith(b"#!") and b"python" in line
     return PythonCommand(found, False, tuple(rest)) if is_python else None
+
+
+def missing_script(name: str) -> str:
+    """Return the sentence for a script that is not there."""
+    return f"script '{name}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
 
 
 def launchers(enter_world: Callable[[int], None]) -> Iterator[tuple[Any, str, Any]]:
@@ -112,18 +125,19 @@ class _Popen(subprocess.Popen[Any]):
     def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         words = args if isinstance(args, list | tuple) else []
         goes_apart = kwargs.get("stdout") is not None or kwargs.get("shell") or rest
-        command = None if goes_apart else python_command(words)
-        self._ran_here = command is not None
+        self._ran_here = True
+        with nullcontext() if goes_apart else _environment(kwargs.get("env"), kwargs.get("cwd")):
+            command = None if goes_apart else python_command(words)
+            if command is not None:
+                self.args, self.pid, self.returncode = args, os.getpid(), 0
+                self.stdin = self.stdout = self.stderr = None
+                try:
+                    command.run()
+                except SystemExit as end:
+                    self.returncode = end.code if isinstance(end.code, int) else int(end.code is not None)
         if command is None:
+            self._ran_here = False
             super().__init__(args, *rest, **kwargs)
-            return
-        self.args, self.pid, self.returncode = args, os.getpid(), 0
-        self.stdin = self.stdout = self.stderr = None
-        with _environment(kwargs.get("env"), kwargs.get("cwd")):
-            try:
-                command.run()
-            except SystemExit as end:
-                self.returncode = end.code if isinstance(end.code, int) else int(end.code is not None)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code."""

@@ -21,20 +21,11 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import HybridTrainError
+from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
-DATA_DEPENDENT = frozenset(
-    {
-        _ATEN.nonzero.default, _ATEN.masked_select.default, _ATEN._unique2.default, _ATEN.unique_dim.default,
-        _ATEN.unique_consecutive.default, _ATEN.repeat_interleave.Tensor, _ATEN.bincount.default,
-        _ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default,
-    }
-)  # fmt: skip
-"""Ops whose result's shape may depend on values."""
-FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
-"""What is said of unknown values by ops that ask whether they are numbers."""
-_NOT_THE_SCRIPT = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
-"""Folders whose lines are not the script's: torch's and this one."""
+_NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+"""Folders whose lines are not the script's: torch's and the virtual card's."""
 
 
 class DataDependentError(HybridTrainError):

@@ -31,9 +31,11 @@ from hybridtrain.virtual_gpu.facade.basis import Basis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.launchers import launchers
 from hybridtrain.virtual_gpu.facade.stand_in import StandIn
-from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
@@ -144,9 +146,10 @@ class VirtualGpu:
         for name in _BEFORE:
             if find_spec(name) is not None:
                 import_module(name)
+        self._methods = TensorMethods(self.ledger)
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
-            stack.enter_context(facade(self.ledger, autocast))
+            stack.enter_context(facade(self.ledger, self._methods, autocast))
             if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
             for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
@@ -320,6 +323,10 @@ class VirtualGpu:
 
     def _name(self, root: nn.Module) -> None:
         self.num_params = max(self.num_params, sum(parameter.numel() for parameter in root.parameters()))
+        real = [one for one in root.parameters() if one.requires_grad and not self._methods.is_virtual(one)]
+        if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
+            for parameter in real:  # their gradients will be virtual
+                self._methods.become_virtual(parameter)
         for name, module in root.named_modules():
             self._names[module] = name
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from hybridtrain.virtual_gpu.facade.cuda_facade import VirtualStream
+from hybridtrain.virtual_gpu.facade.cuda_module import VirtualStream
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.cards.links import Collective, World
-from hybridtrain.virtual_gpu.facade.virtual_ledger import Place, VirtualLedger
+from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_streams import VirtualStreams
 
 _KINDS = {

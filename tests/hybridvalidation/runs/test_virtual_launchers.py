@@ -82,6 +82,16 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(
     assert "the launcher starts 2 processes and the world has 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch", "python -u"])
+def test_a_launcher_of_no_script_is_one_fault(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not shutil.which(launcher.split(maxsplit=1)[0]):
+        pytest.skip("not installed")
+    assert main(["virtual", "--card", "rtx-4090", "--", *launcher.split(), "nosuch.py"]) == 2
+    err = capsys.readouterr().err
+    assert "script 'nosuch.py' does not exist" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("way", ["environment", "arguments"])
 def test_a_script_may_be_a_world_of_one_by_itself(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
-from hybridtrain.virtual_gpu.facade.launchers import python_command
+from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
 from hybridtrain.virtual_gpu.facade.stand_in import StandIn
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
@@ -221,9 +221,7 @@ def run_script(
     """
     command = python_command([script, *arguments])
     if command is None:
-        fault = "-m: says no module; give its name after it." if script == "-m" else (
-            f"script '{script}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
-        )  # fmt: skip
+        fault = "-m: says no module; give its name after it." if script == "-m" else missing_script(script)
         raise ConfigError("virtual", [fault])
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     try:
