@@ -19,7 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
+    Args,
+    Kwargs,
     MetaCache,
+    Op,
     OpKey,
     count_bytes,
     count_flops,
@@ -224,13 +227,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Say that nothing here is ever compiled: the default wrapper imports torch._dynamo, 0.9 s of a dry run."""
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the op and enter its new storages."""
         kwargs = kwargs or {}
         if func.is_view:
@@ -381,10 +378,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results, piece, kept
 
     def _learn_apart(
-        self,
-        held: Held,
-        operands: Sequence[Tensor],
-        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+        self, held: Held, operands: Sequence[Tensor], differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
     ) -> Piece:
         """Do both passes where nobody counts; return what the backward pass did."""
         mark = held.work.mark()
@@ -515,19 +509,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._record:
             self._events.append(~index)
 
-    def _is_counted(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> bool:
+    def _is_counted(self, args: Args, kwargs: Kwargs | None, out: Any) -> bool:
         """Return whether an op has anything to do with the device that is counted."""
         tensors = tensors_in([*args, *(kwargs or {}).values(), out])
         return any(tensor.device.type == self._device for tensor in tensors)
 
     def _remembered_record(
-        self,
-        key: OpKey | None,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        event: int,
+        self, key: OpKey | None, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int
     ) -> OpRecord:
         """Return the record of an op: its figures are those of the last op with the same key."""
         known = None if key is None else self._known_ops.get(key)
@@ -539,12 +527,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits, self._joined = tuple(self._joined), []
         return _placed(known, event, self._stage, self._unit, waits)
 
-    def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
         return count_flops(func, args, kwargs, out)
 
-    def _op_record(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
-    ) -> OpRecord:
+    def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
         operands = tensors_in([*args, *kwargs.values()])
         dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
         waits, self._joined = tuple(self._joined), []

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+Op = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 _ATEN = torch.ops.aten
 _SAME_FLOPS = {_ATEN.addmm_: _ATEN.addmm}
 """Ops that torch's flop counter does not know, by one that it does."""
@@ -21,14 +24,14 @@ MATMUL_OPS = frozenset({_ATEN.mm.default, _ATEN.mm.out, _ATEN.addmm.default, _AT
 """Ops that make cuBLAS take its workspace."""
 
 
-def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def count_flops(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Return floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
     packet = func._overloadpacket
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 
-def count_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def count_bytes(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Return bytes read and written: every operand once, a changed operand twice, every new output once."""
     if "empty" in func._schema.name or func is _ATEN._unsafe_view.default:
         return 0
@@ -51,7 +54,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-def written_tensors(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(func: Op, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Return the tensors that an op changes."""
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits_of(func).written]
     return list(tensors_in(values))
@@ -59,10 +62,10 @@ def written_tensors(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: 
 
 ScratchRule = Callable[[Sequence[Any]], int]
 """Bytes of scratch by the op's positional arguments."""
-_SCRATCH_RULES: dict[torch._ops.OpOverload, ScratchRule] = {}
+_SCRATCH_RULES: dict[Op, ScratchRule] = {}
 
 
-def register_scratch(func: torch._ops.OpOverload, rule: ScratchRule) -> None:
+def register_scratch(func: Op, rule: ScratchRule) -> None:
     """Say how much a CUDA kernel takes from the allocator inside one op, where no dispatcher sees it.
 
     The rule is the kernel's own. It is counted on every device, so that a CPU run, a dry run and a plan speak of the
@@ -77,14 +80,14 @@ def register_scratch(func: torch._ops.OpOverload, rule: ScratchRule) -> None:
         raise ValueError(f"{func}: its scratch has a rule already; an op has one; register it in one place.")
 
 
-def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any]) -> int:
+def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
     """Return the scratch of one call; 0 for an op without a rule."""
     rule = _SCRATCH_RULES.get(func)
     return 0 if rule is None else rule(args)
 
 
 OpKey = tuple[Hashable, ...]
-_Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_Answer = Callable[[Args, Kwargs], Any]
 """What an op returns, from its arguments."""
 _NUMBERS = frozenset({float, int})
 _DRAWN = _ATEN.normal_.default
@@ -105,9 +108,7 @@ class MetaCache:
         self._known: dict[OpKey, _Answer | None] = {}
         """None: an op that must be called each time."""
 
-    def call(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: OpKey | None = None
-    ) -> Any:
+    def call(self, func: Op, args: Args, kwargs: Kwargs, key: OpKey | None = None) -> Any:
         """Return ``func(*args, **kwargs)``; ``key`` is its ``op_key``, where it is known already."""
         if key is None:
             key = op_key(func, args, kwargs)
@@ -118,9 +119,7 @@ class MetaCache:
         known = self._known[key]
         return func(*args, **kwargs) if known is None else known(args, kwargs)
 
-    def _first_call(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: OpKey
-    ) -> Any:
+    def _first_call(self, func: Op, args: Args, kwargs: Kwargs, key: OpKey) -> Any:
         if len(self._known) >= self.MOST:
             self._known.clear()
         if func is _DRAWN:
@@ -137,7 +136,7 @@ class MetaCache:
         return out
 
 
-def op_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpKey | None:
+def op_key(func: Op, args: Args, kwargs: Kwargs) -> OpKey | None:
     """Return what an op's results and traffic depend on: shapes, strides, dtypes and what is no operand.
 
     None where it must be called each time: views, operands that are not on the meta device, what changes a shape.
@@ -165,7 +164,7 @@ def op_key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 class OpTraits:
     """What torch's schema and tags say of an op."""
 
-    func: torch._ops.OpOverload
+    func: Op
     """Kept: its identity is the key of all that is remembered of it, for its hash is a call of Python's."""
     operands: frozenset[int | str] | None
     """Places and names of operands: a number there decides values (a step, a rate), no shape. None: it is not
@@ -183,12 +182,12 @@ class OpTraits:
 _TRAITS: dict[int, OpTraits] = {}
 
 
-def traits_of(func: torch._ops.OpOverload) -> OpTraits:
+def traits_of(func: Op) -> OpTraits:
     """Return what torch says of an op."""
     return _TRAITS.get(id(func)) or _TRAITS.setdefault(id(func), _read_traits(func))
 
 
-def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
+def _read_traits(func: Op) -> OpTraits:
     items = [(i, item.name, str(item.type), item) for i, item in enumerate(func._schema.arguments)]
     name = func._schema.name.partition("::")[2]
     written = ((i, name) for i, name, _, item in items if item.alias_info is not None and item.alias_info.is_write)
@@ -205,7 +204,7 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
     )
 
 
-def _operands(func: torch._ops.OpOverload) -> frozenset[int | str] | None:
+def _operands(func: Op) -> frozenset[int | str] | None:
     """Return the operands of an op that is remembered; what changes values alone decides no shape by any number."""
     is_mutable = func._schema.is_mutable
     if func.is_view or (is_mutable and (torch.Tag.inplace_view in func.tags or "resize" in func._schema.name)):
@@ -217,7 +216,7 @@ def _operands(func: torch._ops.OpOverload) -> frozenset[int | str] | None:
     return frozenset(name for names in found for name in names)
 
 
-def _metadata(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[object, ...]]:
+def _metadata(args: Args, kwargs: Kwargs) -> list[tuple[object, ...]]:
     return [
         (t.shape, t.stride(), t.dtype, t.untyped_storage()._cdata, t.untyped_storage().nbytes())
         for t in tensors_in([*args, *kwargs.values()])
@@ -229,7 +228,7 @@ def _same(place: int | str) -> _Answer:
     return lambda args, kwargs: args[place] if isinstance(place, int) else kwargs[place]
 
 
-def _changed(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer | None:
+def _changed(out: Any, args: Args, kwargs: Kwargs) -> _Answer | None:
     """Return which operand an op gave back; None when it must be called every time."""
     if out is None:
         return lambda _args, _kwargs: None
@@ -246,7 +245,7 @@ def _part(value: Any) -> Hashable | None:
     return (type(value), value)
 
 
-def _describe(out: Any, args: tuple[Any, ...]) -> _Answer | None:
+def _describe(out: Any, args: Args) -> _Answer | None:
     """Return what to make next time; None when the op must be called every time."""
     tensors = out if isinstance(out, tuple) else (out,)
     if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):

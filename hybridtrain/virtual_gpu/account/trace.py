@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Any
 
 from hybridtrain.atomic_write import replace_file
 
@@ -65,33 +65,9 @@ class Counter:
             )
 
 
-class TraceEvent(TypedDict):
-    """One entry of the file; ``ts`` and ``dur`` are microseconds."""
-
-    name: str
-    ph: Literal["M", "X", "C"]
-    pid: int
-    tid: NotRequired[int]
-    cat: NotRequired[str]
-    ts: NotRequired[float]
-    dur: NotRequired[float]
-    args: dict[str, ArgumentValue]
-
-
-class Trace(TypedDict):
-    """The whole file."""
-
-    traceEvents: list[TraceEvent]
-    displayTimeUnit: Literal["ms"]
-
-
 def build_trace(
-    slices: Iterable[Slice],
-    counters: Iterable[Counter],
-    *,
-    process_name: str,
-    stream_names: Mapping[int, str],
-) -> Trace:
+    slices: Iterable[Slice], counters: Iterable[Counter], *, process_name: str, stream_names: Mapping[int, str]
+) -> dict[str, Any]:
     """Return the trace of one process, its events in order of time.
 
         >>> step = Slice(name="matmul", category="compute", stream=0, start_us=0.0, duration_us=1900.0)
@@ -121,43 +97,26 @@ def build_trace(
     }
 
 
-def write_trace(path: Path, trace: Trace) -> None:
+def write_trace(path: Path, trace: dict[str, Any]) -> None:
     """Write the trace as JSON, one event a line. The file appears whole or not at all."""
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in trace["traceEvents"])
     unit = json.dumps(trace["displayTimeUnit"])
     replace_file(path, f'{{"displayTimeUnit": {unit}, "traceEvents": [\n{lines}\n]}}\n'.encode())
 
 
-def _metadata(name: str, thread: int | None, args: dict[str, ArgumentValue]) -> TraceEvent:
-    event: TraceEvent = {"name": name, "ph": "M", "pid": _PROCESS, "args": args}
-    if thread is not None:
-        event["tid"] = thread
-    return event
+def _metadata(name: str, thread: int | None, args: dict[str, ArgumentValue]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": _PROCESS, "args": args} | ({} if thread is None else {"tid": thread})
 
 
-def _slice_event(piece: Slice, threads: Mapping[int, int]) -> TraceEvent:
+def _slice_event(piece: Slice, threads: Mapping[int, int]) -> dict[str, Any]:
     if piece.stream not in threads:
         raise ValueError(
             f"slice '{piece.name}': stream {piece.stream} has no name; named are {sorted(threads)}; add it "
             "to stream_names."
         )
-    return {
-        "name": piece.name,
-        "cat": piece.category,
-        "ph": "X",
-        "ts": piece.start_us,
-        "dur": piece.duration_us,
-        "pid": _PROCESS,
-        "tid": threads[piece.stream],
-        "args": dict(piece.args),
-    }
+    times = {"ts": piece.start_us, "dur": piece.duration_us, "pid": _PROCESS, "tid": threads[piece.stream]}
+    return {"name": piece.name, "cat": piece.category, "ph": "X", **times, "args": dict(piece.args)}
 
 
-def _counter_event(counter: Counter) -> TraceEvent:
-    return {
-        "name": counter.name,
-        "ph": "C",
-        "ts": counter.time_us,
-        "pid": _PROCESS,
-        "args": dict(counter.values),
-    }
+def _counter_event(counter: Counter) -> dict[str, Any]:
+    return {"name": counter.name, "ph": "C", "ts": counter.time_us, "pid": _PROCESS, "args": dict(counter.values)}

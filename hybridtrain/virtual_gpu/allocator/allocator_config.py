@@ -96,11 +96,7 @@ class AllocatorConfig:
             ("expandable_segments", self.expandable_segments, defaults.expandable_segments),
             ("large_segment_size_mb", self.large_segment_size // MIB, defaults.large_segment_size // MIB),
             ("max_split_size_mb", None if self.max_split_size is None else self.max_split_size // MIB, None),
-            (
-                "max_non_split_rounding_mb",
-                self.max_non_split_rounding // MIB,
-                defaults.max_non_split_rounding // MIB,
-            ),
+            ("max_non_split_rounding_mb", self.max_non_split_rounding // MIB, defaults.max_non_split_rounding // MIB),
             ("roundup_power2_divisions", self.roundup_power2_divisions, 0),
             ("garbage_collection_threshold", self.garbage_collection_threshold, 0.0),
         ]

@@ -23,14 +23,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import (
 )
 
 Action = Literal[
-    "alloc",
-    "free_requested",
-    "free_completed",
-    "segment_alloc",
-    "segment_free",
-    "segment_map",
-    "segment_unmap",
-    "oom",
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"
 ]
 """Names as in torch's memory snapshots."""
 

@@ -10,97 +10,17 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict
+from typing import Any
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.allocator.allocator import Segment
+from hybridtrain.virtual_gpu.allocator.allocator import Block, Segment
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.segments import Action, AllocatorEvent, BlockState
+from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockState
 
-
-class Frame(TypedDict):
-    """One stack frame."""
-
-    filename: str
-    line: int
-    name: str
-
-
-class SnapshotBlock(TypedDict):
-    """A run of bytes in a segment."""
-
-    address: int
-    size: int
-    requested_size: int
-    state: str
-    frames: list[Frame]
-
-
-class SnapshotSegment(TypedDict):
-    """Reserved memory in one piece, with blocks that cover it without gaps."""
-
-    device: int
-    address: int
-    total_size: int
-    allocated_size: int
-    active_size: int
-    requested_size: int
-    stream: int
-    segment_type: Literal["small", "large"]
-    segment_pool_id: tuple[int, int]
-    is_expandable: bool
-    frames: list[Frame]
-    blocks: list[SnapshotBlock]
-
-
-class TraceEntry(TypedDict):
-    """One event. ``size`` is what was requested, or the size of the segment; ``oom`` has no address."""
-
-    action: Action
-    addr: NotRequired[int]
-    device_free: NotRequired[int]
-    size: int
-    stream: int
-    time_us: int
-    compile_context: str
-    user_metadata: str
-    pool_id: tuple[int, int]
-    frames: list[Frame]
-    category: NotRequired[str]
-
-
-class AllocatorSettings(TypedDict):
-    """Settings shown by the viewer; -1 stands for an unlimited ``max_split_size``, as torch writes it."""
-
-    PYTORCH_CUDA_ALLOC_CONF: str
-    max_split_size: int
-    garbage_collection_threshold: float
-    expandable_segments: bool
-    pinned_num_register_threads: int
-    release_lock_on_cudamalloc: bool
-    pinned_use_cuda_host_register: bool
-    graph_capture_record_stream_reuse: bool
-    roundup_power2_divisions: dict[str, int]
-
-
-class Annotation(TypedDict):
-    """A named moment on the time axis."""
-
-    device: int
-    time_us: int
-    name: str
-    stage: str
-
-
-class Snapshot(TypedDict):
-    """The whole file."""
-
-    segments: list[SnapshotSegment]
-    device_traces: list[list[TraceEntry]]
-    allocator_settings: AllocatorSettings
-    external_annotations: list[Annotation]
-
-
+Frame = dict[str, str | int]
+"""One stack frame: filename, line, name."""
+Snapshot = dict[str, Any]
+"""The whole file; ``torch.cuda.memory._snapshot`` names the entries of segments, blocks and events."""
 UNKNOWN_CATEGORY = "unknown"
 _PICKLE_PROTOCOL = 4  # the viewer refuses 5
 _DEFAULT_POOL = (0, 0)
@@ -141,11 +61,27 @@ def build_snapshot(
     """
     end = _replay(history)
     _require_same_end(end, segments)
-    table = _FrameTable(frames)
+    lists: dict[tuple[tuple[str, int, str], ...], list[Frame]] = {(): []}
+
+    def frames_at(ordinal: int | None) -> list[Frame]:
+        """Return an event's frames, each list built once: pickle writes a shared list once too."""
+        given = () if frames is None or ordinal is None else frames(ordinal)
+        key = tuple((str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in given)
+        if key not in lists:
+            lists[key] = [{"filename": file, "line": line, "name": name} for file, line, name in key]
+        return lists[key]
+
+    def segment_entry(segment: Segment) -> dict[str, Any]:
+        allocs = [end.in_use.get(block.address) for block in segment.blocks]
+        found = [frames_at(None if alloc is None else alloc.ordinal) for alloc in allocs]
+        blocks = [_block_entry(block) | {"frames": one} for block, one in zip(segment.blocks, found, strict=True)]
+        own = frames_at(end.segment_ordinals.get(segment.address))
+        return _segment_entry(segment, device) | {"frames": own, "blocks": blocks}
+
     category_of = categories.get if isinstance(categories, Mapping) else categories
-    trace = [_trace_entry(event, table, category_of, times_us) for event in history]
+    trace = [_trace_entry(event, category_of, times_us) | {"frames": frames_at(event.ordinal)} for event in history]
     return {
-        "segments": [_segment_entry(segment, device, end, table) for segment in segments],
+        "segments": [segment_entry(segment) for segment in segments],
         "device_traces": [*([] for _ in range(device)), trace],
         "allocator_settings": _settings(AllocatorConfig() if config is None else config),
         "external_annotations": [],
@@ -172,22 +108,6 @@ class _EndState:
     pending: set[int] = field(default_factory=set)
     """Addresses in ``in_use`` whose free was requested."""
     segment_ordinals: dict[int, int] = field(default_factory=dict)
-
-
-class _FrameTable:
-    """Stack frames per ordinal, each list built once: pickle writes a shared list once too."""
-
-    def __init__(self, frames: Callable[[int], Sequence[Frame]] | None) -> None:
-        self._frames = frames
-        self._lists: dict[tuple[tuple[str, int, str], ...], list[Frame]] = {(): []}
-
-    def at(self, ordinal: int | None) -> list[Frame]:
-        """Return the frames of an event; none for None."""
-        given = () if self._frames is None or ordinal is None else self._frames(ordinal)
-        key = tuple((str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in given)
-        if key not in self._lists:
-            self._lists[key] = [{"filename": file, "line": line, "name": name} for file, line, name in key]
-        return self._lists[key]
 
 
 def _replay(history: Sequence[AllocatorEvent]) -> _EndState:
@@ -229,65 +149,44 @@ def _require_same_end(end: _EndState, segments: Sequence[Segment]) -> None:
 
 
 def _trace_entry(
-    event: AllocatorEvent,
-    table: _FrameTable,
-    category_of: Callable[[int], str | None] | None,
-    times_us: Callable[[int], int] | None,
-) -> TraceEntry:
-    entry: TraceEntry = {
+    event: AllocatorEvent, category_of: Callable[[int], str | None] | None, times_us: Callable[[int], int] | None
+) -> dict[str, Any]:
+    """Return one event. ``size`` is what was requested, or the size of the segment; ``oom`` has no address."""
+    time = int(event.ordinal if times_us is None else times_us(event.ordinal))
+    entry: dict[str, Any] = {
         "action": event.action,
         "size": int(event.size),
         "stream": int(event.stream),
-        "time_us": int(event.ordinal if times_us is None else times_us(event.ordinal)),
-        "compile_context": "N/A",
-        "user_metadata": "",
-        "pool_id": _DEFAULT_POOL,
-        "frames": table.at(event.ordinal),
+        "time_us": time,
     }
-    if event.action == "oom":
-        entry["device_free"] = int(event.address)
-    else:
-        entry["addr"] = int(event.address)
-    if category_of is not None:
+    entry |= {"compile_context": "N/A", "user_metadata": "", "pool_id": _DEFAULT_POOL}
+    entry["device_free" if event.action == "oom" else "addr"] = int(event.address)
+    if category_of is not None and event.action in {"alloc", "segment_alloc", "segment_map"}:
         # Segments belong to no tensor class. One precedes every allocation, so "unknown" is always there.
         category = category_of(event.ordinal) if event.action == "alloc" else None
-        if event.action in {"alloc", "segment_alloc", "segment_map"}:
-            entry["category"] = str(category or UNKNOWN_CATEGORY)
+        entry["category"] = str(category or UNKNOWN_CATEGORY)
     return entry
 
 
-def _segment_entry(segment: Segment, device: int, end: _EndState, table: _FrameTable) -> SnapshotSegment:
+def _segment_entry(segment: Segment, device: int) -> dict[str, Any]:
     in_use = [block for block in segment.blocks if block.state is not BlockState.INACTIVE]
     allocated = [block for block in in_use if block.state is BlockState.ACTIVE_ALLOCATED]
-    blocks: list[SnapshotBlock] = []
-    for block in segment.blocks:
-        alloc = end.in_use.get(block.address)
-        blocks.append(
-            {
-                "address": int(block.address),
-                "size": int(block.size),
-                "requested_size": int(block.requested_size),
-                "state": block.state.value,
-                "frames": table.at(None if alloc is None else alloc.ordinal),
-            }
-        )
-    return {
-        "device": device,
-        "address": int(segment.address),
-        "total_size": int(segment.total_size),
-        "allocated_size": int(sum(block.size for block in allocated)),
-        "active_size": int(sum(block.size for block in in_use)),
-        "requested_size": int(sum(block.requested_size for block in in_use)),
-        "stream": int(segment.stream),
-        "segment_type": "small" if segment.is_small else "large",
-        "segment_pool_id": _DEFAULT_POOL,
-        "is_expandable": segment.is_expandable,
-        "frames": table.at(end.segment_ordinals.get(segment.address)),
-        "blocks": blocks,
-    }
+    entry: dict[str, Any] = {"device": device, "address": int(segment.address), "total_size": int(segment.total_size)}
+    entry["allocated_size"] = int(sum(block.size for block in allocated))
+    entry["active_size"] = int(sum(block.size for block in in_use))
+    entry["requested_size"] = int(sum(block.requested_size for block in in_use))
+    kind = "small" if segment.is_small else "large"
+    entry |= {"stream": int(segment.stream), "segment_type": kind, "segment_pool_id": _DEFAULT_POOL}
+    return entry | {"is_expandable": segment.is_expandable}
 
 
-def _settings(config: AllocatorConfig) -> AllocatorSettings:
+def _block_entry(block: Block) -> dict[str, Any]:
+    sizes = {"address": int(block.address), "size": int(block.size), "requested_size": int(block.requested_size)}
+    return sizes | {"state": block.state.value}
+
+
+def _settings(config: AllocatorConfig) -> dict[str, Any]:
+    """Return what the viewer shows; -1 stands for an unlimited ``max_split_size``, as torch writes it."""
     intervals = (str(2**exponent) for exponent in range(16))  # MiB, 1 to 32768: torch keeps divisions per interval
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.to_environment(),
@@ -295,8 +194,8 @@ def _settings(config: AllocatorConfig) -> AllocatorSettings:
         "garbage_collection_threshold": config.garbage_collection_threshold,
         "expandable_segments": config.expandable_segments,
         "pinned_num_register_threads": 1,
-        "release_lock_on_cudamalloc": False,
-        "pinned_use_cuda_host_register": False,
-        "graph_capture_record_stream_reuse": False,
+        **dict.fromkeys(
+            ("release_lock_on_cudamalloc", "pinned_use_cuda_host_register", "graph_capture_record_stream_reuse"), False
+        ),
         "roundup_power2_divisions": dict.fromkeys(intervals, config.roundup_power2_divisions),
     }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
@@ -107,9 +107,9 @@ _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
 """Ops that are one kernel on CUDA, and none or several on the meta device (native_functions.yaml)."""
 
 
-def _overload(name: str) -> torch._ops.OpOverload | None:
+def _overload(name: str) -> Op | None:
     packet, _, overload = name.partition(".")
-    found: torch._ops.OpOverload | None = getattr(getattr(_ATEN, packet, None), overload or "default", None)
+    found: Op | None = getattr(getattr(_ATEN, packet, None), overload or "default", None)
     return found
 
 
@@ -130,15 +130,15 @@ class Autocast:
         """Forget converted weights, as the outermost region does at its end."""
         self._cache.clear()
 
-    def lower(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def lower(self, op: Op) -> Callable[..., Any]:
         """Return a kernel that runs ``op`` in the region's type."""
         return self._kernel(op, lambda _args: torch.get_autocast_dtype("cuda"))
 
-    def full(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def full(self, op: Op) -> Callable[..., Any]:
         """Return a kernel that runs ``op`` in fp32."""
         return self._kernel(op, lambda _args: torch.float32)
 
-    def full_result(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def full_result(self, op: Op) -> Callable[..., Any]:
         """Return a kernel that asks ``op`` for an fp32 result, unless the caller asks for another type."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -151,17 +151,17 @@ class Autocast:
 
         return kernel
 
-    def widest(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def widest(self, op: Op) -> Callable[..., Any]:
         """Return a kernel that runs ``op`` in the widest type of its operands."""
 
-        def pick(args: tuple[Any, ...]) -> torch.dtype:
+        def pick(args: Args) -> torch.dtype:
             tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
             wide = any(tensor.dtype is torch.float32 for tensor in tensors)
             return torch.float32 if wide else torch.get_autocast_dtype("cuda")
 
         return self._kernel(op, pick)
 
-    def _kernel(self, op: torch._ops.OpOverload, pick: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
+    def _kernel(self, op: Op, pick: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(self._keys):
                 dtype = pick(args)
@@ -205,7 +205,7 @@ class _AttentionChoice:
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
     ) -> Tensor:  # fmt: skip
         if self._ledger.place_of(query) is not Place.DEVICE:
             return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -265,7 +265,7 @@ class _AttentionChoice:
 
     def _efficient(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None,
+        scale: float | None
     ) -> Tensor:  # fmt: skip
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if mask is not None:

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import traits_of
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, traits_of
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.facade.op_sets import (
     ANY_ALL,
@@ -88,7 +88,7 @@ class KnownValues:
         if found is not None:
             found.forget()
 
-    def keep(self, func: torch._ops.OpOverload, out: Any, written: Sequence[Tensor], results: Any) -> None:
+    def keep(self, func: Op, out: Any, written: Sequence[Tensor], results: Any) -> None:
         """Keep the values of new tensors; forget those of tensors that were overwritten by unknown ones."""
         if results is None:
             for tensor in written:
@@ -107,9 +107,7 @@ class KnownValues:
             if found is not None and found.values is None and is_small(tensor):
                 self._fresh(tensor, found).copy_(value)
 
-    def compute(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-    ) -> Any:
+    def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         """Return what an op gives on the CPU, nothing as an empty tuple; None where it is not known.
 
         A factory's numbers are known, drawn ones too, for scripts make batches of them; what is drawn from operands is
@@ -139,19 +137,19 @@ class KnownValues:
             kwargs["device"] = _CPU
         return _on_cpu(func, args, kwargs, values)
 
-    def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    def read(self, func: Op, args: Args, _kwargs: Kwargs) -> Any:
         """Return a number."""
         known = self.of(args[0])
         return self._stand_ins.number(func, args[0].dtype) if known is None else known.item()
 
-    def compare(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def compare(self, func: Op, args: Args, kwargs: Kwargs) -> bool:
         """Return whether two tensors are equal, or close."""
         one, other = self.of(args[0]), self.of(args[1])
         if one is None or other is None:
             return bool(self._stand_ins.number(func, torch.bool))
         return bool(func(one, other, *args[2:], **kwargs))
 
-    def is_masked_fill(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    def is_masked_fill(self, func: Op, args: Args) -> bool:
         """Return whether a put needs no positions: one mask, a number from the host (TensorAdvancedIndexing.cpp)."""
         if func not in PUTS:
             return False
@@ -163,7 +161,7 @@ class KnownValues:
         is_of_host = not args[2].is_meta or (found is not None and found.place is Place.HOST)
         return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
 
-    def resolve_masks(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
         """Replace boolean indices that are known by their positions.
 
         Raises:
@@ -189,7 +187,7 @@ class KnownValues:
         assert known is not None
         return known
 
-    def _assume(self, func: torch._ops.OpOverload, args: tuple[Any, ...], tensor: Tensor) -> Tensor | None:
+    def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
         if func in FILLS and tensor is args[0]:
             found = self._held.get(tensor.untyped_storage()._cdata)
@@ -201,9 +199,7 @@ class KnownValues:
         return None
 
 
-def _on_cpu(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[int, Tensor]
-) -> Any:
+def _on_cpu(func: Op, args: Args, kwargs: Kwargs, values: dict[int, Tensor]) -> Any:
     """Return what an op gives of values; None where the CPU has no kernel for it.
 
     In float64 where it has none for whole numbers and CUDA has one.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from hybridtrain.virtual_gpu.account.op_rules import tensors_in, traits_of
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, tensors_in, traits_of
 
 _ATEN = torch.ops.aten
 META = torch.device("meta")
@@ -58,7 +58,7 @@ _REAL_WORK = 2**20
 """Bytes of real operands from which an op's result is counted."""
 
 
-def is_dynamic(func: torch._ops.OpOverload) -> bool:
+def is_dynamic(func: Op) -> bool:
     """Return whether an op's result, or a temporary of it, has a size that may depend on values."""
     return traits_of(func).is_dynamic or func in PUTS
 
@@ -73,25 +73,25 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (_KNOWN_INTEGERS if is_integral(tensor.dtype) else _KNOWN_FLOATS)
 
 
-def makes_much(func: torch._ops.OpOverload, operands: list[Tensor]) -> bool:
+def makes_much(func: Op, operands: list[Tensor]) -> bool:
     """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
     if func.is_view or func._schema.is_mutable or is_dynamic(func):
         return False
     return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
 
 
-def takes_both(func: torch._ops.OpOverload) -> bool:
+def takes_both(func: Op) -> bool:
     """Return whether operands may lie in two places: a copy, indices, or an update of paged state."""
     return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
 
 
-def made_on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Return what an op with a device makes, without values."""
     made: Tensor = func(*args, **(without_generator(kwargs) | {"device": META}))
     return made
 
 
-def stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Return whether what an op makes on the CPU is made for real: copies of real data, and small integers.
 
     So is what has no bytes: torch.load makes such, and gives it a real storage.
@@ -102,13 +102,13 @@ def stays_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return not made.numel() or (is_integral(made.dtype) and is_small(made))
 
 
-def without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_generator(kwargs: Kwargs) -> dict[str, Any]:
     """Return arguments without a generator, of no use on meta tensors, and without a wish for pinned memory."""
     found = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return found | {"generator": None} if "generator" in found else found
 
 
-def accumulated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+def accumulated(func: Op, args: Args) -> Tensor | None:
     """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
 
     One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
@@ -132,7 +132,7 @@ def accumulated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | 
     return None
 
 
-def made_otherwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def made_otherwise(func: Op, args: Args, kwargs: Kwargs) -> Tensor | None:
     """Return what an op makes where torch's own answer on the meta device is another than a card's."""
     if func is _ATEN._grouped_mm.default:
         return _grouped_matmul(*args, **kwargs)
@@ -182,6 +182,6 @@ def to_meta(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta or not tensor.dim() else like(tensor)
 
 
-def holds_real(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def holds_real(args: Args, kwargs: Kwargs) -> bool:
     """Return whether there is something for ``to_meta``."""
     return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark, StorageLedger, holders
 from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_rules import Op
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
@@ -133,7 +134,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
     # Places and bytes.
 
-    def _place(self, func: torch._ops.OpOverload, operands: list[Tensor]) -> Place | None:
+    def _place(self, func: Op, operands: list[Tensor]) -> Place | None:
         """Return where an op runs; None where nothing virtual takes part.
 
         Raises:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import HybridTrainError
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op
 from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
@@ -55,11 +56,11 @@ class StandIns:
         """Return every place where one was used, the most frequent first."""
         return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
 
-    def note(self, func: torch._ops.OpOverload, rule: str) -> None:
+    def note(self, func: Op, rule: str) -> None:
         """Remember that the code at this place went on with something that stands for a value."""
         self._uses[where_called(), str(func), rule] += 1
 
-    def number(self, func: torch._ops.OpOverload, dtype: torch.dtype) -> float | bool:
+    def number(self, func: Op, dtype: torch.dtype) -> float | bool:
         """Return what stands for one number."""
         value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         self.note(func, f"a number that is read: {value}")
@@ -74,7 +75,7 @@ class StandIns:
         finally:
             self._truth = outer
 
-    def rule(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    def rule(self, func: Op, args: Args) -> Any:
         """Return what is said of results that depend on unknown values, on the CPU; None where nothing is."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
@@ -83,7 +84,7 @@ class StandIns:
             return (None, self._even_choice(func, args[0], args[1], args[2] if len(args) > 2 else -1))
         return None
 
-    def refuse(self, func: torch._ops.OpOverload) -> NoReturn:
+    def refuse(self, func: Op) -> NoReturn:
         """Say that a shape depends on values that nobody knows."""
         text = (
             f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
@@ -93,7 +94,7 @@ class StandIns:
         self._note_refusal(text)
         raise DataDependentError(text)
 
-    def _even_choice(self, func: torch._ops.OpOverload, scores: Tensor, k: int, dim: int) -> Tensor:
+    def _even_choice(self, func: Op, scores: Tensor, k: int, dim: int) -> Tensor:
         dim %= scores.dim()
         shape = list(scores.shape)
         num, shape[dim] = shape[dim], k

@@ -18,7 +18,10 @@ from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
+    Args,
+    Kwargs,
     MetaCache,
+    Op,
     count_bytes,
     scratch_bytes,
     tensors_in,
@@ -75,14 +78,14 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.card_index = 0
         """By which the code calls its card, of ``num_cards`` in the machine."""
         self.num_cards = 1
-        self.scratch_rules: dict[torch._ops.OpOverload, Callable[[Sequence[Any]], int]] = {}
+        self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
         """Of ops whose scratch depends on the card."""
-        self.links: Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], float | None] | None = None
+        self.links: Callable[[Op, Args, Any], float | None] | None = None
         """Says how long an op keeps the link to other cards; None of what is no collective."""
         self._last_of_stream: dict[int, int] = {}
         self._awaited: dict[int, list[int]] = {}
         self._are_collectives_due = False
-        self._handlers: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+        self._handlers: dict[Op, Callable[..., Any]] = {
             _ATEN._local_scalar_dense.default: self.values.read,
             _ATEN.item.default: self.values.read,  # as it comes from below autograd
             _ATEN.is_nonzero.default: lambda *call: bool(self.values.read(*call)),
@@ -100,13 +103,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             _ATEN.set_.source_Tensor: self._set_storage,
         }
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Sequence[Any], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run an op on meta tensors, give its results a place, count them, keep what is known of their values."""
         if any(
             kind.__torch_dispatch__ is not _PLAIN for kind in types
@@ -123,7 +120,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         finally:
             self.is_inside = outer
 
-    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
         operands = list(tensors_in([*args, *kwargs.values()]))
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
@@ -151,8 +148,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return self._perform(func, args, kwargs, operands, place, target)
 
     def _perform(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor],
-        place: Place, target: Place | None,
+        self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
+        place: Place, target: Place | None
     ) -> Any:  # fmt: skip
         written = written_tensors(func, args, kwargs)
         for tensor in written:  # a storage that Python copied is first seen here
@@ -165,9 +162,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.values.keep(func, out, written, results)
         return out
 
-    def _compute_real(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-    ) -> Any:
+    def _compute_real(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         """Run an op on real tensors, for real as long as what such ops made is little; beyond, it is counted alone.
 
         So data that a script prepares keeps its values, and weights that are converted or stacked on the host take no
@@ -192,7 +187,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self._real_bytes -= size
         self.host_bytes -= size
 
-    def _call(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
+    def _call(self, func: Op, args: Args, kwargs: Kwargs, results: Any) -> Any:
         if is_dynamic(func):
             if results is not None:
                 return map_tensors(results, like)
@@ -214,7 +209,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         made = made_otherwise(func, args, kwargs)
         return made if made is not None else self._meta_cache.call(func, args, kwargs)
 
-    def _set_storage(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _set_storage(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
         """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""
         place = self._place(func, list(tensors_in(args)))
         out = func(*args, **kwargs)
@@ -222,9 +217,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             self._enter_at(out, place)
         return out
 
-    def _write_to_host(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], written: Sequence[Tensor], results: Any
-    ) -> Any:
+    def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
         """Write what became known of a virtual tensor into a real one; a stand-in where it did not."""
         if results is None:
             self.stand_ins.note(func, "written into a tensor on the CPU: ones")
@@ -238,8 +231,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     # What is booked: results, copies, work of the host, and who waits for whom.
 
     def _book(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
-        place: Place, target: Place | None,
+        self, func: Op, args: Args, kwargs: Kwargs, out: Any,
+        place: Place, target: Place | None
     ) -> None:  # fmt: skip
         event = len(self._events)
         if place is Place.DEVICE and func in MATMUL_OPS:
@@ -264,9 +257,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             if size >= _HOST_WORK:
                 self.work(Lane.HOST, size, (self._last_compute,))
 
-    def _book_copy(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, place: Place
-    ) -> None:
+    def _book_copy(self, func: Op, args: Args, kwargs: Kwargs, out: Any, place: Place) -> None:
         is_copy = func in COPIES
         sources = {self._place_or_host(tensor) for tensor in tensors_in(args)}
         if not sources or (len(sources) < 2 if is_copy else sources == {place}):
@@ -283,9 +274,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         found = self._held.get(tensor.untyped_storage()._cdata)
         return Place.HOST if found is None else found.place
 
-    def _append_op(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
-    ) -> None:
+    def _append_op(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         """Record an op on the lane of its stream: compute is the first stream's, what the others do is for the link."""
         collective = None if self.links is None else self.links(func, args, out)
         if not self.stream and collective is None:
@@ -305,9 +294,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 if found is not None:
                     found.arriving, self._are_collectives_due = number, True
 
-    def _append_compute(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
-    ) -> None:
+    def _append_compute(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         self._last_compute = len(self._ops)
         self._ops.append(self._op_record(func, args, kwargs, out, event))
 
@@ -331,14 +318,12 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 if not self.stream:
                     self.join(number)
 
-    def _op_record(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, event: int
-    ) -> OpRecord:
+    def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
         """Record an op; the type of a matmul's result, where it is an operand, says nothing of its arithmetic."""
         operands = tuple(value for value in args if not isinstance(value, torch.dtype))
         return super()._op_record(func, operands, kwargs, out, event)
 
-    def _flops(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
         """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on.
 
         A product with a 4-bit weight, bitsandbytes' own op (A, B, shape of B unpacked, ...), is counted as any other.
@@ -354,9 +339,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return super()._flops(func, args, kwargs, out)
 
 
-def _asked_for(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]
-) -> Place | None:
+def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
     """Return the place that an op's device names; None where it names none, or what it makes is made for real."""
     device = kwargs.get("device")
     if device is None or device.type == "meta":

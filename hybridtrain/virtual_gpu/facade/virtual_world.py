@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import HybridTrainError
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.cards.links import Collective, World
 from hybridtrain.virtual_gpu.facade.known_values import Place
@@ -95,9 +96,7 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     yield propagator, "_propagate_tensor_meta_non_cached", _uncounted(ledger, true_meta)
 
 
-def _link_seconds(
-    world: World, card: Card, func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any
-) -> float | None:
+def _link_seconds(world: World, card: Card, func: Op, args: Args, out: Any) -> float | None:
     """Return how long a collective keeps the link, None of any other op.
 
     What it works on is the larger of its tensors: together they are what all ranks have.
@@ -189,7 +188,7 @@ def _fake_group(true_helper: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _spawn(
-    world: World, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True,  # noqa: ARG001
+    world: World, fn: Callable[..., Any], args: Args = (), nprocs: int = 1, join: bool = True,  # noqa: ARG001
     daemon: bool = False, start_method: str = "spawn",  # noqa: ARG001  torch's signature
 ) -> None:  # fmt: skip
     """Run one of the processes that a script would start for its cards: this rank's."""

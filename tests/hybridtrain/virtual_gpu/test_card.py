@@ -198,11 +198,7 @@ def test_a_compute_capability_that_is_no_version_is_refused(capability: str) -> 
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="pcie_gbps") as caught:
         card(memory_gbps=0, pcie_gbps=-2.0, compute_capability="?")
-    assert [fault.split(":")[0] for fault in faults_of(caught)] == [
-        "memory_gbps",
-        "pcie_gbps",
-        "compute_capability",
-    ]
+    assert [fault.split(":")[0] for fault in faults_of(caught)] == ["memory_gbps", "pcie_gbps", "compute_capability"]
 
 
 def test_a_card_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:

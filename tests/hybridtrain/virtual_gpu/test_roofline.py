@@ -206,11 +206,7 @@ def test_ops_follow_each_other_and_their_shares_sum_up_to_the_step() -> None:
 def test_efficiencies_scale_the_rates() -> None:
     perfect = Efficiency(matmul=1.0, memory=1.0, bus=1.0, launch_seconds=0.0, kernel_seconds=0.0)
     time = estimate(
-        op(100_000_000_000, 1),
-        op(0, 1_000_000_000),
-        op(0, 1_000),
-        upload_bytes=25_000_000,
-        efficiency=perfect,
+        op(100_000_000_000, 1), op(0, 1_000_000_000), op(0, 1_000), upload_bytes=25_000_000, efficiency=perfect
     )
     assert [timed.duration_s for timed in time.ops] == pytest.approx([1e-3, 1e-3, 1e-9], rel=ROUNDING)
     assert time.upload_seconds == pytest.approx(1e-3, rel=ROUNDING)

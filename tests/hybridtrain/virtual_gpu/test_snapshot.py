@@ -185,9 +185,7 @@ def small_run() -> CachingAllocator:
     return allocator
 
 
-def small_snapshot(
-    categories: dict[int, str] | Callable[[int], str | None] | None = None,
-) -> dict[str, list[Any]]:
+def small_snapshot(categories: dict[int, str] | Callable[[int], str | None] | None = None) -> dict[str, list[Any]]:
     allocator = small_run()
     return dict(build_snapshot(history_of(allocator), allocator.segments(), categories=categories))  # type: ignore[arg-type]
 
@@ -294,11 +292,7 @@ def test_categories_are_plain_text_and_unknown_is_among_them(*, as_function: boo
 
 def test_allocations_without_a_category_are_unknown() -> None:
     trace = small_snapshot({1: "weight"})["device_traces"][0]
-    assert [entry["category"] for entry in trace if entry["action"] == "alloc"] == [
-        "weight",
-        "unknown",
-        "unknown",
-    ]
+    assert [entry["category"] for entry in trace if entry["action"] == "alloc"] == ["weight", "unknown", "unknown"]
 
 
 def test_without_categories_no_entry_has_one() -> None:

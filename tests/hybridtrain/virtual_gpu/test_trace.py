@@ -23,16 +23,7 @@ def test_every_event_is_written_out() -> None:
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "compute"}},
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 1, "args": {"sort_index": 1}},
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 2, "args": {"sort_index": 2}},
-        {
-            "name": "weights",
-            "cat": "copy",
-            "ph": "X",
-            "ts": 1.0,
-            "dur": 0.0,
-            "pid": 1,
-            "tid": 1,
-            "args": {},
-        },
+        {"name": "weights", "cat": "copy", "ph": "X", "ts": 1.0, "dur": 0.0, "pid": 1, "tid": 1, "args": {}},
         {"name": "memory", "ph": "C", "ts": 3.0, "pid": 1, "args": {"allocated": 10.0, "reserved": 20.0}},
         {
             "name": "block 0",
