@@ -1,18 +1,14 @@
 """Graphics cards: the catalogue, and any card a user describes in a TOML file; and the machine around the card."""
 
 import re
-import tomllib
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
-from importlib import resources
 from math import floor
-from pathlib import Path
-from typing import Any
 
-from hybridtrain.config.decode import decode, load_toml
-from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.config.decode import decode
 from hybridtrain.units import GB, GIB, MIB, format_bytes
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, require_no, tables
 
 MARGIN_SHARE = 0.05
 """Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
@@ -87,14 +83,13 @@ class Card:
     def __post_init__(self) -> None:
         if self.context_mib is None:
             object.__setattr__(self, "context_mib", safe_context_mib(self.compute_capability))
-        numbers = ("memory_mib", "tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
-        faults = [f"{name}: {getattr(self, name)} must be above 0" for name in numbers if getattr(self, name) <= 0]
+        rates = ("tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
+        faults = figure_faults(self, above_0=("memory_mib", *rates))
         if self.context_mib < 0 or self.context_mib >= self.memory_mib:
             faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
         if not re.fullmatch(r"\d+\.\d+", self.compute_capability):
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_no(faults)
 
     @property
     def family(self) -> str:
@@ -179,19 +174,13 @@ class Card:
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
-    text = resources.files("hybridtrain.virtual_gpu.cards").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
-@cache
 def card_catalogue() -> dict[str, Card]:
     """Return every known card by its short name."""
-    return {name: decode(Card, _filled(table), source=f"hardware.toml [{name}]") for name, table in _tables().items()}
-
-
-def _filled(table: dict[str, Any]) -> dict[str, Any]:
-    return table if "memory_mib" in table else table | {"memory_mib": safe_memory_mib(table["nvidia_smi_mib"])}
+    found = {}
+    for name, table in tables("hardware.toml").items():
+        filled = table if "memory_mib" in table else table | {"memory_mib": safe_memory_mib(table["nvidia_smi_mib"])}
+        found[name] = decode(Card, filled, source=f"hardware.toml [{name}]")
+    return found
 
 
 def safe_memory_mib(nvidia_smi_mib: int) -> int:
@@ -201,9 +190,8 @@ def safe_memory_mib(nvidia_smi_mib: int) -> int:
 
 def safe_context_mib(compute_capability: str) -> int:
     """Return the largest context in MiB known of cards of a compute capability; of none: of all but A100 and H100."""
-    known: list[tuple[str, int]] = [
-        (table["compute_capability"], table["context_mib"]) for table in _tables().values() if "context_mib" in table
-    ]
+    cards = [table for table in tables("hardware.toml").values() if "context_mib" in table]
+    known: list[tuple[str, int]] = [(card["compute_capability"], card["context_mib"]) for card in cards]
     alike = [size for capability, size in known if capability == compute_capability]
     return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
 
@@ -220,13 +208,7 @@ def find_card(name: str) -> Card:
     Raises:
         ConfigError: unknown name (the nearest one is suggested), or a faulty file.
     """
-    if name.endswith(".toml"):
-        return load_toml(Card, Path(name))
-    catalogue = card_catalogue()
-    if name not in catalogue:
-        known = unknown_name("card", name, catalogue)
-        raise ConfigError("card", [f"{known} Your own card: a .toml file with its figures."])
-    return catalogue[name]
+    return find_entry(Card, "card", name, card_catalogue())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,17 +227,11 @@ class Host:
     """GB/s of the drive, one direction at a time."""
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be above 0"
-            for name in ("memory_gib", "memory_gbps", "disk_gib", "disk_gbps")
-            if (value := getattr(self, name)) is not None and value <= 0
-        ]
-        if self.reserved_gib < 0:
-            faults.append(f"reserved_gib: {self.reserved_gib} must be at least 0")
+        amounts = ("memory_gib", "memory_gbps", "disk_gib", "disk_gbps")
+        faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
         if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
             faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_no(faults)
 
     def shared(self, ranks: int) -> "Host":
         """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""

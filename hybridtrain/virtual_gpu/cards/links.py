@@ -11,17 +11,12 @@ together at the end or the beginning, W ranks send
 Every figure from here is estimated.
 """
 
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from importlib import resources
-from pathlib import Path
 
-from hybridtrain.config.decode import decode, load_toml
-from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, read_catalogue, require_no
 
 
 class Collective(StrEnum):
@@ -63,15 +58,7 @@ class Link:
     """Of the rate, that is reached."""
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be above 0"
-            for name, value in (("gbps", self.gbps), ("share", self.share))
-            if value is not None and value <= 0
-        ]
-        if self.hop_seconds < 0:
-            faults.append(f"hop_seconds: {self.hop_seconds} must be at least 0")
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_no(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
 
     def bytes_per_second(self, card: Card) -> float:
         """Return what a card sends in a second."""
@@ -89,11 +76,9 @@ class Link:
         return kind.sent_bytes(total_bytes, ranks) / self.bytes_per_second(card) + kind.hops(ranks) * self.hop_seconds
 
 
-@cache
 def link_catalogue() -> dict[str, Link]:
     """Return every known link by its short name."""
-    text = resources.files("hybridtrain.virtual_gpu.cards").joinpath("links.toml").read_text(encoding="utf-8")
-    return {name: decode(Link, table, source=f"links.toml [{name}]") for name, table in tomllib.loads(text).items()}
+    return read_catalogue(Link, "links.toml")
 
 
 def find_link(name: str) -> Link:
@@ -102,11 +87,7 @@ def find_link(name: str) -> Link:
     Raises:
         ConfigError: Unknown name, or a faulty file.
     """
-    if name.endswith(".toml"):
-        return load_toml(Link, Path(name))
-    if name not in link_catalogue():
-        raise ConfigError("link", [f"{unknown_name('link', name, link_catalogue())} Your own: a .toml file."])
-    return link_catalogue()[name]
+    return find_entry(Link, "link", name, link_catalogue())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +108,11 @@ class World:
     """Between machines."""
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name}: {value} must be at least 1"
-            for name, value in (("world", self.size), ("cards_per_machine", self.cards_per_machine))
-            if value < 1
-        ]
+        sizes = {"world": self.size, "cards_per_machine": self.cards_per_machine}
+        faults = [f"{name}: {value} must be at least 1" for name, value in sizes.items() if value < 1]
         if not faults and not 0 <= self.rank < self.size:
             faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_no(faults)
         find_link(self.link), find_link(self.network)  # a wrong name is told at once
 
     @property

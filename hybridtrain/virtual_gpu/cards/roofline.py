@@ -15,19 +15,16 @@ An op whose operands are few finds them where the op before left them, in the se
 ``cached`` times the rate of device memory.
 """
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from importlib import resources
 
-from hybridtrain.config.decode import decode
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, read_catalogue, require_no
 
 
 class Bound(StrEnum):
@@ -77,14 +74,9 @@ class Efficiency:
     """Shortest time that a kernel or a copy takes."""
 
     def __post_init__(self) -> None:
-        shares = {name: getattr(self, name) for name in ("matmul", "attention", "memory", "cached", "bus")}
-        faults = [f"{name}: {share} must be above 0" for name, share in shares.items() if share <= 0]
-        others = {
-            name: getattr(self, name) for name in ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
-        }
-        faults += [f"{name}: {value} must be at least 0" for name, value in others.items() if value < 0]
-        if faults:
-            raise ValueError("\n".join(faults))
+        shares = ("matmul", "attention", "memory", "cached", "bus")
+        others = ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
+        require_no(figure_faults(self, above_0=shares, at_least_0=others))
 
 
 DEFAULT_EFFICIENCY = Efficiency()
@@ -92,14 +84,8 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 def efficiency_of(card: Card) -> Efficiency:
     """Return the shares of its peak rates that a card reaches: its own, those of its family, or the assumed ones."""
-    known = _known_efficiencies()
+    known = read_catalogue(Efficiency, "efficiency.toml")
     return known.get(card.name) or known.get(card.family, DEFAULT_EFFICIENCY)
-
-
-@cache
-def _known_efficiencies() -> dict[str, Efficiency]:
-    tables = _read("efficiency.toml")
-    return {name: decode(Efficiency, table, source=f"efficiency.toml [{name}]") for name, table in tables.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +98,9 @@ class TimeError:
     largest: float
 
 
-@cache
 def time_errors() -> dict[str, TimeError]:
     """Return the errors of ``leave_one_card_out`` and ``leave_one_size_out``."""
-    tables = _read("time_error.toml")
-    return {name: decode(TimeError, table, source=f"time_error.toml [{name}]") for name, table in tables.items()}
-
-
-def _read(name: str) -> dict[str, dict[str, float]]:
-    return tomllib.loads(resources.files("hybridtrain.virtual_gpu.cards").joinpath(name).read_text(encoding="utf-8"))
+    return read_catalogue(TimeError, "time_error.toml")
 
 
 _BOUND_OF_LANE = {

@@ -125,7 +125,7 @@ def test_a_card_without_sources_is_on_the_safe_side_and_says_so() -> None:
 
 def test_a_table_whose_memory_was_not_found_has_a_safe_one(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {name: value for name, value in TABLES["rtx-4060-ti-16gb"].items() if name != "memory_mib"}
-    monkeypatch.setattr(card_module, "_tables", lambda: TABLES | {"new": table | {"memory_source": NOT_FOUND}})
+    monkeypatch.setattr(card_module, "tables", lambda _file: TABLES | {"new": table | {"memory_source": NOT_FOUND}})
     found = card_catalogue.__wrapped__()["new"]
     assert found.memory_mib == safe_memory_mib(16380) < TABLES["rtx-4060-ti-16gb"]["memory_mib"]
     assert "no published figure for capacity (15.46 GiB) and CUDA context" in found.source_note
