@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
@@ -44,7 +45,7 @@ def surface() -> dict[str, list[str]]:
 
 
 def _options() -> Iterator[str]:
-    app = importlib.import_module("hybridvalidation.cli.main").APP
+    app = importlib.import_module("hybridtrain.cli.main").APP
     for name in app:
         if name.startswith("-") or name == "--install-completion":
             continue
@@ -87,7 +88,7 @@ def _parts(hint: object) -> Iterator[type]:
 
 def _sessions() -> Iterator[str]:
     tree = (REPOSITORY / "noxfile.py").read_text(encoding="utf-8").splitlines()
-    for line, following in zip(tree, tree[1:], strict=False):
+    for line, following in pairwise(tree):
         if line.startswith("@nox.session") and following.startswith("def "):
             yield following.removeprefix("def ").partition("(")[0]
 
