@@ -46,7 +46,7 @@ def test_no_gradient_depends_on_memory_that_nothing_was_written_to() -> None:
     hidden, weight, targets = leaves(torch.bfloat16)
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
-        loss, *grads = results(linear_cross_entropy(hidden, weight, targets, chunk_tokens=7), hidden, weight)
+        loss, *grads = results(linear_cross_entropy(hidden, weight, targets, chunk_tokens=M), hidden, weight)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(bool(tensor.isfinite().all()) for tensor in (loss, *grads))
