@@ -87,7 +87,7 @@ class TrainResult:
     steps_done: int
     corpus: str
     """Name of what it trained on."""
-    last: StepLog | HybridStepLog | None
+    last: StepLog | None
     """Line of the last true step of this call; None: the run was done already."""
     statistics: HybridStatistics | None
     """Of a hybrid run, from its first step on."""
@@ -575,7 +575,7 @@ class _StopRequest:
 def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> TrainResult:
     """Do the true steps that are left, and the jumps between them; none after the last."""
     file, trainer = run.file, run.trainer
-    log: StepLog | HybridStepLog | None = None
+    log: StepLog | None = None
     validation: ValidationLog | None = None
     performance = RunStatistics()
     saved_s = time.monotonic()
@@ -615,11 +615,11 @@ def _is_due(run: _Run, every: int) -> bool:
     return done == run.file.num_steps or (every > 0 and done % every == 0)
 
 
-def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | HybridStepLog | None:
+def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | None:
     """Do the next true step, and a jump before it; None: it met a fault, and the guard has seen to that."""
     step = run.trainer.steps_done
 
-    def advance() -> StepLog | HybridStepLog:
+    def advance() -> StepLog:
         before = run.ledger.moved.copy()
         log = _advance(run)
         performance.add(log, run.ledger.moved - before)
@@ -674,7 +674,7 @@ class _LogFile:
 
 def _result(
     run: _Run,
-    last: StepLog | HybridStepLog | None,
+    last: StepLog | None,
     validation: ValidationLog | None,
     performance: RunStatistics | None,
     stopped_by: signal.Signals | None,
@@ -700,7 +700,7 @@ def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBat
     return batches[group.rank * count : (group.rank + 1) * count]
 
 
-def _advance(run: _Run) -> StepLog | HybridStepLog:
+def _advance(run: _Run) -> StepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
     batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
