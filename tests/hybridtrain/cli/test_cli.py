@@ -330,9 +330,8 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "fit", "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "peers", "evidence",
-    "bench", "study", "train", "export", "quantize", "gate", "report", "records", "snapshots", "list",
-    "doctor",
+    "fit", "dry-run", "virtual", "recommend", "train", "export", "quantize", "dummy-weights", "doctor", "list",
+    "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "gate", "report", "records", "snapshots",
 )  # fmt: skip
 
 
