@@ -234,7 +234,7 @@ def fit(
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Tell every way to train a model on one card or several: what fits, how fast, what binds, what quality it costs.
+    """List the ways to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
 
     Exit code 1 when nothing fits.
 

@@ -285,7 +285,7 @@ def _tiers(question: Question, level: Numerics) -> tuple[tuple[Arrangement, ...]
 def _smallest(
     question: Question, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
 ) -> Way:
-    """Return what misses by the smallest share, by arithmetic."""
+    """Return the option that misses by the smallest share, by arithmetic."""
     found = []
     for arrangement in (arrangement for arrangements in tiers for arrangement in arrangements):
         candidate = Candidate(

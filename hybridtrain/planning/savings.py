@@ -117,7 +117,7 @@ def arithmetic_savings(
 
 
 def arithmetic_line(kind: str, settings: str, saved: float | None) -> str:
-    """Return what a training run says of an optimization."""
+    """Return a line on an optimization for the log of a training run."""
     if saved is None:
         told = "others in the stack need it"
     elif abs(saved) < 1:
@@ -133,7 +133,7 @@ def without(stack: Sequence[Optimization], item: Optimization) -> tuple[Optimiza
 
 
 def claims_of(item: Optimization) -> str:
-    """Return what an optimization asks of the plan where that is not what plain training has."""
+    """Return the claims of an optimization that differ from plain training, in words."""
     told: dict[str, list[str]] = {}
     for claim in item.claims():
         if claim.value != SETTINGS[claim.path].default or claim.path == "master.codec":

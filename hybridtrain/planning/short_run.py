@@ -142,7 +142,7 @@ class ShortRuns:
         self._updates: dict[tuple[object, ...], _Update] = {}
 
     def of(self, candidate: Candidate) -> "ShortRun":
-        """Return what short runs say of a candidate; how many blocks it keeps does not matter."""
+        """Return the short run of a candidate, whatever number of blocks it keeps."""
         level, arrangement = candidate.level, candidate.arrangement
         most = _MICRO_BATCHES[arrangement.fuses] if candidate.world == 1 else _SUMMED_MICRO_BATCHES
         few = min(candidate.num_micro_batches, most)
@@ -207,7 +207,7 @@ class ShortRun:
         return self._passing(kept) + self._updating
 
     def bound(self, kept: int) -> Bound:
-        """Return what most of a step's time goes to."""
+        """Return the bottleneck of a step."""
         passing = self._passing(kept)
         share = passing / sum(self.passes.by_bound.values())
         parts = defaultdict[Bound, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
@@ -232,11 +232,11 @@ class ShortRun:
         return self.update.seconds_per_param * self.question.model.num_params
 
     def device_bytes(self, kept: int) -> float:
-        """Return what the card holds at most, context included."""
+        """Return the peak bytes of the card, CUDA context included."""
         return self.passes.device_bytes + self._difference(kept)[0]
 
     def host_bytes(self, kept: int) -> float:
-        """Return what host memory holds at most."""
+        """Return the peak bytes of host memory."""
         return self.passes.host_bytes + self._difference(kept)[1]
 
     def most_kept(self, capacity_bytes: float) -> int | None:
@@ -259,7 +259,7 @@ class ShortRun:
 
 
 def arithmetic(question: Question, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> Bytes:
-    """Return what a candidate takes by arithmetic; without moments if no update has been run."""
+    """Return the bytes of a candidate by arithmetic; without moments if no update has been run."""
     return _arithmetic(question.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
 
 
@@ -272,7 +272,7 @@ def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_stat
 
 
 def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
-    """Return what is left of state and weights where they are cut among cards."""
+    """Return the bytes of one card where state and weights are sharded."""
     arrangement, level = candidate.arrangement, candidate.level
     if not arrangement.zero_stage:
         return whole
@@ -290,7 +290,7 @@ def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool
 
 
 def batch_bytes(question: Question, candidate: Candidate) -> int:
-    """Return what tokens and targets of one micro-batch take on the card, two int64 tensors."""
+    """Return the bytes of tokens and targets of one micro-batch, two int64 tensors."""
     return 2 * 8 * candidate.micro_batch_size * question.seq_len
 
 

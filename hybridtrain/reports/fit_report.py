@@ -65,7 +65,7 @@ class FitReport:
         return any(way.fits for way in self.ways)
 
     def command(self, way: Way) -> str:
-        """Return what plans a way whole, or trains it once its files are written."""
+        """Return the command that writes the files of an option, or trains it once they are written."""
         world = self.question.world
         if self.folder is not None:
             disk = " --disk FOLDER" if way.disk_bytes else ""
@@ -81,7 +81,7 @@ class FitReport:
         )
 
     def _of_machine(self, rank_bytes: float) -> float:
-        """Return what all cards of a machine take together."""
+        """Return the bytes of all cards of a machine together."""
         return rank_bytes * self.question.world.local_size
 
     def as_mapping(self) -> dict[str, object]:
@@ -221,7 +221,7 @@ class FitReport:
         return f"{run}, by a dry run of every block"
 
     def _missing(self, way: Way) -> str:
-        """Return what is short."""
+        """Return which memory is too small, and by how many bytes."""
         device = way.device_bytes - (1 - self.free_percent / _PERCENT) * self.question.card.memory_bytes
         host = self._of_machine(way.host_bytes) - self.question.host.tensor_bytes
         short = [f"{format_bytes(size)} of {name}" for name, size in (("card", device), ("host", host)) if size > 0]

@@ -212,7 +212,7 @@ def ask(
     model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None,
     world: World | None = None,
 ) -> tuple[Question, str]:  # fmt: skip
-    """Return what is asked, and the model's short name; raises ``ConfigError`` for what is wrong or missing."""
+    """Resolve arguments to a request and the model's short name; raises ``ConfigError`` for a wrong or missing one."""
     if model is None or card is None:
         names = [name for name, given in (("model", model), ("card", card)) if given is None]
         raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])

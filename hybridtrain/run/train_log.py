@@ -212,7 +212,7 @@ def _entry(line: bytes) -> tuple[Mapping[str, object], int] | None:
 
 
 def hybrid_summary(hybrid: HybridTrainer) -> str:
-    """Return what a hybrid run did, in a few lines."""
+    """Return a summary of a hybrid run: steps by phase, jumps, rollbacks, cost."""
     done, steps = hybrid.statistics, hybrid.trainer.steps_done
     phases = ", ".join(f"{count} {phase}" for phase, count in done.steps_by_phase.items())
     lines = [f"hybrid: steps {phases}", _jumps(hybrid)]

@@ -170,7 +170,7 @@ def records(
     *names: ScenarioName, verify: Flag = False, planned: Flag = False, record: Flag = False, prune: Flag = False,
     jobs: Count | None = None, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Say whether planned records hold: this program plans again what it has not found again before, and compares.
+    """Check planned records: plan again those that this program has not verified, and compare.
 
     Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. What was executed or
     measured stays evidence of the program that did it, and is told with that.
