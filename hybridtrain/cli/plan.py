@@ -251,8 +251,8 @@ def fit(
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
         link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
-        quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.
-        write: Folder for a stack file and a training file of every way that fits.
+        quick: Leave out the full dry run of the fastest option: a few seconds less, and no bytes are planned.
+        write: Folder for a stack file and a training file of every option that fits.
     """
     from hybridtrain.reports.fit_report import fit_command
 

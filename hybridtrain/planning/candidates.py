@@ -176,7 +176,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FitRequest:
     """What is to be trained, on what."""
 
     model: ModelConfig
@@ -215,11 +215,11 @@ class Question:
         return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
 
 
-def sizes(question: Question) -> Iterator[int]:
+def sizes(request: FitRequest) -> Iterator[int]:
     """Yield micro-batch sizes from the largest down: powers of two that divide the step's sequences."""
-    largest = max(1, _VISIT_TOKENS // question.seq_len)
+    largest = max(1, _VISIT_TOKENS // request.seq_len)
     size = 1 << (largest.bit_length() - 1)
     while size:
-        if question.rank_sequences % size == 0:
+        if request.rank_sequences % size == 0:
             yield size
         size //= 2
