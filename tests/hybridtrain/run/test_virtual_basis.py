@@ -240,7 +240,7 @@ if failed:
     raise RuntimeError("no model")
 """
     answer, verdict = planned(tmp_path, capsys, body)
-    assert verdict.startswith("DOES NOT FIT: out of memory before the first step: 40.00 GiB requested, 1.00 GiB alloc")
+    assert verdict.startswith("DOES NOT FIT: out of memory before the first step: 40.00 GiB requested (a segment of 40.00 GiB), 1.00 GiB alloc")
     assert answer["oom"]["requested_bytes"] == 40 * 2**30
 
 
