@@ -91,7 +91,7 @@ def dry_run(
     from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
     from hybridtrain.reports.recommend_report import parse_host
     from hybridtrain.stacks import stack_folder
-    from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+    from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
     from hybridtrain.virtual_gpu.cards.card import find_card
     from hybridtrain.virtual_gpu.cards.links import World
 

@@ -19,9 +19,8 @@ from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.allocator.replay import replay_on_card
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, replay_on_card
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 from hybridtrain.virtual_gpu.cards.links import Collective, World
 from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime, estimate_step

@@ -26,7 +26,7 @@ from hybridtrain.planning.candidates import (
 )
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
-from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
 from hybridtrain.virtual_gpu.cards.links import Collective

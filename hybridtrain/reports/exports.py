@@ -7,7 +7,7 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.account.trace import Counter, Slice, build_trace, write_trace
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, write_snapshot
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 

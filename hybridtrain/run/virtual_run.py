@@ -18,7 +18,7 @@ from hybridtrain.reports.card_report import (
 )
 from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.cards.links import World

@@ -17,35 +17,17 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import (
     SMALL_LIMIT_BYTES,
     AllocatorConfig,
     round_size,
-    segment_size,
 )
 from hybridtrain.virtual_gpu.allocator.segments import (
     AllocatorEvent,
     BlockState,
     FreePool,
-    Heap,
     HeapBlock,
     Placement,
     SegmentCache,
-    falling,
     record,
     rising,
 )
-
-__all__ = [
-    "AllocatorConfig",
-    "AllocatorEvent",
-    "AllocatorOutOfMemory",
-    "Block",
-    "BlockState",
-    "CachingAllocator",
-    "Placement",
-    "Segment",
-    "falling",
-    "rising",
-    "round_size",
-    "segment_size",
-]
 
 _EXBIBYTE = 2**60
 _LEAST = MIN_BLOCK_BYTES
@@ -96,7 +78,7 @@ class Segment:
     """By address and without gaps; the sizes sum up to ``total_size``."""
 
 
-class CachingAllocator:
+class CachingAllocator(SegmentCache):
     """One device's allocator. All figures are bytes unless they count.
 
         >>> allocator = CachingAllocator(capacity_bytes=64 * 2**20)
@@ -125,8 +107,8 @@ class CachingAllocator:
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; use None for no cap.")
-        self.config = AllocatorConfig() if config is None else config
-        self.history: list[AllocatorEvent] | None = [] if record_history else None
+        history: list[AllocatorEvent] | None = [] if record_history else None
+        super().__init__(config or AllocatorConfig(), capacity_bytes, history, place or rising())
         self.allocated_bytes = 0
         """Sizes of the blocks in use, with what rounding and unsplit remainders add."""
         self.requested_bytes = 0
@@ -140,28 +122,8 @@ class CachingAllocator:
         self.peak_active_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        self._cache = SegmentCache(self.config, capacity_bytes, self.history, place or rising())
         self._divisions = self.config.roundup_power2_divisions
         self._waiting: defaultdict[int, list[HeapBlock]] = defaultdict(list)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory taken from the driver."""
-        return self._cache.reserved_bytes
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Cap on the reserved bytes; may be set at any time, and holds from the next request on."""
-        return self._cache.capacity_bytes
-
-    @capacity_bytes.setter
-    def capacity_bytes(self, value: int | None) -> None:
-        self._cache.capacity_bytes = value
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Largest ``reserved_bytes`` since the start or the last reset."""
-        return self._cache.peak_reserved_bytes
 
     def malloc(self, size: int, stream: int = 0) -> int:
         """Return the address of a block for ``size`` bytes; 0, which is no block, for a size of 0.
@@ -172,9 +134,8 @@ class CachingAllocator:
         if not 0 < size < _EXBIBYTE:
             return self._malloc_odd_size(size)
         rounded = round_size(size, self._divisions) if self._divisions else (size + _LEAST - 1) & -_LEAST
-        cache = self._cache
-        pool = cache.small if rounded <= SMALL_LIMIT_BYTES else cache.large
-        block = cache.take(pool, rounded, stream)
+        pool = self.small if rounded <= SMALL_LIMIT_BYTES else self.large
+        block = self.take(pool, rounded, stream)
         if block is None:
             block = self._obtain(pool, rounded, stream, size)
         if block.size != rounded or block.previous is not None or block.next is not None:
@@ -200,7 +161,7 @@ class CachingAllocator:
         """
         if address == 0:
             return
-        block = self._cache.heap.blocks.get(address)
+        block = self.heap.blocks.get(address)
         if block is None or block.state is not _ALLOCATED:
             block = self._block_in_use(address)  # raises
         self.allocated_bytes -= block.size
@@ -241,28 +202,27 @@ class CachingAllocator:
         """Wait for all streams and release everything that has no user."""
         for stream in sorted(self._waiting):
             self.complete_stream(stream)
-        self._cache.release_cached()
+        self.release_cached()
 
     def reset_peaks(self) -> None:
         """Set every peak to the present value."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_requested_bytes = self.requested_bytes
         self.peak_active_bytes = self.active_bytes
-        self._cache.peak_reserved_bytes = self._cache.reserved_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Take over classic segments as another allocator held them, before anything is asked of this one.
 
         A block that was freed and waits for a stream counts as allocated: which stream is not told.
         """
-        cache = self._cache
         for segment in segments:
-            pool = cache.small if segment.is_small else cache.large
-            block = cache.heap.adopt_segment(
+            pool = self.small if segment.is_small else self.large
+            block = self.heap.adopt_segment(
                 segment.address, segment.total_size, segment.stream, pool, BlockState.INACTIVE
             )
             for cut in segment.blocks:
-                rest = cache.heap.split(block, cut.size) if cut.size < block.size else None
+                rest = self.heap.split(block, cut.size) if cut.size < block.size else None
                 if cut.state is _INACTIVE:
                     pool.insert(block)
                     self.inactive_split_bytes += cut.size if len(segment.blocks) > 1 else 0
@@ -271,7 +231,7 @@ class CachingAllocator:
                     self.allocated_bytes += cut.size
                     self.requested_bytes += cut.requested_size
                 block = rest or block
-            cache.reserved_bytes += segment.total_size
+            self.reserved_bytes += segment.total_size
         self.active_bytes = self.allocated_bytes
         self.reset_peaks()
 
@@ -280,13 +240,24 @@ class CachingAllocator:
 
         Two equal layouts answer the same requests alike, unless free blocks age or other streams are waited for.
         """
-        if self._cache.ages_blocks or any(self._waiting.values()):
+        if self.ages_blocks or any(self._waiting.values()):
             return None
-        return {address: (block.size, block.state) for address, block in self._cache.heap.blocks.items()}
+        return {address: (block.size, block.state) for address, block in self.heap.blocks.items()}
 
     def segments(self) -> tuple[Segment, ...]:
         """Return what is reserved now, by address."""
-        return view_segments(self._cache.heap, is_expandable=self.config.expandable_segments)
+        return tuple(
+            Segment(
+                address=run[0].address,
+                total_size=sum(block.size for block in run),
+                stream=run[0].stream,
+                is_small=run[0].pool.is_small,
+                is_expandable=self.config.expandable_segments,
+                blocks=tuple(Block(cut.address, cut.size, cut.requested_size, cut.state) for cut in run),
+            )
+            for head in self.heap.heads.values()
+            for run in _mapped_runs(head)
+        )
 
     def _malloc_odd_size(self, size: int) -> int:
         if size == 0:
@@ -296,7 +267,7 @@ class CachingAllocator:
         raise self._out_of_memory(size)  # torch refuses before it searches or counts
 
     def _block_in_use(self, address: int) -> HeapBlock:
-        block = self._cache.heap.blocks.get(address)
+        block = self.heap.blocks.get(address)
         if block is None or block.state is not _ALLOCATED:
             raise ValueError(
                 f"address {address:#x}: no block in use starts here; addresses come from malloc and live "
@@ -306,20 +277,19 @@ class CachingAllocator:
 
     def _obtain(self, pool: FreePool, size: int, stream: int, requested: int) -> HeapBlock:
         """Return a block in new memory, giving cached memory back first when the capacity is reached."""
-        cache = self._cache
-        cache.collect_garbage()
-        block = cache.grow(pool, size, stream)
-        if block is None and cache.release_oversize(pool, size, stream):
-            block = cache.grow(pool, size, stream)
+        self.collect_garbage()
+        block = self.grow(pool, size, stream)
+        if block is None and self.release_oversize(pool, size, stream):
+            block = self.grow(pool, size, stream)
         if block is None:
             self.empty_cache()
             self.num_alloc_retries += 1
-            block = cache.grow(pool, size, stream)
+            block = self.grow(pool, size, stream)
         if block is None:
             self.num_ooms += 1
             assert self.capacity_bytes is not None, "without a capacity every request is served"
             # Below 0 when expandable pages ended above the capacity; a card then reports nothing free.
-            free_bytes = max(0, self.capacity_bytes - cache.reserved_bytes)
+            free_bytes = max(0, self.capacity_bytes - self.reserved_bytes)
             record(self.history, "oom", free_bytes, size, stream)
             raise self._out_of_memory(requested)
         return block
@@ -338,7 +308,7 @@ class CachingAllocator:
         remaining = block.size - size
         leaves_cache = block.size
         if remaining and self.config.splits(size, remaining, is_small=block.pool.is_small):
-            block.pool.insert(self._cache.heap.split(block, size))
+            block.pool.insert(self.heap.split(block, size))
             leaves_cache = size if was_split else -remaining
         elif not was_split:
             return
@@ -353,27 +323,11 @@ class CachingAllocator:
         self.active_bytes -= size
         block.requested_size = 0
         block.state = _INACTIVE
-        joined = self._cache.heap.coalesce(block)
+        joined = self.heap.coalesce(block)
         joined.pool.insert(joined)
         if not self.config.expandable_segments:
             neighbours = joined.size - size
             self.inactive_split_bytes += (joined.size if joined.is_split else 0) - neighbours
-
-
-def view_segments(heap: Heap, *, is_expandable: bool) -> tuple[Segment, ...]:
-    """Return all segments by address."""
-    return tuple(
-        Segment(
-            address=run[0].address,
-            total_size=sum(block.size for block in run),
-            stream=run[0].stream,
-            is_small=run[0].pool.is_small,
-            is_expandable=is_expandable,
-            blocks=tuple(Block(cut.address, cut.size, cut.requested_size, cut.state) for cut in run),
-        )
-        for head in heap.heads.values()
-        for run in _mapped_runs(head)
-    )
 
 
 def _mapped_runs(head: HeapBlock) -> Iterator[list[HeapBlock]]:
@@ -383,9 +337,7 @@ def _mapped_runs(head: HeapBlock) -> Iterator[list[HeapBlock]]:
     while block is not None:
         if block.state is not BlockState.UNMAPPED:
             run.append(block)
-        elif run:
+        if run and (block.state is BlockState.UNMAPPED or block.next is None):
             yield run
             run = []
         block = block.next
-    if run:
-        yield run

@@ -16,9 +16,9 @@ from typing import Any
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import read_plain
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.allocator.allocator import Block, BlockState, Segment
+from hybridtrain.virtual_gpu.allocator.allocator import Block, Segment
 from hybridtrain.virtual_gpu.allocator.allocator_config import SMALL_SEGMENT_BYTES, AllocatorConfig, round_size
-from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent
+from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockState
 
 _STATES = {
     "active_allocated": BlockState.ACTIVE_ALLOCATED,

@@ -18,15 +18,10 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
 from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.allocator.allocator import (
-    AllocatorConfig,
-    AllocatorOutOfMemory,
-    CachingAllocator,
-    Placement,
-    falling,
-)
-from hybridtrain.virtual_gpu.allocator.repeated_step import SETTLING_STEPS, Settled, last_cycle
-from hybridtrain.virtual_gpu.allocator.replay import first_matmuls
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, Settled, first_matmuls, last_cycle
+from hybridtrain.virtual_gpu.allocator.segments import Placement, falling
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
 _WIDE = 1.1

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, Self
 
 from hybridtrain.virtual_gpu.allocator.allocator_config import (
     SEGMENT_STEP_BYTES,
-    SMALL_LIMIT_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorConfig,
     segment_size,
@@ -324,14 +323,17 @@ class SegmentCache:
         history: list[AllocatorEvent] | None,
         place: Placement,
     ) -> None:
+        self.config = config
+        self.capacity_bytes = capacity_bytes
+        """Cap on the reserved bytes; may be set at any time, and holds from the next request on."""
+        self.history = history
         self.heap = Heap(place)
         self.small = FreePool(is_small=True, page_bytes=SMALL_SEGMENT_BYTES)
         self.large = FreePool(is_small=False, page_bytes=config.large_segment_size)
         self.reserved_bytes = 0
+        """Memory taken from the driver."""
         self.peak_reserved_bytes = 0
-        self._config = config
-        self.capacity_bytes = capacity_bytes
-        self._history = history
+        """Largest ``reserved_bytes`` since the start or the last reset."""
         self._ranges: ExpandableSegments | None = None
         if config.expandable_segments:
             self._ranges = ExpandableSegments(self.heap, capacity_bytes, history)
@@ -340,10 +342,6 @@ class SegmentCache:
         self.ages_blocks = (
             capacity_bytes is not None and config.garbage_collection_threshold > 0 and self._ranges is None
         )
-
-    def pool_for(self, size: int) -> FreePool:
-        """Return the pool that serves a rounded size."""
-        return self.small if size <= SMALL_LIMIT_BYTES else self.large
 
     def take(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
         """Return the best cached block for ``size`` bytes, taken out of its pool; None if none may serve."""
@@ -358,7 +356,7 @@ class SegmentCache:
         if self._ranges is not None:
             index = self._least_growth(entries, index)
         block_size, address = entries[index]
-        if not (self._unlimited_reuse or self._config.allows_reuse(size, block_size)):
+        if not (self._unlimited_reuse or self.config.allows_reuse(size, block_size)):
             return None
         del entries[index]
         return self.heap.blocks[address]
@@ -369,7 +367,7 @@ class SegmentCache:
         As in torch, the capacity is compared with the classic segment size even when pages are mapped, so
         expandable segments may end above the capacity by less than a page.
         """
-        num_bytes = segment_size(size, self._config.large_segment_size)
+        num_bytes = segment_size(size, self.config.large_segment_size)
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             return None
         if self._ranges is not None:
@@ -378,7 +376,7 @@ class SegmentCache:
         else:
             block = self.heap.add_segment(num_bytes, stream, pool, BlockState.INACTIVE, alignment=SEGMENT_STEP_BYTES)
             self.reserved_bytes += num_bytes
-            record(self._history, "segment_alloc", block.address, num_bytes, stream)
+            record(self.history, "segment_alloc", block.address, num_bytes, stream)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
 
@@ -386,7 +384,7 @@ class SegmentCache:
         """Release large segments that were cached for long, when more than the threshold is reserved."""
         if not self.ages_blocks or self.capacity_bytes is None:
             return
-        excess = self.reserved_bytes - int(self._config.garbage_collection_threshold * self.capacity_bytes)
+        excess = self.reserved_bytes - int(self.config.garbage_collection_threshold * self.capacity_bytes)
         if excess <= 0:
             return
         searches = self.large.searches
@@ -403,7 +401,7 @@ class SegmentCache:
 
     def release_oversize(self, pool: FreePool, size: int, stream: int) -> bool:
         """Release just enough oversize blocks of the stream for ``size`` bytes; tell whether it worked."""
-        limit = self._config.max_split_size
+        limit = self.config.max_split_size
         if limit is None or self._ranges is not None:
             return False
         entries = pool.cached.get(stream, [])
@@ -434,7 +432,7 @@ class SegmentCache:
         block.pool.remove(block)
         self.heap.drop_segment(block)
         self.reserved_bytes -= block.size
-        record(self._history, "segment_free", block.address, block.size, block.stream)
+        record(self.history, "segment_free", block.address, block.size, block.stream)
 
     def _least_growth(self, entries: list[tuple[int, int]], index: int) -> int:
         """Walk on to larger cached blocks while each could grow less than the one before it."""

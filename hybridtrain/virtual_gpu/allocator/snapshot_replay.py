@@ -10,10 +10,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybridtrain.virtual_gpu.allocator.allocator import BlockState, CachingAllocator, Placement, Segment
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator, Segment
 from hybridtrain.virtual_gpu.allocator.allocator_config import round_size
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import RecordedDevice, state_before
-from hybridtrain.virtual_gpu.allocator.segments import FIRST_ADDRESS, AllocatorEvent, falling, rising
+from hybridtrain.virtual_gpu.allocator.segments import (
+    FIRST_ADDRESS,
+    AllocatorEvent,
+    BlockState,
+    Placement,
+    falling,
+    rising,
+)
 
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 

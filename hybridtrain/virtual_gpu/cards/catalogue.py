@@ -21,12 +21,6 @@ def tables(file: str) -> dict[str, dict[str, Any]]:
 
 def read_catalogue(cls: type[T], file: str) -> dict[str, T]:
     """Return the tables of a file as objects."""
-    found: dict[str, T] = _decoded(cls, file)
-    return found
-
-
-@cache
-def _decoded(cls: type[Any], file: str) -> dict[str, Any]:
     return {name: decode(cls, table, source=f"{file} [{name}]") for name, table in tables(file).items()}
 
 

@@ -13,6 +13,7 @@ Every figure from here is estimated.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -76,6 +77,7 @@ class Link:
         return kind.sent_bytes(total_bytes, ranks) / self.bytes_per_second(card) + kind.hops(ranks) * self.hop_seconds
 
 
+@cache
 def link_catalogue() -> dict[str, Link]:
     """Return every known link by its short name."""
     return read_catalogue(Link, "links.toml")

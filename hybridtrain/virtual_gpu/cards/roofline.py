@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
@@ -84,8 +85,13 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 def efficiency_of(card: Card) -> Efficiency:
     """Return the shares of its peak rates that a card reaches: its own, those of its family, or the assumed ones."""
-    known = read_catalogue(Efficiency, "efficiency.toml")
+    known = _efficiencies()
     return known.get(card.name) or known.get(card.family, DEFAULT_EFFICIENCY)
+
+
+@cache
+def _efficiencies() -> dict[str, Efficiency]:
+    return read_catalogue(Efficiency, "efficiency.toml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,7 @@ class TimeError:
     largest: float
 
 
+@cache
 def time_errors() -> dict[str, TimeError]:
     """Return the errors of ``leave_one_card_out`` and ``leave_one_size_out``."""
     return read_catalogue(TimeError, "time_error.toml")

@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hybridtrain.errors import ConfigError, reasons
 from hybridtrain.virtual_gpu.account.ledger import StepMark
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World

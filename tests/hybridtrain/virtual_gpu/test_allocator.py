@@ -3,14 +3,9 @@
 import pytest
 
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.virtual_gpu.allocator.allocator import (
-    AllocatorConfig,
-    AllocatorOutOfMemory,
-    BlockState,
-    CachingAllocator,
-    round_size,
-    segment_size,
-)
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig, round_size, segment_size
+from hybridtrain.virtual_gpu.allocator.segments import BlockState
 
 KIB = 2**10
 MIB = 2**20

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import pytest
 
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 
 MIB = 2**20
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot
 
 MIB = 2**20

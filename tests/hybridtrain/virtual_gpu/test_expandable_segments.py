@@ -2,7 +2,8 @@
 
 import pytest
 
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 
 MIB = 2**20
 EXPANDABLE = AllocatorConfig(expandable_segments=True)

@@ -18,7 +18,7 @@ from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StepMark
 from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.allocator.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import Replay, replay_trace
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 

@@ -15,14 +15,9 @@ import pytest
 from torch.cuda import _memory_viz
 
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.allocator.allocator import (
-    AllocatorConfig,
-    AllocatorEvent,
-    AllocatorOutOfMemory,
-    BlockState,
-    CachingAllocator,
-    Segment,
-)
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockState
 from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, write_snapshot, write_snapshot_json
 
 KIB, MIB = 2**10, 2**20
