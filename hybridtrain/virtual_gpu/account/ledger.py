@@ -6,7 +6,7 @@ and on CUDA. The rule not to break: storages are watched through weak references
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -144,19 +144,22 @@ def find_peak(trace: LedgerTrace, events: range) -> Peak:
     return Peak(peak, peak_event, *holders(trace, peak_event))
 
 
-def holders(trace: LedgerTrace, event: int) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
-    """Return live bytes by class, and by class and unit, right after ``event``."""
-    alive: set[int] = set()
+def holders(
+    trace: LedgerTrace, event: int, sizes: Mapping[int, int] | None = None
+) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
+    """Return live bytes by class, and by class and unit, right after ``event``; ``sizes`` may be those of blocks."""
+    taken = trace.sizes if sizes is None else sizes
+    alive: dict[int, None] = {}
     for entry in trace.events[: event + 1]:
         if entry >= 0:
-            alive.add(entry)
+            alive[entry] = None
         else:
-            alive.discard(~entry)
+            del alive[~entry]
     by_class: dict[TensorClass, int] = dict.fromkeys(TensorClass, 0)
     by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
     for index in alive:
-        by_class[trace.classes[index]] += trace.sizes[index]
-        by_unit[trace.classes[index], trace.units[index]] += trace.sizes[index]
+        by_class[trace.classes[index]] += taken[index]
+        by_unit[trace.classes[index], trace.units[index]] += taken[index]
     return by_class, dict(by_unit)
 
 

@@ -3,8 +3,9 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
-from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, holders
 from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
@@ -19,42 +20,51 @@ UnitBytes = dict[tuple[TensorClass, str], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """Peaks of one optimizer step, in bytes."""
-
-    step: int
-    """Counted from 1."""
-    requested_bytes: int
-    """What was asked for; equals the ledger's count plus library workspaces."""
-    allocated_bytes: int
-    """``torch.cuda.max_memory_allocated``: blocks in use, rounding included."""
-    active_bytes: int
-    """Allocated, and freed blocks that wait for another stream."""
-    reserved_bytes: int
-    """``torch.cuda.max_memory_reserved``: segments taken from the driver."""
-    by_class: ClassBytes
-    """Who holds the allocated bytes at their peak."""
-    by_unit: UnitBytes
-    stage: Stage
-    """Where the peak is."""
-    unit: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
-    """The request that the card could not serve."""
+class HeldMemory:
+    """The allocator's bytes at one moment, and who holds them."""
 
     step: int
     """Counted from 1; 0 while the model is being built."""
     stage: Stage
+    """Where it is."""
     unit: str
     requested_bytes: int
     allocated_bytes: int
+    """``torch.cuda.memory_allocated``: blocks in use, rounding included."""
     reserved_bytes: int
-    capacity_bytes: int
+    """``torch.cuda.memory_reserved``: segments taken from the driver."""
     by_class: ClassBytes
-    """Who holds the allocated bytes at that moment."""
+    """Who holds the allocated bytes."""
     by_unit: UnitBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory(HeldMemory):
+    """Peaks of one optimizer step; stage and holders are those of the most allocated bytes.
+
+    ``requested_bytes`` equal the ledger's count plus library workspaces.
+    """
+
+    active_bytes: int
+    """Allocated, and freed blocks that wait for another stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory(HeldMemory):
+    """The moment before a request of ``requested_bytes`` that the card could not serve."""
+
+    capacity_bytes: int
+
+    @classmethod
+    def of(
+        cls, refusal: AllocatorOutOfMemory, step: int, place: tuple[Stage, str], held: tuple[ClassBytes, UnitBytes]
+    ) -> Self:
+        """Return a refusal with where the code stood, and who held the allocated bytes."""
+        return cls(
+            step=step, stage=place[0], unit=place[1], requested_bytes=refusal.requested_bytes,
+            allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,
+            capacity_bytes=refusal.capacity_bytes or 0, by_class=held[0], by_unit=held[1],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +161,8 @@ class _Run:
         self._block_bytes: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._position = -1
-        self._peaks: list[tuple[int, int]] = []
-        """Event and allocated bytes at the peak of each step."""
-        self._steps: list[tuple[int, int, int, int]] = []
+        self._steps: list[dict[str, int]] = []
+        """Peaks of each step, and the event of the most allocated bytes; the first is what lies before."""
         self._segments: tuple[Segment, ...] = ()
 
     def play(self) -> OutOfMemory | None:
@@ -166,7 +175,7 @@ class _Run:
         try:
             for position, event in enumerate(self._trace.events):
                 if starts and position == starts[0]:
-                    self._close_step(peak)
+                    self._close_step(peak[0])
                     starts.pop(0)
                     peak = (position - 1, self._allocator.allocated_bytes)
                 while release == position:
@@ -181,21 +190,20 @@ class _Run:
         except AllocatorOutOfMemory as refusal:
             return self._report(refusal)
         for _ in starts:  # steps whose first request was refused
-            self._close_step(peak)
+            self._close_step(peak[0])
             peak = (self._position, self._allocator.allocated_bytes)
-        self._close_step(peak)
+        self._close_step(peak[0])
         return None
 
     def repeat(self, count: int) -> OutOfMemory | None:
         """Run the last step so many times more; its reserved bytes become the largest of all."""
         allocator, history = self._allocator, self._allocator.history
         if history is not None:
-            self._segments = tuple(allocator.segments())
+            self._segments = allocator.segments()
         cycle = last_cycle(self._trace) if count else None
         if cycle is None:
             return None
         length = 0 if history is None else len(history)
-        requested, allocated, active, reserved = self._steps[-1]
         try:
             settled = Settled(allocator)
             for _ in range(count):
@@ -211,24 +219,22 @@ class _Run:
         finally:
             if history is not None:
                 del history[length:]
-        self._steps[-1] = (requested, allocated, active, max(reserved, allocator.peak_reserved_bytes))
+        last = self._steps[-1]
+        last["reserved_bytes"] = max(last["reserved_bytes"], allocator.peak_reserved_bytes)
         return None
-
-    def _request(self, event: int) -> None:
-        if event < 0:
-            self._allocator.free(self._addresses.pop(~event))
-        else:
-            self._addresses[event] = self._allocator.malloc(self._trace.sizes[event], self._trace.stream_of(event))
 
     def finish(self, oom: OutOfMemory | None) -> Replay:
         """Return everything that was found; after a refusal only the steps that ended."""
-        steps = tuple(self._step_memory(number) for number in range(1, len(self._steps)))
-        history = self._allocator.history
+        steps = []
+        for number, peaks in enumerate(self._steps[1:], 1):
+            event = peaks.pop("event")
+            (by_class, by_unit), (stage, unit) = self._holders(event), self._place(event)
+            steps.append(StepMemory(step=number, **peaks, by_class=by_class, by_unit=by_unit, stage=stage, unit=unit))
         return Replay(
-            steps=steps,
+            steps=tuple(steps),
             oom=oom,
             num_alloc_retries=self._allocator.num_alloc_retries,
-            history=tuple(history or ()),
+            history=tuple(self._allocator.history or ()),
             owners=self._owners,
             segments=self._segments,
             live_by_class=tuple(self._walk_last_step()) if oom is None and self._trace.steps else (),
@@ -239,50 +245,32 @@ class _Run:
         self._allocator.malloc(self._workspace_bytes)
         self._workspaces.append((event, self._allocator.allocated_bytes - before))
 
-    def _apply(self, event: int) -> None:
-        allocator = self._allocator
+    def _request(self, event: int) -> None:
         if event < 0:
-            allocator.free(self._addresses.pop(~event))
-            return
-        before = allocator.allocated_bytes
-        self._addresses[event] = allocator.malloc(self._trace.sizes[event], self._trace.stream_of(event))
-        self._block_bytes[event] = allocator.allocated_bytes - before
-        if allocator.history is not None:
-            self._owners[allocator.history[-1].ordinal] = event
+            self._allocator.free(self._addresses.pop(~event))
+        else:
+            self._addresses[event] = self._allocator.malloc(self._trace.sizes[event], self._trace.stream_of(event))
 
-    def _close_step(self, peak: tuple[int, int]) -> None:
-        allocator = self._allocator
-        self._peaks.append(peak)
-        self._steps.append(
-            (
-                allocator.peak_requested_bytes,
-                allocator.peak_allocated_bytes,
-                allocator.peak_active_bytes,
-                allocator.peak_reserved_bytes,
-            )
-        )
-        allocator.reset_peaks()
+    def _apply(self, event: int) -> None:
+        """Make a request for the first time; note the block that serves it."""
+        before = self._allocator.allocated_bytes
+        self._request(event)
+        if event >= 0:
+            self._block_bytes[event] = self._allocator.allocated_bytes - before
+            if self._allocator.history is not None:
+                self._owners[self._allocator.history[-1].ordinal] = event
 
-    def _step_memory(self, number: int) -> StepMemory:
-        requested, allocated, active, reserved = self._steps[number]
-        event = self._peaks[number][0]
-        by_class, by_unit = self._holders(event)
-        stage, unit = self._place(event)
-        return StepMemory(
-            step=number, requested_bytes=requested, allocated_bytes=allocated, active_bytes=active,
-            reserved_bytes=reserved, by_class=by_class, by_unit=by_unit, stage=stage, unit=unit,
-        )  # fmt: skip
+    def _close_step(self, peak_event: int) -> None:
+        kinds = ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes")
+        peaks = {kind: getattr(self._allocator, f"peak_{kind}") for kind in kinds}
+        self._steps.append(peaks | {"event": peak_event})
+        self._allocator.reset_peaks()
 
     def _report(self, refusal: AllocatorOutOfMemory) -> OutOfMemory:
-        by_class, by_unit = self._holders(self._position, workspaces_before=self._position + 1)
-        stage, unit = self._place(self._position + 1)
-        assert refusal.capacity_bytes is not None, "only a cap refuses"
-        return OutOfMemory(
-            step=sum(mark.event <= self._position + 1 for mark in self._trace.steps), stage=stage, unit=unit,
-            requested_bytes=refusal.requested_bytes, allocated_bytes=refusal.allocated_bytes,
-            reserved_bytes=refusal.reserved_bytes, capacity_bytes=refusal.capacity_bytes,
-            by_class=by_class, by_unit=by_unit,
-        )  # fmt: skip
+        event = self._position + 1
+        step = sum(mark.event <= event for mark in self._trace.steps)
+        held = self._holders(self._position, workspaces_before=event)
+        return OutOfMemory.of(refusal, step, self._place(event), held)
 
     def _place(self, event: int) -> tuple[Stage, str]:
         """Return stage and unit of the op that made ``event``: the last one that started at or before it."""
@@ -295,25 +283,13 @@ class _Run:
 
     def _holders(self, event: int, *, workspaces_before: int | None = None) -> tuple[ClassBytes, UnitBytes]:
         """Return who holds what after ``event``, with the workspaces taken until then or until a later event."""
-        alive: dict[int, int] = {}
-        for entry in self._trace.events[: event + 1]:
-            if entry >= 0:
-                alive[entry] = self._block_bytes[entry]
-            else:
-                del alive[~entry]
-        by_class: ClassBytes = dict.fromkeys(TensorClass, 0)
-        by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
-        for index, size in alive.items():
-            by_class[self._trace.classes[index]] += size
-            by_unit[self._trace.classes[index], self._trace.units[index]] += size
-        self._add_workspaces(event if workspaces_before is None else workspaces_before, by_class, by_unit)
-        return by_class, dict(by_unit)
-
-    def _add_workspaces(self, event: int, by_class: ClassBytes, by_unit: UnitBytes) -> None:
-        size = sum(size for first, size in self._workspaces if first <= event)
+        by_class, by_unit = holders(self._trace, event, self._block_bytes)
+        until = event if workspaces_before is None else workspaces_before
+        size = sum(size for first, size in self._workspaces if first <= until)
         if size:
             by_class[TensorClass.WORKSPACE] += size
             by_unit[TensorClass.WORKSPACE, "cublas"] = size
+        return by_class, by_unit
 
     def _walk_last_step(self) -> Iterator[tuple[int, ClassBytes]]:
         start = self._trace.steps[-1].event

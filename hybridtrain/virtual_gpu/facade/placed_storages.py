@@ -201,12 +201,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         except AllocatorOutOfMemory as refusal:
             self.on_refusal()
             trace = self.trace()
-            by_class, by_unit = holders(trace, len(trace.events) - 1)
-            self.refusal = OutOfMemory(
-                step=len(trace.steps), stage=self._stage, unit=self._unit, requested_bytes=refusal.requested_bytes,
-                allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,
-                capacity_bytes=refusal.capacity_bytes or 0, by_class=by_class, by_unit=by_unit,
-            )  # fmt: skip
+            held = holders(trace, len(trace.events) - 1)
+            self.refusal = OutOfMemory.of(refusal, len(trace.steps), (self._stage, self._unit), held)
             text = _cuda_message(self.card, self.refusal)
             self.seen.refusals.append(f"{where_called()}: {text}")
             raise torch.OutOfMemoryError(text) from None
