@@ -63,7 +63,7 @@ def _unmarked_rules() -> list[Callable[..., Any]]:
 
 @cache
 def _decorated_rules(names: tuple[str, ...]) -> tuple[Callable[..., Any], ...]:
-    """Return what the decorator was put around: below a rule lies another, in its closure."""
+    """Return the decorated functions: below a rule lies another, in its closure."""
     found: list[Callable[..., Any]] = []
     waiting = [rule for name in names for rule in vars(sys.modules[name]).values()]
     seen: set[int] = set()

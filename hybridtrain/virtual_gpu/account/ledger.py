@@ -467,7 +467,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = self.live_bytes
 
     def trace(self) -> LedgerTrace:
-        """Return what was recorded so far."""
+        """Return the record so far."""
         return LedgerTrace(
             tuple(self._sizes), tuple(self._classes), tuple(self._units),
             tuple(self._events), tuple(self._ops), tuple(self._steps), tuple(self._cache_releases),

@@ -137,7 +137,7 @@ class MetaCache:
 
 
 def op_key(func: Op, args: Args, kwargs: Kwargs) -> OpKey | None:
-    """Return what an op's results and traffic depend on: shapes, strides, dtypes and what is no operand.
+    """Return the key of an op's results and traffic: shapes, strides, dtypes and what is no operand.
 
     None where it must be called each time: views, operands that are not on the meta device, what changes a shape.
     """
@@ -183,7 +183,7 @@ _TRAITS: dict[int, OpTraits] = {}
 
 
 def traits_of(func: Op) -> OpTraits:
-    """Return what torch says of an op."""
+    """Return the traits of an op."""
     return _TRAITS.get(id(func)) or _TRAITS.setdefault(id(func), _read_traits(func))
 
 
@@ -246,7 +246,7 @@ def _part(value: Any) -> Hashable | None:
 
 
 def _describe(out: Any, args: Args) -> _Answer | None:
-    """Return what to make next time; None when the op must be called every time."""
+    """Return the maker of such results; None when the op must be called every time."""
     tensors = out if isinstance(out, tuple) else (out,)
     if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         return None

@@ -245,7 +245,7 @@ class CachingAllocator(SegmentCache):
         return {address: (block.size, block.state) for address, block in self.heap.blocks.items()}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is reserved now, by address."""
+        """Return the reserved segments, by address."""
         return tuple(
             Segment(
                 address=run[0].address,
@@ -303,7 +303,7 @@ class CachingAllocator(SegmentCache):
         )
 
     def _cut(self, block: HeapBlock, size: int) -> None:
-        """Return what a block has beyond ``size`` to its pool, where the rules allow a split."""
+        """Give the bytes of a block beyond ``size`` back to its pool, where the rules allow a split."""
         was_split = block.previous is not None or block.next is not None
         remaining = block.size - size
         leaves_cache = block.size

@@ -4,7 +4,7 @@ The limits of the settings are those of torch 2.13, the size rules those of
 ``c10/cuda/CUDACachingAllocator.cpp``, torch main of 2026. All sizes are bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hybridtrain.units import MIB
 
@@ -17,6 +17,7 @@ MIN_LARGE_BYTES = 10 * MIB
 """From here on a request gets a segment of its own size."""
 SEGMENT_STEP_BYTES = 2 * MIB
 """Own-size segments are rounded up to this, the page size of the card."""
+_SIZES = frozenset({"large_segment_size", "max_split_size", "max_non_split_rounding"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +92,13 @@ class AllocatorConfig:
 
     def to_environment(self) -> str:
         """Return the ``PYTORCH_ALLOC_CONF`` that gives a real run these settings; empty for the defaults."""
-        defaults = AllocatorConfig()
-        entries = [
-            ("expandable_segments", self.expandable_segments, defaults.expandable_segments),
-            ("large_segment_size_mb", self.large_segment_size // MIB, defaults.large_segment_size // MIB),
-            ("max_split_size_mb", None if self.max_split_size is None else self.max_split_size // MIB, None),
-            ("max_non_split_rounding_mb", self.max_non_split_rounding // MIB, defaults.max_non_split_rounding // MIB),
-            ("roundup_power2_divisions", self.roundup_power2_divisions, 0),
-            ("garbage_collection_threshold", self.garbage_collection_threshold, 0.0),
-        ]
-        return ",".join(f"{name}:{value}" for name, value, default in entries if value != default)
+        entries = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value != item.default:
+                is_size = item.name in _SIZES
+                entries.append(f"{item.name}_mb:{value // MIB}" if is_size else f"{item.name}:{value}")
+        return ",".join(entries)
 
 
 def round_size(size: int, divisions: int = 0) -> int:

@@ -11,14 +11,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import read_plain
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.allocator.allocator import Block, Segment
 from hybridtrain.virtual_gpu.allocator.allocator_config import SMALL_SEGMENT_BYTES, AllocatorConfig, round_size
-from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockState
+from hybridtrain.virtual_gpu.allocator.segments import Action, AllocatorEvent, BlockState
 
 _STATES = {
     "active_allocated": BlockState.ACTIVE_ALLOCATED,
@@ -26,9 +26,7 @@ _STATES = {
     "active_awaiting_free": BlockState.ACTIVE_PENDING_FREE,  # its name until torch 2.1
     "inactive": BlockState.INACTIVE,
 }
-_KEPT = frozenset(
-    {"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap"}
-)
+_KEPT = frozenset(get_args(Action)) - {"oom"}
 _SKIPPED = frozenset({"oom", "snapshot", "workspace_snapshot", "user_defined"})
 
 
@@ -54,7 +52,7 @@ class RecordedDevice:
 
 
 def read_snapshot(path: Path) -> list[RecordedDevice]:
-    """Return what a snapshot says of each device that holds memory or has events.
+    """Read each device of a snapshot that holds memory or has events.
 
     Only containers, numbers and strings are unpickled: a file that names anything else is refused before it acts.
 
@@ -209,7 +207,7 @@ class _Past:
                 self.mapped_bytes -= event.size if event.action == "segment_map" else -event.size
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is left, the space between blocks in use as cached blocks."""
+        """Return the segments, the space between blocks in use as cached blocks."""
         if self.mapped_bytes or (self.in_use and not self.heads):
             raise ValueError(f"{self.mapped_bytes} bytes of expandable ranges are older than the first event")
         addresses = list(self.addresses)

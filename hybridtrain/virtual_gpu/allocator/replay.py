@@ -128,7 +128,7 @@ def replay_on_card(
     record_history: bool = False,
     repeats: int = 0,
 ) -> tuple[Replay, Replay]:
-    """Return what the allocator does without a cap and under the card's; the same replay twice where it fits.
+    """Replay a trace without a cap and under the card's; the same replay twice where it fits.
 
     A snapshot's history, if wanted, is that of the replay without a cap.
     """
@@ -316,11 +316,7 @@ class Cycle:
 
 
 class Settled:
-    """Tells when a repeated step has nothing new to ask: allocator and storages are as they were before it.
-
-    Args:
-        allocator: That answers the step.
-    """
+    """Tells when a repeated step has nothing new to ask: allocator and storages are as they were before it."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator

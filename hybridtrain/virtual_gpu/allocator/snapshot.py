@@ -186,7 +186,7 @@ def _block_entry(block: Block) -> dict[str, Any]:
 
 
 def _settings(config: AllocatorConfig) -> dict[str, Any]:
-    """Return what the viewer shows; -1 stands for an unlimited ``max_split_size``, as torch writes it."""
+    """Return the settings that the viewer shows; -1 stands for an unlimited ``max_split_size``, as torch writes it."""
     intervals = (str(2**exponent) for exponent in range(16))  # MiB, 1 to 32768: torch keeps divisions per interval
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.to_environment(),

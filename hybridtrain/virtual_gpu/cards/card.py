@@ -120,12 +120,7 @@ class Card:
         return round(MARGIN_SHARE * self.memory_bytes)
 
     def verdict(self, used_bytes: float, *, fits: bool = True) -> FitVerdict:
-        """Return whether a plan fits.
-
-        Args:
-            used_bytes: What it takes of the card, context included.
-            fits: Whether it ran to its end.
-        """
+        """Return whether a plan fits, of which the card gives ``used_bytes``, context included."""
         if not fits:
             return FitVerdict.NO
         return FitVerdict.FITS if used_bytes <= self.memory_bytes - self.margin_bytes else FitVerdict.BARELY

@@ -62,7 +62,7 @@ class Link:
         require_no(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
 
     def bytes_per_second(self, card: Card) -> float:
-        """Return what a card sends in a second."""
+        """Return the rate at which a card sends."""
         rate = card.bus_bytes_per_second if self.gbps is None else self.gbps * GB
         return rate * self.share
 
@@ -128,7 +128,7 @@ class World:
         return self.rank % self.cards_per_machine
 
     def environment(self) -> dict[str, str]:
-        """Return what torchrun would set (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+        """Return the variables that torchrun sets (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
         numbers = {
             "RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
             "LOCAL_WORLD_SIZE": self.local_size, "GROUP_RANK": self.rank // self.cards_per_machine,

@@ -230,13 +230,7 @@ _CACHED_SHARE = 4
 
 
 class Rates:
-    """What one card and machine reach in practice.
-
-    Args:
-        card: Its peak rates.
-        host: The machine around it.
-        efficiency: Shares of the peak rates.
-    """
+    """What one card and machine reach in practice."""
 
     def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
         self._card, self._efficiency = card, efficiency

@@ -54,14 +54,10 @@ class Growth:
 
 
 def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
-    """Return what a run leaves behind in each step; None where it does not, or is too short to tell.
+    """Find the bytes that each step leaves behind; None where there are none, or the run is too short to tell.
 
     What a step allocated counts where it outlives the next two, and only as far as live bytes rose as well: so a queue
     of batches that are fetched ahead is no growth.
-
-    Args:
-        trace: Of a whole run.
-        places: Where storages were made, by their number in the trace.
     """
     if len(trace.steps) < NUM_STEPS_OF_GROWTH:
         return None
@@ -122,7 +118,7 @@ class Basis:
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
     def worth(self, *, fits: bool) -> list[str]:
-        """Return what belongs beside a verdict: why the plan is a bound, and what went otherwise than on a card."""
+        """Return the caveats of a verdict: why the plan is a bound, and what went otherwise than on a card."""
         found = []
         if self.lower_bound and fits:
             found.append(f"LOWER BOUND: {self.lower_bound}")
@@ -157,13 +153,7 @@ def versions() -> dict[str, str]:
 
 
 def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
-    """Return what a reader should know of memory that grows.
-
-    Args:
-        growth: Of a run.
-        num_steps: Steps seen.
-        free_bytes: Of the card at their peak.
-    """
+    """Return the sentence about memory that grows."""
     made = f", made at {_listed(growth.places)}" if growth.places else ""
     return (
         f"by {format_bytes(growth.bytes_per_step)} a step{made}; "

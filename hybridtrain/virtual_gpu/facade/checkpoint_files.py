@@ -27,13 +27,6 @@ from torch.utils._pytree import tree_map_only
 
 _MARK = "hybridtrain_virtual"
 """Says of a file that it holds no values."""
-_SAFETENSORS_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""Names of the format: https://github.com/huggingface/safetensors, README, "Format"."""
-
 _TRUE_DEVICE = torch.device
 Locate = Callable[[str], torch.device]
 _locators: list[Locate] = []
@@ -63,13 +56,7 @@ def hybridtrain_virtual(
 def checkpoint_files(
     is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None], note_save: Callable[[], None]
 ) -> Iterator[None]:
-    """Let files of tensors be written and read while it is open.
-
-    Args:
-        is_virtual: Whether a tensor has no values of its own.
-        known: The values of a virtual tensor where they are known.
-        note_save: Called when the script saves something.
-    """
+    """Let files of tensors be written and read while it is open."""
     true_reduce: Callable[[Tensor, int], Any] = torch.Tensor._reduce_ex_internal
     true_save: Callable[..., None] = torch.save
     true_load: Callable[..., Any] = torch.load
@@ -152,12 +139,12 @@ def _safetensors(is_virtual: Callable[[Tensor], bool], note_save: Callable[[], N
 def _write_hole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None) -> None:
     """Write a safetensors file with its header, and a hole where the data would be."""
     header: dict[str, object] = {"__metadata__": {**(metadata or {}), _MARK: "shapes without values"}}
+    kinds = {dtype: kind for kind, dtype in modules["safetensors.torch"]._TYPES.items()}
     end = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):  # aligned, as the format asks
         tensor = tensors[name]
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        kind = _SAFETENSORS_TYPES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

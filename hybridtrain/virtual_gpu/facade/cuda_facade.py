@@ -193,7 +193,7 @@ def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[...,
 
 
 def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[Any, Any]:  # noqa: ARG001  torch's names
-    """Return what ``DataParallel`` of one card passes on (torch/nn/parallel/scatter_gather.py).
+    """Return the operands that ``DataParallel`` of one card passes on (torch/nn/parallel/scatter_gather.py).
 
     Raises:
         NotImplementedError: It is of several.
@@ -220,7 +220,7 @@ def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
 
 
 def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what reads the arguments of ``Module.to`` where a number alone is a card."""
+    """Return the reader of ``Module.to``'s arguments, to which a number alone is a card."""
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is int:
@@ -233,7 +233,7 @@ def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_hot(ledger: VirtualLedger) -> Callable[..., Tensor]:
-    """Return what puts ones as CUDA's kernel does; on the meta device torch compares with numbers that nobody knows."""
+    """Return a ``one_hot`` that scatters as CUDA's kernel does; on the meta device torch compares unknown numbers."""
     true_one_hot: Callable[..., Tensor] = torch.nn.functional.one_hot
 
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -339,7 +339,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
 
 
 def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
-    """Return what was to be compiled as it is: a virtual card runs eager code.
+    """Return the function that was to be compiled as it is: a virtual card runs eager code.
 
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
     into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
@@ -383,7 +383,7 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _default_device() -> torch.device:
-    """Return what ``torch.get_default_device`` does, which makes a tensor to learn its index."""
+    """Return the default device; torch's own function makes a tensor to learn its index."""
     modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
     context = next(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
     found = torch.device("cpu") if context is None else context.device

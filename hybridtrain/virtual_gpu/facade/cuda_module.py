@@ -76,7 +76,7 @@ class VirtualStream:
 
 
 def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
-    """Return what to replace in ``torch.cuda``; the same names elsewhere in torch mean the same."""
+    """Return the replacements in ``torch.cuda``; the same names elsewhere in torch mean the same."""
     allocator, card = ledger.allocator, ledger.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
     properties = SimpleNamespace(

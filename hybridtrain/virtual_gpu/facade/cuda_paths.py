@@ -7,7 +7,7 @@ tensors of a virtual card take the card's choice. Each rule names its source in 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,6 +192,28 @@ class Autocast:
         return value
 
 
+class _Attention(NamedTuple):
+    """Operands of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether there are four dimensions, and one element type."""
+        return self.query.dim() == 4 and self.query.dtype == self.key.dtype == self.value.dtype
+
+
 class _AttentionChoice:
     """Flash, memory-efficient or plain attention, as native/transformers/cuda/sdp_utils.cpp chooses.
 
@@ -203,82 +225,48 @@ class _AttentionChoice:
         major, minor = ledger.card.compute_capability.split(".")
         self._capability = 10 * int(major) + int(minor)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-    ) -> Tensor:  # fmt: skip
-        if self._ledger.place_of(query) is not Place.DEVICE:
-            return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        grouped = enable_gqa and key.shape[-3] != query.shape[-3]
-        if self._can_flash(query, key, value, attn_mask, is_causal, dropout_p):
-            return self._flash(query, key, value, dropout_p, is_causal, scale)
-        if not grouped and self._can_be_efficient(query, key, value, attn_mask):
-            return self._efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return self._plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = _Attention(*args, **kwargs)
+        if self._ledger.place_of(call.query) is Place.DEVICE:
+            if self._can_flash(call):
+                return _flash(call)
+            grouped = call.enable_gqa and call.key.shape[-3] != call.query.shape[-3]
+            if not grouped and self._can_be_efficient(call):
+                return _efficient(call)
+        out: Tensor = _ATEN._scaled_dot_product_attention_math(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)[
+            0
+        ]
+        return out
 
-    def _can_flash(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float
-    ) -> bool:  # fmt: skip
+    def _can_flash(self, call: _Attention) -> bool:
+        query, key, value = call[:3]
         width = query.shape[-1]
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         consumer = 86 <= self._capability <= 89
-        too_wide = width > 256 or (consumer and needs_grad and width > 192 and (width > 224 or dropout_p > 0))
+        too_wide = width > 256 or (consumer and call.needs_grad and width > 192 and (width > 224 or call.dropout_p > 0))
         return (
             torch.backends.cuda.flash_sdp_enabled()
             and self._capability >= 80
-            and mask is None
-            and query.dim() == 4
+            and call.attn_mask is None
+            and call.is_uniform
             and query.dtype in _HALVES
-            and query.dtype == key.dtype == value.dtype
             and width == key.shape[-1] == value.shape[-1]
             and not too_wide
-            and not (is_causal and query.shape[-2] != key.shape[-2])
+            and not (call.is_causal and query.shape[-2] != key.shape[-2])
             and 0 not in query.shape
             and 0 not in key.shape
         )
 
-    def _can_be_efficient(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    def _can_be_efficient(self, call: _Attention) -> bool:
+        query, key, value, mask = call[:4]
         aligned = 16 // query.element_size() if self._capability >= 80 or query.dtype in _HALVES else 1
-        needs_mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
-            and query.dim() == 4
+            and call.is_uniform
             and query.dtype in {*_HALVES, torch.float32}
-            and query.dtype == key.dtype == value.dtype
-            and query.shape[-1] % aligned == 0
-            and value.shape[-1] % aligned == 0
+            and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
-            and not needs_mask_grad
+            and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
         )
-
-    def _flash(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-    ) -> Tensor:  # fmt: skip
-        width = query.shape[-1]
-        scale = width**-0.5 if scale is None else scale
-        if width % 8:
-            query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
-        out: Tensor = _ATEN._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return out[..., :width] if width % 8 else out
-
-    def _efficient(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None
-    ) -> Tensor:  # fmt: skip
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if mask is not None:
-            if mask.dtype is torch.bool:
-                mask = torch.full_like(mask, 0.0, dtype=query.dtype)
-            columns = mask.shape[-1]
-            if columns % 8:  # rows must be aligned: pad_bias of native/transformers/attention.cpp
-                mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
-            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
-        )[0]
-        return out
 
     def efficient_backward(self, args: Sequence[Any]) -> int:
         """Return the scratch of memory-efficient attention's backward pass: row sums, and accumulators in fp32.
@@ -309,13 +297,32 @@ class _AttentionChoice:
         accumulators: int = 4 * batch * heads * -(-(keys_and_values + queries) // 4) * 4
         return rows_of_sums + accumulators
 
-    @staticmethod
-    def _plain(*args: Any) -> Tensor:
-        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = args
-        out: Tensor = _ATEN._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return out
+
+def _flash(call: _Attention) -> Tensor:
+    query, key, value = call[:3]
+    width = query.shape[-1]
+    scale = width**-0.5 if call.scale is None else call.scale
+    if width % 8:
+        query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+    out: Tensor = _ATEN._scaled_dot_product_flash_attention(
+        query, key, value, call.dropout_p, call.is_causal, False, scale=scale
+    )[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _efficient(call: _Attention) -> Tensor:
+    query, key, value, mask = call[:4]
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = torch.full_like(mask, 0.0, dtype=query.dtype)
+        columns = mask.shape[-1]
+        if columns % 8:  # rows must be aligned: pad_bias of native/transformers/attention.cpp
+            mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=call.scale
+    )[0]
+    return out
 
 
 def _flash_backward(args: Any) -> int:

@@ -124,7 +124,7 @@ def estimate_memory(
     micro_batches: int = 1,
     allocator: AllocatorConfig | None = None,
 ) -> MemoryEstimate:
-    """Return what a training step of ``model`` takes of ``card``, without the card and without the memory.
+    """Plan a training step of ``model`` on ``card``, without the card and without the memory.
 
         >>> import torch
         >>> from hybridtrain import estimate_memory

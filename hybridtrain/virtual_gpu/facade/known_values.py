@@ -62,12 +62,7 @@ class Holding:
 
 
 class KnownValues:
-    """Keeps values, and computes with them on the CPU where all that an op reads is known and small.
-
-    Args:
-        held: Every virtual storage by its address.
-        stand_ins: What stands for a value that is not known.
-    """
+    """Keeps values, and computes with them on the CPU where all that an op reads is known and small."""
 
     def __init__(self, held: Mapping[int, Holding], stand_ins: StandIns) -> None:
         self._held, self._stand_ins = held, stand_ins
@@ -108,7 +103,7 @@ class KnownValues:
                 self._fresh(tensor, found).copy_(value)
 
     def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
-        """Return what an op gives on the CPU, nothing as an empty tuple; None where it is not known.
+        """Return an op's results on the CPU, none as an empty tuple; None where they are not known.
 
         A factory's numbers are known, drawn ones too, for scripts make batches of them; what is drawn from operands is
         not.
@@ -200,7 +195,7 @@ class KnownValues:
 
 
 def _on_cpu(func: Op, args: Args, kwargs: Kwargs, values: dict[int, Tensor]) -> Any:
-    """Return what an op gives of values; None where the CPU has no kernel for it.
+    """Return an op's results; None where the CPU has no kernel for it.
 
     In float64 where it has none for whole numbers and CUDA has one.
     """

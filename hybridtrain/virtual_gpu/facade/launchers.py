@@ -51,7 +51,7 @@ class PythonCommand:
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | None:
-    """Return what a command line runs in Python; None where that is nothing, or code that is given in the line itself.
+    """Return the script or module that a command line runs; None where that is none, or code in the line itself.
 
     A Python file, ``-m`` and a module, an interpreter before either, or a command on PATH that is a Python script:
     torchrun, accelerate, trl.
@@ -148,7 +148,7 @@ class _Popen(subprocess.Popen[Any]):
         return int(self.returncode) if self._ran_here else super().poll()
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
-        """Return what it printed into pipes."""
+        """Return its output in pipes."""
         return (None, None) if self._ran_here else super().communicate(input, timeout)
 
     def send_signal(self, sig: int) -> None:

@@ -86,7 +86,7 @@ def takes_both(func: Op) -> bool:
 
 
 def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
-    """Return what an op with a device makes, without values."""
+    """Call an op with a device for the shape of its result."""
     made: Tensor = func(*args, **(without_generator(kwargs) | {"device": META}))
     return made
 
@@ -133,7 +133,7 @@ def accumulated(func: Op, args: Args) -> Tensor | None:
 
 
 def made_otherwise(func: Op, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """Return what an op makes where torch's own answer on the meta device is another than a card's."""
+    """Return the result of an op whose answer on the meta device is another than a card's; None for others."""
     if func is _ATEN._grouped_mm.default:
         return _grouped_matmul(*args, **kwargs)
     position = _SHRUNK.get(func)
@@ -147,7 +147,7 @@ def _grouped_matmul(
     one: Tensor, other: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what a grouped matmul makes, rows aligned to 16 bytes; torch's own answer on meta is for bfloat16 alone.
+    """Return a grouped matmul's result, rows aligned to 16 bytes; torch's own answer on meta is for bfloat16 alone.
 
     ``create_grouped_gemm_output_tensor`` of aten/src/ATen/native/GroupedMMUtils.h.
     """

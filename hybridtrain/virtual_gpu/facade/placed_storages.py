@@ -27,13 +27,7 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
-    """Counts virtual storages where they would be, and refuses as card and host would.
-
-    Args:
-        card: Whose memory is the limit.
-        host: The machine around it; None: enough of everything.
-        allocator: The card's caching allocator, empty.
-    """
+    """Counts virtual storages where they would be, and refuses as card and host would."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(device="meta")
@@ -129,7 +123,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self._steps = sorted([*self._steps, *marks], key=lambda mark: (mark.event, mark.op))
 
     def trace(self) -> LedgerTrace:
-        """Return what was recorded so far."""
+        """Return the record so far."""
         return replace(super().trace(), streams=tuple(self._streams) if any(self._streams) else ())
 
     # Places and bytes.

@@ -61,7 +61,7 @@ class StandIns:
         self._uses[where_called(), str(func), rule] += 1
 
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
-        """Return what stands for one number."""
+        """Return the stand-in for one number."""
         value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         self.note(func, f"a number that is read: {value}")
         return value
@@ -76,7 +76,7 @@ class StandIns:
             self._truth = outer
 
     def rule(self, func: Op, args: Args) -> Any:
-        """Return what is said of results that depend on unknown values, on the CPU; None where nothing is."""
+        """Return a stand-in for results of unknown values, on the CPU; None where there is no rule."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
             return torch.full(args[0].shape, FINITE_ANSWERS[packet])

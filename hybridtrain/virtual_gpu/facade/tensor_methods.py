@@ -41,7 +41,7 @@ class TensorMethods:
         self._true_shares_type: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
     def names(self) -> dict[str, Any]:
-        """Return what to replace."""
+        """Return the replacements by name."""
         return {
             "device": property(self._device),
             "is_cuda": property(lambda tensor: self._device(tensor).type == "cuda"),
@@ -97,7 +97,7 @@ class TensorMethods:
         return tensor.layout is other.layout and is_meta[0] == is_meta[1]
 
     def _place(self, tensor: Tensor) -> Place | None:
-        """Return what a script may know of a tensor's place; None while torch itself asks."""
+        """Return the place that a script may know of; None while torch itself asks."""
         return None if self._ledger.is_inside else self._ledger.place_of(tensor)
 
     def _device(self, tensor: Tensor) -> torch.device:
@@ -225,7 +225,7 @@ class TensorMethods:
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what behaves as a method where it is an attribute of a class."""
+    """Return a function that binds as a method."""
     return lambda tensor, *args, **kwargs: function(tensor, *args, **kwargs)  # noqa: PLW0108  a bound one is no method
 
 

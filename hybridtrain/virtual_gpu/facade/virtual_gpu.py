@@ -1,17 +1,16 @@
 """A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +46,18 @@ other loads CUDA's libraries where it believes that there is a card."""
 _PATIENCE = 8
 """Steps of one optimizer after which another that has made none is taken to make none ever; and backward passes, for
 each step that was asked for, after which code is taken to have no optimizer."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """What is known of an optimizer's steps; kept alive, it would hold its state."""
+
+    updates: int = 0
+    is_done: bool = False
+    """Whether it has made a step in this iteration."""
+    is_idle: bool = False
+    """Whether it is taken to make none ever."""
+    is_stateless: bool = False
 
 
 class StepsDone(BaseException):
@@ -126,16 +137,12 @@ class VirtualGpu:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._units = WeakIdKeyDictionary()
         self._depth = 0
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._idle: WeakSet[Optimizer] = WeakSet()
-        self._updates: Counter[int] = Counter()
-        """Steps of each optimizer, by its identity; kept alive, it would hold its state."""
-        self._unused: set[int] = set()
-        """Optimizers that have made no step yet."""
-        self._stateless: set[int] = set()
+        self._turns: WeakKeyDictionary[Optimizer, _Turns] = WeakKeyDictionary()
+        self._num_unused = 0
+        """Optimizers that were made and have made no step yet, those that are gone among them."""
         self._has_state = False
-        self._updated: set[int] = set()
-        """Optimizers that have made a step in this iteration."""
+        self._has_updated = False
+        """Whether an optimizer has made a step in this iteration."""
         self._marks: list[StepMark] = []
         """Forward passes after an update, in this iteration."""
         self._backwards_at_begin = 0
@@ -181,14 +188,15 @@ class VirtualGpu:
 
     def begin_step(self) -> None:
         """Say that a training step begins; said by itself where a forward pass follows the end of an iteration."""
-        self._begun = True
-        self._updated.clear()
+        self._begun, self._has_updated = True, False
+        for turns in self._turns.values():
+            turns.is_done = False
         self._marks.clear()
         self._backwards_at_begin = self.ledger.seen.num_backwards
         self.ledger.begin_step()
 
     def basis(self) -> Basis:
-        """Return what a plan of the code rests on: what was seen of it, and what went otherwise than on a card."""
+        """Return the basis of a plan: what was seen of the code, and what went otherwise than on a card."""
         seen = self.ledger.seen
         ended_by = "" if self.oom is None else seen.refusals[-1]
         return Basis(
@@ -218,7 +226,7 @@ class VirtualGpu:
 
         Code without a step, a loss alone or a model that is only loaded, counts as one.
         """
-        if self._unused:
+        if self._num_unused:
             self._split_step()
         trace = self.ledger.trace()
         if not trace.steps:
@@ -279,20 +287,21 @@ class VirtualGpu:
         if not torch.is_grad_enabled():
             self.ledger.seen.num_evaluations += 1
         active = self._active()
-        if self._updated:
-            if self._updated >= {id(one) for one in active}:
+        if self._has_updated:
+            if all(turns.is_done for turns in active):
                 self.begin_step()
             else:  # of a network that has a turn of its own, or an optimizer never makes a step
                 self._marks.append(self.ledger.step_mark())
         elif not self._begun or (not active and self.ledger.seen.num_backwards > self._backwards_at_begin):
             self.begin_step()
 
-    def _active(self) -> list[Optimizer]:
-        return [one for one in self._optimizers if one not in self._idle]
+    def _active(self) -> list["_Turns"]:
+        return [turns for turns in self._turns.values() if not turns.is_idle]
 
     def _split_step(self) -> None:
         """Let an iteration be as many as it had forward passes after an update: some optimizer makes no step ever."""
-        self._idle.update(one for one in self._active() if not self._updates[id(one)])
+        for turns in self._active():
+            turns.is_idle = not turns.updates
         self.ledger.add_steps(self._marks)
         self._marks.clear()
 
@@ -304,19 +313,20 @@ class VirtualGpu:
     def _on_refusal(self) -> None:
         """Say of an update that is refused what is state; the steps that follow a refusal say whether it mattered."""
         self._last_refusal_step = self.steps_done
-        for optimizer in self._optimizers:
+        for optimizer in self._turns:
             self._label_state(optimizer)
 
     def _noting(self, true_init: Any) -> Any:
         @wraps(true_init)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._optimizers.add(optimizer)
-            self._unused.add(id(optimizer))
-            self._stateless.discard(id(optimizer))
-            self._updates[id(optimizer)] = 0  # another may have been there before
+            self._note(optimizer)
             true_init(optimizer, *args, **kwargs)
 
         return init
+
+    def _note(self, optimizer: Optimizer) -> _Turns:
+        self._num_unused += optimizer not in self._turns
+        return self._turns.setdefault(optimizer, _Turns())
 
     def _leave_module(self, _module: nn.Module, _args: object, _output: object) -> None:
         self._depth -= 1
@@ -336,8 +346,7 @@ class VirtualGpu:
 
     def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         missing = []
-        self._optimizers.add(optimizer)
-        self._idle.discard(optimizer)
+        self._note(optimizer).is_idle = False
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
             self.ledger.label(parameter, TensorClass.WEIGHT, unit)
@@ -349,19 +358,17 @@ class VirtualGpu:
         self.ledger.updates = True
 
     def _after_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        self.ledger.updates = False
-        key = id(optimizer)
-        if not self._label_state(optimizer):
-            self._stateless.add(key)
-        self._updates[key] += 1
-        self._updated.add(key)
-        self._unused.discard(key)
-        if self._updates[key] >= _PATIENCE and any(not self._updates[id(one)] for one in self._active()):
+        self.ledger.updates, self._has_updated = False, True
+        turns = self._turns[optimizer]
+        turns.is_stateless = turns.is_stateless or not self._label_state(optimizer)
+        self._num_unused -= not turns.updates
+        turns.updates, turns.is_done = turns.updates + 1, True
+        if turns.updates >= _PATIENCE and any(not one.updates for one in self._active()):
             self._split_step()
-        counts = {id(one): self._updates[id(one)] for one in self._active()}
-        self.steps_done = max(self.steps_done, min(count for count in counts.values() if count))
-        self._has_state = all(count != 1 or one in self._stateless for one, count in counts.items())
-        if self._steps is not None and min(counts.values()) >= self._steps:
+        counts = [one.updates for one in self._active()]
+        self.steps_done = max(self.steps_done, min(filter(None, counts)))
+        self._has_state = all(one.updates != 1 or one.is_stateless for one in self._active())
+        if self._steps is not None and min(counts) >= self._steps:
             raise StepsDone
 
     def _label_state(self, optimizer: Optimizer) -> bool:

@@ -28,15 +28,10 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_streams import VirtualStreams
 
 _KINDS = {
-    "allgather": Collective.ALL_GATHER, "allgather_base": Collective.ALL_GATHER,
-    "all_gather_into_tensor": Collective.ALL_GATHER, "all_gather_into_tensor_out": Collective.ALL_GATHER,
-    "allgather_into_tensor": Collective.ALL_GATHER, "reduce_scatter": Collective.REDUCE_SCATTER,
-    "reduce_scatter_base": Collective.REDUCE_SCATTER, "reduce_scatter_tensor": Collective.REDUCE_SCATTER,
-    "reduce_scatter_tensor_out": Collective.REDUCE_SCATTER, "allreduce": Collective.ALL_REDUCE,
-    "all_reduce": Collective.ALL_REDUCE, "alltoall": Collective.ALL_TO_ALL, "alltoall_base": Collective.ALL_TO_ALL,
-    "all_to_all_single": Collective.ALL_TO_ALL, "broadcast": Collective.BROADCAST, "reduce": Collective.BROADCAST,
+    "reducescatter": Collective.REDUCE_SCATTER, "allgather": Collective.ALL_GATHER, "allreduce": Collective.ALL_REDUCE,
+    "alltoall": Collective.ALL_TO_ALL, "broadcast": Collective.BROADCAST, "reduce": Collective.BROADCAST,
 }  # fmt: skip
-"""By the names of torch.distributed's ops, without underscores at their ends."""
+"""By how the names of torch.distributed's ops begin, underscores left out; the first that fits."""
 
 
 class TorchVersionError(HybridTrainError):
@@ -103,7 +98,8 @@ def _link_seconds(world: World, card: Card, func: Op, args: Args, out: Any) -> f
     """
     if func.namespace not in {"c10d", "_c10d_functional"}:
         return None
-    kind = _KINDS.get(func._schema.name.partition("::")[2].strip("_").partition("_coalesced")[0])
+    name = func._schema.name.partition("::")[2].replace("_", "")
+    kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
     if kind is None:
         return None
     sizes = [sum(tensor.nbytes for tensor in _leaves(value)) for value in (*args, out)]
@@ -196,7 +192,7 @@ def _spawn(
 
 
 def _on_host(spec: Any) -> torch.Tensor:
-    """Return what DTensor asks ops about, on the CPU: this torch need not know any other device."""
+    """Return the tensor that DTensor asks ops about on the CPU: this torch need not know any other device."""
     meta = spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
 
