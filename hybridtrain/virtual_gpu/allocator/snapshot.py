@@ -5,7 +5,6 @@ built-in types; segments that are what the trace leads to, as it is replayed bac
 entry has a category, one with the category "unknown". Sizes are bytes, times are microseconds.
 """
 
-import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,11 +90,6 @@ def build_snapshot(
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Write the pickle that every version of the viewer opens. The file appears whole or not at all."""
     replace_file(path, pickle.dumps(snapshot, protocol=_PICKLE_PROTOCOL))
-
-
-def write_snapshot_json(path: Path, snapshot: Snapshot) -> None:
-    """Write the snapshot as text for comparing; only newer versions of the viewer open it."""
-    replace_file(path, (json.dumps(snapshot, indent=1, allow_nan=False) + "\n").encode())
 
 
 @dataclass(slots=True)

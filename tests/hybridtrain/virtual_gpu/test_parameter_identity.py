@@ -207,7 +207,7 @@ def trained(build: Callable[[], nn.Module], move: Callable[[nn.Module], object],
     return kinds, account(t for t in everything if t.device.type == device), (model, optimizer, ids)
 
 
-@pytest.mark.sample(one_in=20)
+@pytest.mark.sample(one_in=40)
 @pytest.mark.parametrize("early", [False, True], ids=["optimizer-after", "optimizer-before"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("load", LOADS)
