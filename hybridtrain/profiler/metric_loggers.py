@@ -30,10 +30,7 @@ class MetricLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Writes scalars to a TensorBoard event file; see them with ``tensorboard --logdir FOLDER``.
-
-    Args:
-        folder: Where the event file goes; made if missing.
+    """Writes scalars to an event file in ``folder``, made if missing; see them with ``tensorboard --logdir FOLDER``.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -60,7 +57,7 @@ class WandbLogger:
     Args:
         project: Name of the project there.
         folder: Where its local files go, in a folder ``wandb``; None: the current folder.
-        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: what WANDB_MODE says, else online.
+        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: that of WANDB_MODE, else online.
         config: Settings that are stored with the run.
 
     Raises:
@@ -81,10 +78,8 @@ class WandbLogger:
                 project=project, dir=None if folder is None else str(folder), mode=mode, config=dict(config or {})
             )
         except wandb.Error as error:
-            raise ConfigError(
-                "Weights & Biases",
-                [f"the run does not start ({error}); run wandb login, or set WANDB_MODE=offline to sync later"],
-            ) from None
+            fault = f"the run does not start ({error}); run wandb login, or set WANDB_MODE=offline to sync later"
+            raise ConfigError("Weights & Biases", [fault]) from None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""
@@ -133,19 +128,14 @@ class MlflowLogger:
 
 
 class MetricLoggers:
-    """Several loggers as one. A logger that fails is closed out and the run goes on.
-
-    Args:
-        loggers: Who receives the metrics.
-        on_fault: Told one sentence when a logger is dropped.
-    """
+    """Several loggers as one. A logger that fails is dropped, with a sentence for ``on_fault``, and the run goes on."""
 
     def __init__(self, loggers: Sequence[MetricLogger], on_fault: Callable[[str], None]) -> None:
         self._loggers = list(loggers)
         self._on_fault = on_fault
 
     def __bool__(self) -> bool:
-        """Say whether anyone still listens."""
+        """Return whether any logger is left."""
         return bool(self._loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -159,18 +149,17 @@ class MetricLoggers:
             self._try(logger, "did not close", logger.close)
         self._loggers.clear()
 
-    def _try(self, logger: MetricLogger, what: str, call: Callable[[], None]) -> None:
+    def _try(self, logger: MetricLogger, event: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # noqa: BLE001  whatever a logging service raises, training is worth more
             self._loggers.remove(logger)
-            self._on_fault(f"{type(logger).__name__} {what} ({error}); training goes on without it")
+            self._on_fault(f"{type(logger).__name__} {event} ({error}); training goes on without it")
 
 
 def _import_optional(module: str, name: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            name, [f"it cannot be imported ({error}); install it with: pip install 'hybridtrain[{extra}]'"]
-        ) from None
+        fault = f"it cannot be imported ({error}); install it with: pip install 'hybridtrain[{extra}]'"
+        raise ConfigError(name, [fault]) from None
