@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import read_generation
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
 from hybridtrain.errors import HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.phase import Phase
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import read_generation
 from hybridtrain.trainer import Trainer
 from hybridtrain.training_file import load_config
 from hybridvalidation.cli.main import main

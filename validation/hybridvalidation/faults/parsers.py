@@ -13,6 +13,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import MANIFEST, read_generation, verify
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
@@ -27,8 +29,6 @@ from hybridtrain.models.hf_config import hf_config_of, model_config_from_hf
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.tensor_file import open_tensor_file
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import MANIFEST, read_generation, verify
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.weights.adapters import _read_config, export_adapter, load_adapter

@@ -12,12 +12,12 @@ from typing import Final
 
 import torch
 
+from hybridtrain.checkpoint.generations import generations, newest_generation
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_toml
 from hybridtrain.data.corpus import Corpus, corpus_of_documents
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.group import DirectGroup
-from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.training_file import _UNIONS, TrainFile
 from hybridvalidation.cli.main import main
 from hybridvalidation.runs.run_folder import CHECKPOINTS

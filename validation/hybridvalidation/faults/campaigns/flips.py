@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from hybridtrain.checkpoint.generations import generations, newest_generation
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.train_state.generations import generations, newest_generation
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.runs import KINDS, Run, go_unbroken
 
@@ -62,7 +62,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
     if taken != older:
         return "accepted", f"{told}: the damaged state was taken"
     return (
-        ("noticed", "") if any("not a whole saved state" in line for line in said) else ("silent", f"{told}: not told")
+        ("noticed", "") if any("not a whole checkpoint" in line for line in said) else ("silent", f"{told}: not told")
     )
 
 

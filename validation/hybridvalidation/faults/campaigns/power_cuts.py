@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from hybridtrain.train_state.generations import generations
+from hybridtrain.checkpoint.generations import generations
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.disk_log import Act, image_of, read_log, recorded
 from hybridvalidation.faults.runs import KINDS, Run, ended, fork, go_unbroken

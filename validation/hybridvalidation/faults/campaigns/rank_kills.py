@@ -15,8 +15,8 @@ from typing import Final
 
 from torch import Tensor
 
+from hybridtrain.checkpoint.generations import generations, remove_generation
 from hybridtrain.memory.group import TorchGroup
-from hybridtrain.train_state.generations import generations, remove_generation
 from hybridvalidation.faults.campaign import Campaign, Order, Tally
 from hybridvalidation.faults.runs import NUM_STEPS, RANK_KINDS, SAVE_EVERY, Run, ended, fork, on_touch
 

@@ -1,4 +1,4 @@
-"""What a run is, setting by setting: what a resumed one must share with the saved one, and what may be another."""
+"""The settings of a run: which a resumed one must share with its checkpoint, and which may change."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Differences:
     refused: tuple[str, ...]
     """A sentence for each setting that stands in the way."""
     taken: tuple[str, ...]
-    """A line for each that is taken over as it is now."""
+    """A line for each that changes."""
 
 
 def settings_of(
@@ -48,12 +48,7 @@ def settings_of(
 
 
 def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]) -> Differences:
-    """Compare a saved run's settings with those it is to go on with.
-
-    Args:
-        saved: Of the saved run.
-        given: Of now.
-        allowed: Names, or what names begin with before a dot, that may be another.
+    """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
 
     Raises:
         ConfigError: no setting has an allowed name.
@@ -69,27 +64,21 @@ def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], 
         return Differences(refused=(), taken=())
     refused, taken = [], []
     for name in names:
-        told = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
-        if _is_layout(name) or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
-            taken.append(told)
+        change = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
+        is_layout = name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(
+            name.replace(" in ", "."), _MEANING
+        )
+        if is_layout or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
+            taken.append(change)
         else:
-            refused.append(f"{told}; resume with the saved value{_way(name)}, or start anew in another folder")
+            option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
+            permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
+            refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
     return Differences(refused=tuple(refused), taken=tuple(taken))
-
-
-def _is_layout(name: str) -> bool:
-    return name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(name.replace(" in ", "."), _MEANING)
 
 
 def _is_in(name: str, groups: Iterable[str]) -> bool:
     return any(name == group or name.startswith(f"{group}.") for group in groups)
-
-
-def _way(name: str) -> str:
-    """Return how to resume with the new value all the same."""
-    if _is_in(name, _FIXED):
-        return ""
-    return ", allow the change with " + ("--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}")
 
 
 def _shown(settings: Mapping[str, JsonValue], name: str) -> str:

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from hybridtrain.atomic_write import new_folder
+from hybridtrain.checkpoint.generations import generation_folder, generations, remove_generation, require_room, thin_out
+from hybridtrain.checkpoint.identity import settings_of
+from hybridtrain.checkpoint.manifest import SCHEMA, TENSOR_KEY, Manifest, SavedFile, TensorEntry, write_manifest
+from hybridtrain.checkpoint.parts import HostCopies, SavedTensor, saved_parameters, state_bytes
 from hybridtrain.config.encode import JsonMapping, JsonValue
 from hybridtrain.errors import DiskSpaceError, DivergenceError, StateError
 from hybridtrain.hybrid.cycle import HybridTrainer
@@ -23,36 +27,15 @@ from hybridtrain.memory.tier import available_host_bytes, has_room_for_threads
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Placement
 from hybridtrain.tensor_file import TensorFileWriter, TensorHead, tensor_header
-from hybridtrain.train_state.generations import (
-    generation_folder,
-    generations,
-    remove_generation,
-    require_room,
-    thin_out,
-)
-from hybridtrain.train_state.identity import settings_of
-from hybridtrain.train_state.manifest import SCHEMA, Manifest, SavedFile, TensorEntry, parts_of, write_manifest
-from hybridtrain.train_state.parts import (
-    HostCopies,
-    SavedTensor,
-    as_it_is,
-    read_for_others,
-    saved_parameters,
-    state_bytes,
-)
 from hybridtrain.trainer import Trainer
 from hybridtrain.units import GIB
 
 _SHARD_BYTES = 4 * GIB
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _ADVICE = "what was saved before is as it was. Make room, or choose an --out on a larger disk."
-FreeForm = tuple[JsonMapping, JsonMapping | None, JsonMapping]
-"""Settings, state of the cycle, and what else is kept."""
-TENSOR_KEY = "$tensor"
-"""In the state of the cycle: the name of the tensor that stands there."""
 
 
-def save_train_state(
+def save_checkpoint(
     trainer: Trainer,
     folder: Path,
     hybrid: HybridTrainer | None = None,
@@ -65,20 +48,20 @@ def save_train_state(
         trainer: What is saved.
         folder: Of all generations; an older one is kept beside the new one.
         hybrid: The cycle around the trainer, if there is one.
-        data: What identifies the batches, by dotted name: must be the same when the state is loaded.
-        extra: What else to keep; of what ``load_train_state`` returns it is the ``extra``.
+        data: What identifies the batches, by dotted name: must be the same when the checkpoint is loaded.
+        extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
 
     Raises:
         DivergenceError: a value is no finite number; nothing was written.
         DiskSpaceError: the disk is full; what was saved before is as it was.
         StateError: the disk failed.
     """
-    saver = StateSaver(folder)
+    saver = CheckpointSaver(folder)
     saver.save(trainer, hybrid, data, extra)
     saver.finish()
 
 
-class StateSaver:
+class CheckpointSaver:
     """Saves a run again and again, beside its steps.
 
     Args:
@@ -108,26 +91,17 @@ class StateSaver:
         self._gives_up = False
 
     def require_room(self, trainer: Trainer, num_there: int) -> None:
-        """Find out before the first step whether there is room for all states that are kept, and the next one.
+        """Raise ``DiskSpaceError`` before the first step unless all generations that are kept, and one more, have room.
 
-        All ranks ask, the first one looks.
-
-        Args:
-            trainer: What will be saved.
-            num_there: Generations that the folder has already.
-
-        Raises:
-            DiskSpaceError: there is not.
+        All ranks ask, the first one looks; the folder has ``num_there`` generations already.
         """
         num_bytes = state_bytes(trainer)
         if trainer.group.rank:
             return
         count = max(self._keep_last + 1 - num_there, 1)
-        what = f"{count} saved states ({self._keep_last} are kept while the next is written)"
-        require_room(
-            self.folder, count * num_bytes, what,
-            "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last.",
-        )  # fmt: skip
+        need = f"{count} checkpoints ({self._keep_last} are kept while the next is written)"
+        advice = "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last."
+        require_room(self.folder, count * num_bytes, need, advice)
 
     def save(
         self,
@@ -136,18 +110,22 @@ class StateSaver:
         data: Mapping[str, JsonValue] | None = None,
         extra: JsonMapping | None = None,
     ) -> None:
-        """Save what the trainer is now; waits for the save before. The arguments are those of ``save_train_state``."""
+        """Save what the trainer is now; waits for the save before. The arguments are those of ``save_checkpoint``."""
         self.finish()
         trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
         trainer.transfer.finish()
         on_host = self._fits_host(trainer) if self._copies_to_host is None else self._copies_to_host
         on_host = trainer.group.gather_numbers([float(on_host)])[0] > 0
-        if trainer.group.rank:
-            self.saved_step = trainer.steps_done
-            _give(trainer, on_host=on_host)
+        self.saved_step = trainer.steps_done
+        tensors, parameters = saved_parameters(trainer)
+        if trainer.group.rank:  # the first rank writes; it reads in this order
+            for tensor in tensors:
+                for part in tensor.parts() if tensor.is_shared else ():
+                    tensor.read(part, None)
             return
-        tensors, parameters = saved_parameters(trainer, self._copies.keep if on_host else as_it_is)
-        cycle = None if hybrid is None else cycle_mapping(hybrid, tensors)
+        if on_host:
+            tensors = [self._copies.keep(tensor) for tensor in tensors]
+        cycle = None if hybrid is None else _cycle_mapping(hybrid, tensors)
         norm = None if trainer.previous_norm is None else trainer.transfer.read(trainer.previous_norm)
         manifest = Manifest(
             schema=SCHEMA, steps_done=trainer.steps_done, saved_at=self._clock(), born_after=trainer.states.born_after,
@@ -155,13 +133,13 @@ class StateSaver:
             loss_scale=None if trainer.loss_scale is None else replace(trainer.loss_scale),
             parameters=parameters, files={}, tensors={},
         )  # fmt: skip
-        num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        self._make_room(num_bytes)
-        self.saved_step = trainer.steps_done
-        write = self._written(
-            tensors, manifest, (settings_of(trainer, hybrid, data), cycle, dict(extra or {})),
-            trainer.config.optimizer.lr, 2 * num_bytes,
-        )  # fmt: skip
+        content: JsonMapping = {
+            "settings": settings_of(trainer, hybrid, data),
+            "cycle": cycle,
+            "extra": dict(extra or {}),
+        }
+        self._make_room(sum(tensor.num_bytes for tensor in tensors))
+        write = self._written(tensors, manifest, content, trainer.config.optimizer.lr)
         if not on_host:
             next(write)
         if has_room_for_threads():
@@ -184,7 +162,7 @@ class StateSaver:
         if kind is None:
             self.finish()
         else:
-            self._wait()  # what went wrong before is told
+            self._wait()  # the error before is the one to raise
 
     def poll(self) -> None:
         """Raise what went wrong beside the steps since the last call; does not wait."""
@@ -192,7 +170,7 @@ class StateSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the disk has what was saved; raises what ``save_train_state`` does."""
+        """Wait until the disk has what was saved; raises what ``save_checkpoint`` does."""
         fault = self.fault
         self._fault = None
         if fault is not None:
@@ -205,7 +183,7 @@ class StateSaver:
         return self._fault
 
     def forget_fault(self) -> None:
-        """Wait for the last save, and let what went wrong with it be: an older state is taken."""
+        """Wait for the last save, and forget what went wrong with it: an older checkpoint is taken."""
         self._wait()
         self._fault = None
 
@@ -222,28 +200,24 @@ class StateSaver:
             self._fault = error
 
     def _written(
-        self, tensors: Sequence[SavedTensor], manifest: Manifest, free_form: FreeForm, lr: float, spare_bytes: int
+        self, tensors: Sequence[SavedTensor], manifest: Manifest, content: JsonMapping, lr: float
     ) -> Iterator[None]:
         """Write a generation; stop once between its last byte and waiting for the disk."""
         target = generation_folder(self.folder, manifest.steps_done)
         with _explained(self.folder), new_folder(target) as partial:
-            files, entries = _write_tensors(partial, tensors, manifest.steps_done, lr, self._check)
-            write_manifest(partial, replace(manifest, files=files, tensors=entries), *free_form)
+            files, entries = self._write_tensors(partial, tensors, manifest.steps_done, lr)
+            write_manifest(partial, replace(manifest, files=files, tensors=entries), content)
             yield
             if target.exists():  # saved again after the same step
                 remove_generation(target)
+        spare_bytes = 2 * sum(tensor.num_bytes for tensor in tensors)
         thin_out(self.folder, keep_last=self._keep_last, keep_hourly=self._keep_hourly, spare_bytes=spare_bytes)
-
-    def _check(self) -> None:
-        """End a write that nobody waits for any more."""
-        if self._gives_up:
-            raise KeyboardInterrupt
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove what need not be kept where there is no room else; raise ``DiskSpaceError`` where there is none."""
         if self.folder.exists() and shutil.disk_usage(self.folder).free < num_bytes:
             thin_out(self.folder, keep_last=self._keep_last, keep_hourly=0, spare_bytes=0)
-        require_room(self.folder, num_bytes, "the saved state", _ADVICE)
+        require_room(self.folder, num_bytes, "the checkpoint", _ADVICE)
 
     def _fits_host(self, trainer: Trainer) -> bool:
         """Return whether half of what is free on the host, or half of what the run may still take, holds a copy."""
@@ -253,44 +227,36 @@ class StateSaver:
             free.append(account.host_limit_bytes - sum(account.by_class(Placement.HOST).values()))
         return self._copies.num_bytes >= needed or needed <= min(free) // 2
 
-
-def _give(trainer: Trainer, *, on_host: bool) -> None:
-    """Give what this rank holds to the first one, which writes, in the order in which that reads it."""
-    tensors, _ = saved_parameters(trainer, read_for_others if on_host else as_it_is)
-    for tensor in () if on_host else tensors:
-        for part in parts_of(math.prod(tensor.shape)):
-            tensor.read(part)
-
-
-def _write_tensors(
-    folder: Path, tensors: Sequence[SavedTensor], step: int, lr: float, check: Callable[[], None]
-) -> tuple[dict[str, SavedFile], dict[str, TensorEntry]]:
-    """Write files of at most 4 GiB, or one tensor; return what a manifest says of them."""
-    files: dict[str, SavedFile] = {}
-    entries: dict[str, TensorEntry] = {}
-    for number, shard in enumerate(_shards(tensors)):
-        name = f"tensors-{number:05d}.safetensors"
-        heads: list[TensorHead] = [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard]
-        with closing(TensorFileWriter(folder / name, heads)) as writer:
-            for tensor in shard:
-                total = 0
-                for part in parts_of(math.prod(tensor.shape)):
-                    check()
-                    values_P = tensor.read(part).contiguous()
-                    if tensor.must_be_finite and not _is_finite(values_P):
-                        raise DivergenceError(
-                            f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
-                            f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm, or "
-                            f"check data.",
-                            layers=[tensor.name], is_applied=True, step=step,
-                        )  # fmt: skip
-                    total = zlib.crc32(values_P.view(torch.uint8).numpy().data, total)
-                    writer.write(tensor.name, part.start, values_P)
-                entries[tensor.name] = TensorEntry(file=name, crc32=total)
-        header = tensor_header(heads)
-        size = len(header) + sum(tensor.num_bytes for tensor in shard)
-        files[name] = SavedFile(num_bytes=size, header_crc32=zlib.crc32(header))
-    return files, entries
+    def _write_tensors(
+        self, folder: Path, tensors: Sequence[SavedTensor], step: int, lr: float
+    ) -> tuple[dict[str, SavedFile], dict[str, TensorEntry]]:
+        """Write files of at most 4 GiB, or one tensor; return their entries of the manifest."""
+        files: dict[str, SavedFile] = {}
+        entries: dict[str, TensorEntry] = {}
+        for number, shard in enumerate(_shards(tensors)):
+            name = f"tensors-{number:05d}.safetensors"
+            heads: list[TensorHead] = [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard]
+            with closing(TensorFileWriter(folder / name, heads)) as writer:
+                for tensor in shard:
+                    total = 0
+                    for part in tensor.parts():
+                        if self._gives_up:  # nobody waits for it any more
+                            raise KeyboardInterrupt
+                        values_P = tensor.read(part, None).contiguous()
+                        if tensor.must_be_finite and not _is_finite(values_P):
+                            raise DivergenceError(
+                                f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
+                                f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm "
+                                f"or check data.",
+                                layers=[tensor.name], is_applied=True, step=step,
+                            )  # fmt: skip
+                        total = zlib.crc32(values_P.view(torch.uint8).numpy().data, total)
+                        writer.write(tensor.name, part.start, values_P)
+                    entries[tensor.name] = TensorEntry(file=name, crc32=total)
+            header = tensor_header(heads)
+            size = len(header) + sum(tensor.num_bytes for tensor in shard)
+            files[name] = SavedFile(num_bytes=size, header_crc32=zlib.crc32(header))
+        return files, entries
 
 
 def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
@@ -310,20 +276,20 @@ def _is_finite(values_P: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def cycle_mapping(hybrid: HybridTrainer, tensors: list[SavedTensor]) -> JsonMapping:
+def _cycle_mapping(hybrid: HybridTrainer, tensors: list[SavedTensor]) -> JsonMapping:
     """Return the state of a cycle, whose tensors are added to ``tensors``."""
-    found = _without_tensors(hybrid.state_dict(), "cycle", tensors)
-    assert isinstance(found, dict), "a state has names"
-    return found
+    mapping = _without_tensors(hybrid.state_dict(), "cycle", tensors)
+    assert isinstance(mapping, dict), "a state has names"
+    return mapping
 
 
 def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
     """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat, shape = value.detach().cpu().contiguous().view(-1), tuple(value.shape)
         tensors.append(
             SavedTensor(
-                name=path, shape=tuple(value.shape), dtype=value.dtype, read=flat.__getitem__, must_be_finite=False
+                name=path, shape=shape, dtype=value.dtype, read=lambda part, _: flat[part], must_be_finite=False
             )
         )
         return {TENSOR_KEY: path}
@@ -342,4 +308,4 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         kind = DiskSpaceError if error.errno in _NO_SPACE else StateError
-        raise kind(f"{folder}: the state could not be written ({error.strerror or error}); {_ADVICE}") from error
+        raise kind(f"{folder}: the checkpoint could not be written ({error.strerror or error}); {_ADVICE}") from error
