@@ -8,10 +8,7 @@ from hybridtrain.hybrid.forecast.power_law import PowerLawForecaster
 from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 
 FORECASTERS: dict[str, type[Forecaster]] = {
-    EmaForecaster.kind: EmaForecaster,
-    PowerLawForecaster.kind: PowerLawForecaster,
-    MlpForecaster.kind: MlpForecaster,
-    RssmForecaster.kind: RssmForecaster,
+    found.kind: found for found in (EmaForecaster, PowerLawForecaster, MlpForecaster, RssmForecaster)
 }
 
 DEFAULT_FORECASTER = PowerLawForecaster.kind

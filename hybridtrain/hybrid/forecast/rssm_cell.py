@@ -43,8 +43,6 @@ LAYERS = {
     "head_hidden": (HIDDEN + STOCHASTIC, _WIDTH),
     "head": (_WIDTH, 2),
 }
-ZERO_LAYERS = ("head",)
-"""A new model answers 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,12 @@ def probabilities_of(logits_EBZ: Tensor) -> Tensor:
 
 
 def prior(hidden_EBH: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return what the next state may be, unseen."""
+    """Return the probabilities of the next state, unseen."""
     return probabilities_of(linear(hidden_EBH, weights, "prior"))
 
 
 def posterior(hidden_EBH: Tensor, features_EBF: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return what the state may be, its features seen."""
+    """Return the probabilities of the state, its features seen."""
     seen = silu(linear(features_EBF, weights, "encoder"))
     return probabilities_of(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
 

@@ -12,11 +12,9 @@ from hybridtrain.trainer import Trainer
 
 
 class Linear(WeightPredictor):
-    """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
+    """w = w + a (w - anchor), a in units of the last K steps' displacement.
 
-    Args:
-        trainer: Whose weights move; its stack keeps the anchor.
-        strength: a, in units of the last K steps' displacement.
+    The anchor's place keeps the move, so that it can be taken back.
     """
 
     kind: ClassVar[str] = "linear"
@@ -32,7 +30,7 @@ class Linear(WeightPredictor):
 
     @classmethod
     def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
-        """Return it."""
+        """Return the predictor of a configuration."""
         return cls(trainer, config.strength)
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
-from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, TrainingSignal
 from hybridtrain.hybrid.forecast.evaluate import evaluate_forecasters
 from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 from hybridtrain.phase import Phase
@@ -33,7 +33,7 @@ def run(num_steps: int, *, seed: int = 0, noise: float = NOISE, total: int = 150
                 lr=5e-3 * factor,
                 phase=Phase.WARMUP if step < 50 else Phase.FULL,
                 predicted_steps=10.0 if step % 97 == 0 else 0.0,
-                moments=MomentStatistics(m_mean=0.0, m_rms=1e-3, v_mean=1e-4, v_rms=2e-4) if step % 2 else None,
+                moments=(0.0, 1e-3, 1e-4, 2e-4, 0.0, 0.0) if step % 2 else None,
             )
         )
     return signals

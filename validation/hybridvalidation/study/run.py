@@ -29,7 +29,7 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optim.ademamix import AdEMAMix
-from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
+from hybridtrain.optim.slow_average import LARGEST_RATIO, move
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -224,7 +224,7 @@ class RandomDirection(SlowGradient):
         trainer = self._trainer
         optimizer = trainer.config.optimizer
         correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
-        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
+        step = self._step(0.0, predicted_steps)
 
         def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"
