@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from hybridtrain.config.encode import JsonValue, flat_settings
 from hybridtrain.errors import ConfigError, unknown_name
@@ -24,16 +23,6 @@ _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "s
 """What nobody can change: the saved tensors would mean something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
-    """How two runs differ."""
-
-    refused: tuple[str, ...]
-    """A sentence for each setting that stands in the way."""
-    taken: tuple[str, ...]
-    """A line for each that changes."""
-
-
 def settings_of(
     trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
 ) -> dict[str, JsonValue]:
@@ -47,8 +36,12 @@ def settings_of(
     return flat_settings(parts) | dict(data or {})
 
 
-def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]) -> Differences:
+def differences(
+    saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]
+) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
+
+    Returns a sentence for each setting that stands in the way, and a line for each that changes.
 
     Raises:
         ConfigError: no setting has an allowed name.
@@ -61,20 +54,20 @@ def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], 
         )
     names = [name for name in known if given.get(name) != saved.get(name)]
     if names == [_NAME_ONLY]:
-        return Differences(refused=(), taken=())
-    refused, taken = [], []
+        return [], []
+    refused, changed = [], []
     for name in names:
         change = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
         is_layout = name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(
             name.replace(" in ", "."), _MEANING
         )
         if is_layout or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
-            taken.append(change)
+            changed.append(change)
         else:
             option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
             permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
             refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
-    return Differences(refused=tuple(refused), taken=tuple(taken))
+    return refused, changed
 
 
 def _is_in(name: str, groups: Iterable[str]) -> bool:

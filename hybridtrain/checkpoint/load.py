@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,9 +60,9 @@ def load_checkpoint(
     """
     say = say or (lambda _: None)
     generation = _same_generation(trainer.group, folder, say)
-    found = differences(generation.settings, settings_of(trainer, hybrid, data), allowed)
-    if found.refused:
-        raise ConfigError(str(generation.folder), found.refused)
+    refused, changed = differences(generation.settings, settings_of(trainer, hybrid, data), allowed)
+    if refused:
+        raise ConfigError(str(generation.folder), refused)
     files = generation.tensors()
     try:
         _require_fit(trainer, generation.manifest, files)
@@ -71,7 +71,7 @@ def load_checkpoint(
         raise ConfigError(
             str(generation.folder), [f"the checkpoint does not fit this model and optimizer: {error}; start anew"]
         ) from error
-    for line in found.taken:
+    for line in changed:
         say(f"changed: {line}")
     for line in _Loader(trainer, generation.manifest, files).fill():
         say(line)
@@ -158,15 +158,6 @@ def _with_tensors(value: JsonValue, files: Files) -> object:
 # ---- into the trainer
 
 
-@dataclass(slots=True)
-class _Conversions:
-    """Tensors that were converted in one way, and how exactly: measured on the values that were stored."""
-
-    count: int = 0
-    error: float = 0.0
-    """Largest, as a share of the largest value of its tensor."""
-
-
 class _Loader:
     """Writes a checkpoint's tensors into a trainer."""
 
@@ -174,7 +165,8 @@ class _Loader:
         self._trainer = trainer
         self._manifest = manifest
         self._files = files
-        self._conversions: defaultdict[tuple[str, str, str], _Conversions] = defaultdict(_Conversions)
+        self._conversions: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+        """Largest error of each tensor that was converted, as a share of its largest value, by kind and formats."""
         self._error = self._largest = 0.0
         """Of the tensor at work."""
 
@@ -205,10 +197,10 @@ class _Loader:
             trainer.loss_scale = replace(manifest.loss_scale)
         norm = manifest.previous_norm
         trainer.previous_norm = None if norm is None else torch.tensor(norm, device=trainer.transfer.device)
-        for (kind, source, target), made in self._conversions.items():
-            loss = f"rounded, by at most {100 * made.error:.2g} % of the largest value of a tensor"
-            how = loss if made.error else "every value held exactly"
-            yield f"converted: {kind} of {made.count} tensors from {source} to {target}, {how}"
+        for (kind, source, target), errors in self._conversions.items():
+            loss = f"rounded, by at most {100 * max(errors):.2g} % of the largest value of a tensor"
+            how = loss if max(errors) else "every value held exactly"
+            yield f"converted: {kind} of {len(errors)} tensors from {source} to {target}, {how}"
 
     def _fill_weight(self, weight: StoredWeight, state: ParameterState, entry: ParameterEntry) -> None:
         """Write a weight and its master: codes as they are where the storage is the same, else by the values."""
@@ -284,9 +276,8 @@ class _Loader:
     def _count(self, kind: str, source: str, target: str) -> None:
         """Count a tensor that is complete."""
         if source != target:
-            made = self._conversions[kind, source, target]
-            made.count += 1
-            made.error = max(made.error, self._error / self._largest if self._largest else 0.0)
+            error = self._error / self._largest if self._largest else 0.0
+            self._conversions[kind, source, target].append(error)
             self._error = self._largest = 0.0
 
 

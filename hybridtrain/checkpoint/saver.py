@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,34 +36,8 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _ADVICE = "what was saved before is as it was. Make room, or choose an --out on a larger disk."
 
 
-def save_checkpoint(
-    trainer: Trainer,
-    folder: Path,
-    hybrid: HybridTrainer | None = None,
-    data: Mapping[str, JsonValue] | None = None,
-    extra: JsonMapping | None = None,
-) -> None:
-    """Write everything the next step depends on, and wait until the disk has it.
-
-    Args:
-        trainer: What is saved.
-        folder: Of all generations; an older one is kept beside the new one.
-        hybrid: The cycle around the trainer, if there is one.
-        data: What identifies the batches, by dotted name: must be the same when the checkpoint is loaded.
-        extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
-
-    Raises:
-        DivergenceError: a value is no finite number; nothing was written.
-        DiskSpaceError: the disk is full; what was saved before is as it was.
-        StateError: the disk failed.
-    """
-    saver = CheckpointSaver(folder)
-    saver.save(trainer, hybrid, data, extra)
-    saver.finish()
-
-
 class CheckpointSaver:
-    """Saves a run again and again, beside its steps.
+    """Saves a run again and again, beside its steps; at the end of a ``with`` the disk has everything.
 
     Args:
         folder: Of all generations.
@@ -86,8 +61,8 @@ class CheckpointSaver:
         self._copies_to_host = copies_to_host
         self._copies = HostCopies()
         self._clock = clock
-        self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None
+        self._last: Future[None] = _completed()
+        """Of the last save."""
         self._gives_up = False
 
     def require_room(self, trainer: Trainer, num_there: int) -> None:
@@ -110,7 +85,19 @@ class CheckpointSaver:
         data: Mapping[str, JsonValue] | None = None,
         extra: JsonMapping | None = None,
     ) -> None:
-        """Save what the trainer is now; waits for the save before. The arguments are those of ``save_checkpoint``."""
+        """Save everything the next step depends on; waits for the save before.
+
+        Args:
+            trainer: What is saved.
+            hybrid: The cycle around the trainer, if there is one.
+            data: What identifies the batches, by dotted name: must be the same when the checkpoint is loaded.
+            extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
+
+        Raises:
+            DivergenceError: a value is no finite number; nothing was written.
+            DiskSpaceError: the disk is full; what was saved before is as it was.
+            StateError: the disk failed.
+        """
         self.finish()
         trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
         trainer.transfer.finish()
@@ -142,11 +129,11 @@ class CheckpointSaver:
         write = self._written(tensors, manifest, content, trainer.config.optimizer.lr)
         if not on_host:
             next(write)
+        self._last = Future()
         if has_room_for_threads():
-            self._thread = threading.Thread(target=self._exhaust, args=(write,), name="saving", daemon=True)
-            self._thread.start()
+            threading.Thread(target=_exhaust, args=(write, self._last), name="saving", daemon=True).start()
         else:
-            self._exhaust(write)  # no step is done meanwhile
+            _exhaust(write, self._last)  # no step is done meanwhile
 
     @property
     def is_empty(self) -> bool:
@@ -162,42 +149,27 @@ class CheckpointSaver:
         if kind is None:
             self.finish()
         else:
-            self._wait()  # the error before is the one to raise
+            self.forget_fault()  # the error before is the one to raise
 
     def poll(self) -> None:
         """Raise what went wrong beside the steps since the last call; does not wait."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._last.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the disk has what was saved; raises what ``save_checkpoint`` does."""
-        fault = self.fault
-        self._fault = None
-        if fault is not None:
-            raise fault
+        """Wait until the disk has what was saved; raises what ``save`` does."""
+        last, self._last = self._last, _completed()
+        last.result()
 
     @property
     def fault(self) -> BaseException | None:
         """What went wrong with the last save, once it has ended; waits for that."""
-        self._wait()
-        return self._fault
+        return self._last.exception()
 
     def forget_fault(self) -> None:
         """Wait for the last save, and forget what went wrong with it: an older checkpoint is taken."""
-        self._wait()
-        self._fault = None
-
-    def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _exhaust(self, work: Iterator[None]) -> None:
-        try:
-            for _ in work:
-                pass
-        except BaseException as error:  # noqa: BLE001  whoever waits is told
-            self._fault = error
+        wait([self._last])
+        self._last = _completed()
 
     def _written(
         self, tensors: Sequence[SavedTensor], manifest: Manifest, content: JsonMapping, lr: float
@@ -257,6 +229,22 @@ class CheckpointSaver:
             size = len(header) + sum(tensor.num_bytes for tensor in shard)
             files[name] = SavedFile(num_bytes=size, header_crc32=zlib.crc32(header))
         return files, entries
+
+
+def _completed() -> Future[None]:
+    """Return the end of no work."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _exhaust(work: Iterator[None], end: Future[None]) -> None:
+    try:
+        for _ in work:
+            pass
+        end.set_result(None)
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        end.set_exception(error)
 
 
 def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:

@@ -171,26 +171,18 @@ class MemoryHistory:
         return now.used_bytes > before.used_bytes * (1.0 + self.spike_threshold)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilingCost:
-    """What profiling took of a run, in seconds."""
+def memory_report(
+    history: MemoryHistory, notes: Sequence[str], every_n_steps: int, num_steps: int, seconds: float, elapsed_s: float
+) -> str:
+    """Return the report of ``num_steps`` steps; ``notes`` are sentences about what could not be read or logged.
 
-    every_n_steps: int
-    num_steps: int
-    """Steps the profiler was told of."""
-    seconds: float
-    """Inside the profiler, loggers included."""
-    elapsed_s: float
-    """From its start to its end."""
-
-
-def memory_report(history: MemoryHistory, cost: ProfilingCost, notes: Sequence[str]) -> str:
-    """Return the report; ``notes`` are sentences about what could not be read or logged."""
+    Profiling took ``seconds``, loggers included, of the ``elapsed_s`` of the run.
+    """
     peak, last = history.peak, history.last
     if peak is None or last is None:
-        return "\n".join([f"memory profile: no snapshot in {cost.num_steps} steps", *(f"  {note}" for note in notes)])
-    every = "every step" if cost.every_n_steps == 1 else f"every {cost.every_n_steps} steps"
-    seen = f"{history.num_snapshots} snapshots of {cost.num_steps} steps ({every})"
+        return "\n".join([f"memory profile: no snapshot in {num_steps} steps", *(f"  {note}" for note in notes)])
+    every = "every step" if every_n_steps == 1 else f"every {every_n_steps} steps"
+    seen = f"{history.num_snapshots} snapshots of {num_steps} steps ({every})"
     lines = [
         f"memory profile: {seen}, from {last.memory.source}",
         *(f"  {note}" for note in notes),
@@ -208,8 +200,8 @@ def memory_report(history: MemoryHistory, cost: ProfilingCost, notes: Sequence[s
         sizes = (used.sum_bytes / used.count, used.min_bytes, used.max_bytes)
         rows.append([phase.value, used.count, *(f"{size / GB:.3f}" for size in sizes)])
     lines.append(tabulate(rows, ["phase", "snapshots", "mean GB", "min GB", "max GB"], disable_numparse=True))
-    share = f", {100 * cost.seconds / cost.elapsed_s:.3g} % of the time profiled" if cost.elapsed_s > 0 else ""
-    spent = f"cost, measured: {format_seconds(cost.seconds / history.num_snapshots)} per snapshot{share}"
+    share = f", {100 * seconds / elapsed_s:.3g} % of the time profiled" if elapsed_s > 0 else ""
+    spent = f"cost, measured: {format_seconds(seconds / history.num_snapshots)} per snapshot{share}"
     return "\n".join([*lines, *_spikes(history), *_alerts(history, last.memory), spent])
 
 

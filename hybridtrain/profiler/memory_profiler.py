@@ -14,7 +14,6 @@ from hybridtrain.phase import Phase
 from hybridtrain.profiler.memory_history import (
     MemoryHistory,
     MemorySnapshot,
-    ProfilingCost,
     alert_advice,
     memory_report,
     to_csv,
@@ -128,11 +127,9 @@ class MemoryProfiler:
     def report(self) -> str:
         """Return the profile as text, while it runs and after."""
         note = self._reader.note if isinstance(self._reader, SystemReader) else ""
-        cost = ProfilingCost(
-            every_n_steps=self.every_n_steps, num_steps=self.num_steps, seconds=self._seconds,
-            elapsed_s=(self._end_s if self._reader is None else self._clock()) - self._begin_s,
-        )  # fmt: skip
-        return memory_report(self.history, cost, [*self._notes, *([note] if note else [])])
+        notes = [*self._notes, *([note] if note else [])]
+        elapsed_s = (self._end_s if self._reader is None else self._clock()) - self._begin_s
+        return memory_report(self.history, notes, self.every_n_steps, self.num_steps, self._seconds, elapsed_s)
 
     def write_csv(self, path: Path) -> None:
         """Write the snapshots to ``path`` in one step; a long run's are thinned.

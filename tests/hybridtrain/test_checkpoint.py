@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
 from hybridtrain.checkpoint.generations import generations
 from hybridtrain.checkpoint.manifest import _text, read_generation, verify
 from hybridtrain.checkpoint.parts import state_bytes

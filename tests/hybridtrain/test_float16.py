@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtrain.checkpoint import load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.errors import DivergenceError
 from hybridtrain.optimizations import FusedUpdate, GradAccumulation, Int8Optimizer, MixedPrecision, OptimizerOffload

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtrain.checkpoint import load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.hybrid.config import HybridConfig

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import save_checkpoint
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
-from hybridtrain.checkpoint import load_checkpoint, save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.engine import parameter_pass
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import adamw

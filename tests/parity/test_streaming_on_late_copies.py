@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hybridtrain.checkpoint import load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket

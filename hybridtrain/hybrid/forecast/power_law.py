@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import add
 from typing import ClassVar
 
 import numpy as np
@@ -99,11 +100,11 @@ class PowerLawForecaster(Forecaster):
         self._sums.step(signal.lr, 1.0)
         row = [1.0, float(self._count), signal.loss, self._sums.s1, *self._sums.s2]
         if self._blocks and self._blocks[-1][0] < self._block_steps:
-            self._blocks[-1] = _added(self._blocks[-1], row)
+            self._blocks[-1] = list(map(add, self._blocks[-1], row))
         else:
             if len(self._blocks) == _MAX_BLOCKS:
                 pairs = zip(self._blocks[::2], self._blocks[1::2], strict=True)
-                self._blocks = [_added(first, second) for first, second in pairs]
+                self._blocks = [list(map(add, first, second)) for first, second in pairs]
                 self._block_steps *= 2
             self._blocks.append(row)
         self._sums.s1 += signal.lr * signal.predicted_steps * _PREDICTED_WORTH
@@ -177,7 +178,3 @@ class PowerLawForecaster(Forecaster):
         own_G = np.einsum("gj,gjk,gk->g", asked_GJ, variance_GJJ, asked_GJ)
         spread = float(weights_G @ ((forecast_G - mean) ** 2 + own_G))
         return RawForecast(mean=mean, aleatoric=math.sqrt(self._noise / window), epistemic=math.sqrt(max(spread, 0.0)))
-
-
-def _added(first: list[float], second: list[float]) -> list[float]:
-    return [one + other for one, other in zip(first, second, strict=True)]

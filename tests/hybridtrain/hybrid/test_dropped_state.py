@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import save_checkpoint
 from hybrid_runs import (
     CONFIGS,
     HybridHistory,
@@ -20,7 +21,7 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
-from hybridtrain.checkpoint import load_checkpoint, save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.optim import AdamWConfig
