@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -40,30 +41,26 @@ class RollbackCopy:
 
     def store(self, piece: ParameterSlice) -> None:
         """Copy a slice of a parameter: its stored parts and its master."""
-        copies = self._trainer.copies
-        if piece.on_host:
-            for tensor, kept in self._kept(piece):
-                kept.copy_(tensor)
-            return
-        tickets = [copies.store(tensor, buffer, offset) for tensor, buffer, offset in self._places(piece)]
-        for ticket in tickets:  # the slice changes next
-            copies.wait(ticket)
+        self._copy(piece, back=False)
 
     def fetch_back(self) -> None:
         """Restore the weights before the jump; the phase stays."""
         settings = PassSettings(uses_extra=False, reads_stored=True, loads_values=False)
         with self._trainer.stored_as(Phase.PREDICT):
-            self._trainer.parameters.visit(self._fetch, settings)
+            self._trainer.parameters.visit(partial(self._copy, back=True), settings)
 
-    def _fetch(self, piece: ParameterSlice) -> None:
+    def _copy(self, piece: ParameterSlice, *, back: bool) -> None:
         copies = self._trainer.copies
         if piece.on_host:
             for tensor, kept in self._kept(piece):
-                tensor.copy_(kept)
+                _ = tensor.copy_(kept) if back else kept.copy_(tensor)
             return
-        after = [copies.mark()]
-        tickets = [copies.fetch(tensor, buffer, offset, after) for tensor, buffer, offset in self._places(piece)]
-        for ticket in tickets:
+        after = [copies.mark()] if back else []
+        tickets = [
+            copies.fetch(tensor, buffer, offset, after) if back else copies.store(tensor, buffer, offset)
+            for tensor, buffer, offset in self._places(piece)
+        ]
+        for ticket in tickets:  # the slice changes next
             copies.wait(ticket)
 
     def _fields(self, piece: ParameterSlice) -> tuple[TierBuffer, list[tuple[Tensor, Field]]]:

@@ -2,15 +2,15 @@
 
 import math
 from functools import partial
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.hybrid.config import HybridConfig
-from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.hybrid.stateful import State
-from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowStep, move
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
@@ -28,20 +28,19 @@ class SlowGradient(WeightPredictor):
 
     Where the plan drops v in PREDICT, s averages gradients that were divided already, and w = w - lr P s.
 
-    ``max_move`` is the largest root mean square of a jump after at least 10 true steps, at the end of the ramp, in
-    learning rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good
-    ones. ``max_relative_move`` is the same over the root mean square of the weights, against too high learning rates.
+    ``max_move`` bounds the root mean square of a jump after at least 10 true steps, at the end of the ramp, in learning
+    rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good ones.
+    ``max_relative_move`` does the same over the root mean square of the weights, against too high learning rates.
     """
 
     kind: ClassVar[str] = "slow_gradient"
     _state = ("_rms_of_one", "_weight_rms")
 
-    def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float, max_relative_move: float) -> None:
-        self._trainer = trainer
-        self._slow = slow
+    def __init__(self, config: HybridConfig, trainer: Trainer) -> None:
+        super().__init__(config, trainer)
         self._total_steps = trainer.config.schedule.total_steps
-        self._max_move = max_move
-        self._max_relative_move = max_relative_move
+        self._slow = config.slow.within_bounds(self._total_steps) if config.guard else config.slow
+        self._max_move, self._max_relative_move = config.max_move, config.max_relative_move
         self._weight_rms = 0.0
         """Before the last jump; 0 before the first."""
         self._rms_of_one = _FIRST_RMS
@@ -51,13 +50,6 @@ class SlowGradient(WeightPredictor):
         """Of a jump in pieces: each is rounded by other random numbers."""
         in_predict = trainer.memory_plan.for_phase(Phase.PREDICT)
         self._normalizes = in_predict.optim_state.placement is Placement.DROPPED
-
-    @classmethod
-    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
-        """Return the predictor of a configuration; the guard bounds its decay."""
-        total = trainer.config.schedule.total_steps
-        slow = config.slow.within_bounds(total) if config.guard else config.slow
-        return cls(trainer, slow, config.max_move, config.max_relative_move)
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
@@ -137,7 +129,7 @@ class SlowGradient(WeightPredictor):
     def _made(self, step: SlowStep, lr: float) -> Jump:
         assert step.norm is not None, "a jump counts its size"
         assert step.weight_norm is not None, "and that of the weights"
-        moved, weights = read_rms(self._trainer, step.norm), read_rms(self._trainer, step.weight_norm)
+        moved, weights = self._rms(step.norm), self._rms(step.weight_norm)
         rms = moved / lr if lr else 0.0
         if math.isfinite(rms):
             self._rms_of_one, self._weight_rms = rms / step.predicted_steps, weights

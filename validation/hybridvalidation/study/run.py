@@ -127,9 +127,7 @@ class _Trial:
             hybrid = replace(hybrid, fuse=False)
         self.hybrid = HybridTrainer(self._trainer, hybrid, lambda use: [self._probe_sampler.batch(use, 0)])
         if hybrid is not None and control == "random":
-            self.hybrid.predictor = RandomDirection(
-                self._trainer, hybrid.slow, hybrid.max_move, hybrid.max_relative_move
-            )
+            self.hybrid.predictor = RandomDirection(hybrid, self._trainer)
         self._average = WeightAverage(self._trainer) if control == "average" else None
         self._disturbance = None if method is None else method.disturbance
         if self._disturbance == "nan_gradients":
