@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -31,6 +30,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import Stage

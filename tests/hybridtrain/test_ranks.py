@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -33,6 +32,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.ledger import LedgerTrace
