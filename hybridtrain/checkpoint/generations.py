@@ -26,12 +26,9 @@ def generations(folder: Path) -> list[Path]:
 
 
 def newest_generation(folder: Path, say: Say) -> Generation:
-    """Return the newest checkpoint every byte of which is as it was written.
+    """Return the newest checkpoint every byte of which is as it was written; raises ``ConfigError`` if none is.
 
     Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
-
-    Raises:
-        ConfigError: none is whole.
     """
     faults: list[tuple[Path, str]] = []
     for path in reversed(generations(folder)):

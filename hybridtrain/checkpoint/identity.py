@@ -41,10 +41,8 @@ def differences(
 ) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
 
-    Returns a sentence for each setting that stands in the way, and a line for each that changes.
-
-    Raises:
-        ConfigError: no setting has an allowed name.
+    Returns a sentence for each setting that stands in the way, and a line for each that changes; raises ``ConfigError``
+    if no setting has an allowed name.
     """
     allowed, known = tuple(allowed), {**given, **saved}
     if unknown := [name for name in allowed if name != _DATA and not any(_is_in(setting, [name]) for setting in known)]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.checkpoint.manifest import ParameterEntry, StateEntry, parts_of
 from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import to_json
+from hybridtrain.config.encode import encode
 from hybridtrain.memory.formats import Split16Master
 from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
@@ -209,40 +209,22 @@ def _of_stage(
 # ---- stages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """The parameters of a stage, for the other ranks."""
-
-    tensors: tuple[_Head, ...]
-    parameters: dict[str, ParameterEntry]
-
-
 def _of_all_stages(
     trainer: Trainer, own: list[SavedTensor], parameters: dict[str, ParameterEntry]
 ) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
     """Return those of all stages in the order of the model, on every rank; the first one and the holder read them."""
-    heads = tuple(_Head(name=t.name, shape=t.shape, dtype=str(t.dtype).removeprefix("torch.")) for t in own)
-    text = to_json(_Held(tensors=heads, parameters=parameters))
+    heads = [[tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch.")] for tensor in own]
+    text = json.dumps([heads, {name: encode(entry) for name, entry in parameters.items()}])
     readers = {tensor.name: tensor.read for tensor in own}
     group, device = trainer.group, trainer.transfer.device
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
-    for owner, told in enumerate(gather_texts(group, device, text)):
-        held = decode(_Held, json.loads(told), source=f"rank {owner}")
-        entries |= held.parameters
-        for head in held.tensors:
-            dtype = getattr(torch, head.dtype)
-            read = partial(
-                _of_stage, readers.get(head.name) if owner == group.rank else None, dtype, owner, group, device
-            )
-            tensors.append(SavedTensor(name=head.name, shape=head.shape, dtype=dtype, read=read, is_shared=True))
+    for owner, held in enumerate(map(json.loads, gather_texts(group, device, text))):
+        entries |= {name: decode(ParameterEntry, entry, source=f"rank {owner}") for name, entry in held[1].items()}
+        for name, shape, type_name in held[0]:
+            dtype, reader = getattr(torch, type_name), readers.get(name) if owner == group.rank else None
+            read = partial(_of_stage, reader, dtype, owner, group, device)
+            tensors.append(SavedTensor(name=name, shape=tuple(shape), dtype=dtype, read=read, is_shared=True))
     return tensors, entries
 
 

@@ -134,11 +134,7 @@ class HybridTrainer(Stateful):
         return Phase.FULL if self.controller is None else self.controller.phase
 
     def advance(self, load_batches: LoadBatches, limits: StepLimits | None = None) -> HybridResult:
-        """Run the next phase step.
-
-        Args:
-            load_batches: Of the training data.
-            limits: Beyond which a step of plain training is refused; a cycle has its own.
+        """Run the next phase step; ``limits`` are those of plain training, a cycle has its own.
 
         Raises:
             SpikeError: a limit is exceeded; nothing was applied.
@@ -323,10 +319,9 @@ class HybridTrainer(Stateful):
         return self.config
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back.
+        """Go on where a saved run was; raises ``ConfigError`` if the state is damaged, or of another version.
 
-        Raises:
-            ConfigError: the state is damaged, or of another version.
+        A copy for rollback is not saved: its jump can no longer be taken back.
         """
         try:
             super().load_state_dict(state)

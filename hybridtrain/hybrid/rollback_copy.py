@@ -17,11 +17,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class RollbackCopy:
-    """What is stored of every weight and its master, once more, on the host.
-
-    Raises:
-        HostMemoryError: there is not enough host memory.
-    """
+    """What is stored of every weight and its master, once more, in host memory; raises ``HostMemoryError``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -38,11 +38,7 @@ class Stateful:
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state_names()}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved object with the same arguments was.
-
-        Raises:
-            ValueError: a value is missing or of another type; the message names its path.
-        """
+        """Restore what an object with the same arguments saved; raises ``ValueError`` with the path of a bad value."""
         hints = get_type_hints(type(self))
         for name in self._state_names():
             own = getattr(self, name)

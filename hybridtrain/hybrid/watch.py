@@ -33,16 +33,9 @@ _SMALLEST = 1e-12
 
 
 class LossWatch(Stateful):
-    """Holds the divergence monitor, the forecaster and the forecast of the block at work.
+    """Holds the divergence monitor, the forecaster of a configuration and the forecast of the block at work.
 
-    Args:
-        config: Which forecaster, and its budget.
-        seed: Of the forecaster's own random numbers.
-        lr_at: Learning rate of a step, counted from 1.
-        total_steps: Of the run; None: not known.
-
-    Raises:
-        ValueError: the forecaster does not fit its budget.
+    ``lr_at`` returns the learning rate of a step, counted from 1. Raises as ``make_forecaster`` does.
     """
 
     _state = (

@@ -85,11 +85,7 @@ class MemoryProfiler:
         self._reader = self._given_reader or SystemReader()
 
     def record_step(self, step: int, phase: Phase) -> None:
-        """Take a snapshot after ``step``, counted up, if it is due.
-
-        Raises:
-            RuntimeError: the profiler is not running.
-        """
+        """Take a snapshot after ``step``, counted up, if it is due; raises ``RuntimeError`` before ``start``."""
         if self._reader is None:
             raise RuntimeError("the memory profiler is not running; call start() or use it in a with statement")
         self.num_steps += 1
@@ -132,11 +128,7 @@ class MemoryProfiler:
         return memory_report(self.history, notes, self.every_n_steps, self.num_steps, self._seconds, elapsed_s)
 
     def write_csv(self, path: Path) -> None:
-        """Write the snapshots to ``path`` in one step; a long run's are thinned.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the snapshots to ``path`` in one step; a long run's are thinned. Raises ``OSError``."""
         replace_file(path, to_csv(self.history.snapshots()).encode())
 
     def _count(self, snapshot: MemorySnapshot) -> None:

@@ -32,9 +32,7 @@ class MetricLogger(Protocol):
 class TensorBoardLogger:
     """Writes scalars to an event file in ``folder``, made if missing; see them with ``tensorboard --logdir FOLDER``.
 
-    Raises:
-        ConfigError: TensorBoard is not installed.
-        OSError: the folder cannot be written.
+    Raises ``ConfigError`` if TensorBoard is not installed, ``OSError`` if the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,8 +58,7 @@ class WandbLogger:
         mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: that of WANDB_MODE, else online.
         config: Settings that are stored with the run.
 
-    Raises:
-        ConfigError: the package is not installed, or the run cannot be started.
+    Raises ``ConfigError`` if the package is not installed, or the run cannot be started.
     """
 
     def __init__(
@@ -93,12 +90,8 @@ class WandbLogger:
 class MlflowLogger:
     """Writes metrics to a run of MLflow in a folder of this machine; see them with ``mlflow ui``.
 
-    Args:
-        folder: MLflow's file store; made if missing.
-        config: Settings that are stored with the run, as a file ``config.json``.
-
-    Raises:
-        ConfigError: the package is not installed, or the store cannot be used.
+    ``config`` is stored with the run as a file ``config.json``; the folder is made if missing. Raises ``ConfigError``
+    if the package is not installed, or the store cannot be used.
     """
 
     def __init__(self, folder: Path, *, config: Mapping[str, object] | None = None) -> None:

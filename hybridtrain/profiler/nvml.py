@@ -23,11 +23,7 @@ class DeviceMemory:
 
 
 class DeviceReader:
-    """Reads the memory of the visible CUDA device ``index``; microseconds per reading.
-
-    Raises:
-        DeviceReadError: no package, no driver, or NVML does not know the card.
-    """
+    """Reads the memory of a visible CUDA device, in microseconds; raises ``DeviceReadError`` if it cannot."""
 
     def __init__(self, index: int) -> None:
         try:

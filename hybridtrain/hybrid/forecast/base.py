@@ -142,13 +142,8 @@ def _bucket(horizon: int) -> int:
 class Forecaster(Stateful, ABC):
     """Learns online from one signal per true step: a model plus an ``IntervalCalibrator``.
 
-    Args:
-        seed: Of the model's own random numbers; the global random streams are never touched.
-        budget_mib: Most memory it may hold.
-        total_steps: Of the run, by which a model that is trained begins with it; None: not known.
-
-    Raises:
-        ValueError: it does not fit the budget.
+    ``seed`` is of the model's own random numbers; the global random streams are never touched. A short run, of
+    ``total_steps``, begins to train a model earlier. One that needs more than ``budget_mib`` raises ``ValueError``.
     """
 
     kind: ClassVar[str]
@@ -173,10 +168,8 @@ class Forecaster(Stateful, ABC):
     def forecast(self, future_lrs: Sequence[float], window: int) -> LossForecast | None:
         """Forecast the mean loss of the last ``window`` of the next ``len(future_lrs)`` steps; None at first.
 
-        The forecast is remembered until its steps are seen: its error calibrates later intervals.
-
-        Raises:
-            ValueError: the window is empty or longer than the horizon.
+        The forecast is remembered until its steps are seen: its error calibrates later intervals. Raises ``ValueError``
+        if the window is empty or longer than the horizon.
         """
         horizon = len(future_lrs)
         if not 1 <= window <= horizon:
@@ -197,11 +190,7 @@ class Forecaster(Stateful, ABC):
         return {"kind": self.kind} | super().state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Take up ``state`` of a forecaster made with the same arguments.
-
-        Raises:
-            ValueError: it is the state of another kind, or damaged.
-        """
+        """Restore the state of a forecaster made with the same arguments; raises ``ValueError`` for another kind's."""
         if state.get("kind") != self.kind:
             raise ValueError(
                 f"kind: the state is of forecaster '{state.get('kind')}'; '{self.kind}' is wanted: resume with "

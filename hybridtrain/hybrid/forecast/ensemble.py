@@ -33,11 +33,6 @@ _ZERO_LAYER = "head"
 """A new model answers 0."""
 
 
-def linear(inputs_EBI: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the affine map ``name`` of every member: (E, B, O)."""
-    return torch.baddbmm(weights[f"{name}.bias"], inputs_EBI, weights[f"{name}.weight"])
-
-
 def gaussian_loss(mean: Tensor, log_variance: Tensor, target: Tensor) -> Tensor:
     """Return the negative log-likelihood without its constant, elementwise."""
     return 0.5 * (log_variance + (target - mean).square() * (-log_variance).exp())
@@ -96,11 +91,7 @@ class Ensemble(Stateful):
 
 
 class EnsembleForecaster(Forecaster):
-    """Corrects the exponential baseline by an ensemble that is trained online on the run's own past, in ticks.
-
-    Raises:
-        ValueError: ``budget_mib`` is too little.
-    """
+    """Corrects the exponential baseline by an ensemble that is trained online on the run's own past, in ticks."""
 
     _state: ClassVar[tuple[str, ...]] = ("_replay", "_ensemble")
     layers: ClassVar[Mapping[str, tuple[int, int]]]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hybridkernels.rssm_gru.reference import linear
 from hybridkernels.state_encoding import NUM_FEATURES
 from hybridtrain.hybrid.forecast.base import RawForecast, TrainingSignal
-from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster, bounded, gaussian_loss, linear
+from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster, bounded, gaussian_loss
 from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS, TICK_STEPS
 
 _HIDDEN = 32

@@ -72,11 +72,7 @@ class ResidualStore(Stateful):
         return float(weight_N @ self._residuals_N / weight_N.sum())
 
     def load_state_dict(self, state: State) -> None:
-        """Take up the state of a store of the same size.
-
-        Raises:
-            ValueError: it holds more, other features, or is damaged.
-        """
+        """Restore a store of the same size; raises ``ValueError`` where it holds more, or other features."""
         super().load_state_dict(state)
         if len(self) > self._max_entries or self._features_NF.size != len(self) * self._num_features:
             raise ValueError(

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hybridkernels.rssm_gru import draw_classes, gru_cell, unimix
+from hybridkernels.rssm_gru.reference import draw_classes, gru_cell, linear, unimix
 from hybridkernels.state_encoding import NUM_FEATURES
-from hybridtrain.hybrid.forecast.ensemble import linear
 from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
 
 HIDDEN = 256
