@@ -11,10 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from math import prod
 from pathlib import Path
-
-import torch
 
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, encode
@@ -26,6 +23,7 @@ from hybridtrain.tensor_file import FileTensor, open_tensor_file
 
 SCHEMA = 6
 MANIFEST = "manifest.json"
+_CHUNK_BYTES = 1 << 24
 TENSOR_KEY = "$tensor"
 """In the state of the cycle: the name of the tensor that stands there."""
 _READERS = min(4, os.cpu_count() or 1)
@@ -161,8 +159,14 @@ def verify(generation: Generation) -> None:
 
 def _crc32(tensor: FileTensor) -> int:
     total = 0
-    for part in parts_of(prod(tensor.shape)):
-        total = zlib.crc32(tensor.read(part).view(torch.uint8).numpy().data, total)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        rest = tensor.num_bytes
+        while rest:
+            content = file.read(min(rest, _CHUNK_BYTES))
+            if not content:
+                raise ValueError(f"{tensor.path.name} ends within '{tensor.name}'")
+            total, rest = zlib.crc32(content, total), rest - len(content)
     return total
 
 
