@@ -1,11 +1,11 @@
-"""The folder of a run's saved states: which there are, which is the newest whole one, which may go."""
+"""The folder of a run's checkpoints: which there are, which is the newest whole one, which may go."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from hybridtrain.checkpoint.manifest import Generation, read_generation, verify
 from hybridtrain.errors import ConfigError, DiskSpaceError
-from hybridtrain.train_state.manifest import Generation, read_generation, verify
 from hybridtrain.units import format_bytes
 
 _PREFIX, _DAMAGED = "step-", "damaged-"
@@ -15,23 +15,20 @@ Say = Callable[[str], None]
 
 
 def generation_folder(folder: Path, step: int) -> Path:
-    """Return where the state after ``step`` goes."""
+    """Return where the checkpoint after ``step`` goes."""
     return folder / f"{_PREFIX}{step:08d}"
 
 
 def generations(folder: Path) -> list[Path]:
-    """Return the folders of all saved states, the oldest first; whether they are whole is not asked."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    """Return the folders of all checkpoints, the oldest first; whether they are whole is not looked at."""
+    steps = ((path.name.removeprefix(_PREFIX), path) for path in folder.glob(f"{_PREFIX}*"))
+    return [path for _, path in sorted((int(step), path) for step, path in steps if step.isdecimal())]
 
 
 def newest_generation(folder: Path, say: Say) -> Generation:
-    """Return the newest state every byte of which is as it was written.
+    """Return the newest checkpoint every byte of which is as it was written; raises ``ConfigError`` if none is.
 
-    Damaged ones that are newer are set aside as ``damaged-*``, which ``say`` is told.
-
-    Raises:
-        ConfigError: none is whole.
+    Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
     """
     faults: list[tuple[Path, str]] = []
     for path in reversed(generations(folder)):
@@ -45,32 +42,28 @@ def newest_generation(folder: Path, say: Say) -> Generation:
             aside = damaged.with_name(f"{_DAMAGED}{damaged.name}")
             shutil.rmtree(aside, ignore_errors=True)
             damaged.replace(aside)
-            say(f"{damaged}: not a whole saved state ({fault}), set aside as {aside.name}")
+            say(f"{damaged}: not a whole checkpoint ({fault}), set aside as {aside.name}")
         if faults:
             say(f"going on from {path.name}, the newest that is whole")
         return generation
-    if not faults and (old := folder.parent / "state.pt").is_file():
+    if faults:
+        told = [
+            f"{path.name}: not a whole checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults
+        ]
+        raise ConfigError(str(folder), told)
+    if (old := folder.parent / "state.pt").is_file():
         fault = (
-            "a saved state of an earlier version, one file without checksums; it must be a folder in "
+            "a checkpoint of an earlier version, one file without checksums; it must be a folder in "
             f"{folder.name}/: finish this run with the version that began it, or start anew in another --out"
         )
         raise ConfigError(str(old), [fault])
-    if not faults:
-        raise ConfigError(str(folder), ["there is no saved state to resume from; start without --resume"])
-    raise ConfigError(
-        str(folder), [f"{path.name}: not a whole saved state ({fault}); use a copy of it or start anew"
-                      for path, fault in faults],
-    )  # fmt: skip
+    raise ConfigError(str(folder), ["there is no checkpoint to resume from; start without --resume"])
 
 
 def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int) -> None:
-    """Remove what need not be kept: all but the last ``keep_last``, and of each hour the first.
+    """Remove all but the ``keep_last`` newest, at least 1, and the first of each of ``keep_hourly`` hours.
 
-    Args:
-        folder: Of all states.
-        keep_last: Newest ones that stay, at least 1.
-        keep_hourly: Hours of which one stays, the newest.
-        spare_bytes: Below this much free space those of the hours go too, the oldest first.
+    With less than ``spare_bytes`` of free space those of the hours go too, the oldest first.
     """
     older = generations(folder)[:-keep_last]
     hours: dict[int, Path] = {}
@@ -92,19 +85,19 @@ def remove_generation(path: Path) -> None:
     shutil.rmtree(leaving, ignore_errors=True)
 
 
-def require_room(folder: Path, num_bytes: int, what: str, advice: str) -> None:
+def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
     """Raise ``DiskSpaceError`` unless so much is free on the folder's disk."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise DiskSpaceError(
-            f"{folder}: {what} need {format_bytes(num_bytes)} ({num_bytes} bytes), {format_bytes(free)} ({free} bytes) "
+            f"{folder}: {need} need {format_bytes(num_bytes)} ({num_bytes} bytes), {format_bytes(free)} ({free} bytes) "
             f"are free; {advice}"
         )
 
 
 def _hour(path: Path) -> int:
-    """Return the hour in which a state was saved, since 1970; of a damaged one, its folder's."""
+    """Return the hour in which a checkpoint was saved, since 1970; of a damaged one, its folder's."""
     try:
         return int(read_generation(path).manifest.saved_at // _HOUR_S)
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
-"""What a run is, setting by setting: what a resumed one must share with the saved one, and what may be another."""
+"""The settings of a run: which a resumed one must share with its checkpoint, and which may change."""
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from hybridtrain.config.encode import JsonValue, flat_settings
 from hybridtrain.errors import ConfigError, unknown_name
@@ -24,16 +23,6 @@ _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "s
 """What nobody can change: the saved tensors would mean something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
-    """How two runs differ."""
-
-    refused: tuple[str, ...]
-    """A sentence for each setting that stands in the way."""
-    taken: tuple[str, ...]
-    """A line for each that is taken over as it is now."""
-
-
 def settings_of(
     trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
 ) -> dict[str, JsonValue]:
@@ -47,16 +36,13 @@ def settings_of(
     return flat_settings(parts) | dict(data or {})
 
 
-def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]) -> Differences:
-    """Compare a saved run's settings with those it is to go on with.
+def differences(
+    saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
 
-    Args:
-        saved: Of the saved run.
-        given: Of now.
-        allowed: Names, or what names begin with before a dot, that may be another.
-
-    Raises:
-        ConfigError: no setting has an allowed name.
+    Returns a sentence for each setting that stands in the way, and a line for each that changes; raises ``ConfigError``
+    if no setting has an allowed name.
     """
     allowed, known = tuple(allowed), {**given, **saved}
     if unknown := [name for name in allowed if name != _DATA and not any(_is_in(setting, [name]) for setting in known)]:
@@ -66,30 +52,24 @@ def differences(saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], 
         )
     names = [name for name in known if given.get(name) != saved.get(name)]
     if names == [_NAME_ONLY]:
-        return Differences(refused=(), taken=())
-    refused, taken = [], []
+        return [], []
+    refused, changed = [], []
     for name in names:
-        told = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
-        if _is_layout(name) or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
-            taken.append(told)
+        change = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
+        is_layout = name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(
+            name.replace(" in ", "."), _MEANING
+        )
+        if is_layout or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
+            changed.append(change)
         else:
-            refused.append(f"{told}; resume with the saved value{_way(name)}, or start anew in another folder")
-    return Differences(refused=tuple(refused), taken=tuple(taken))
-
-
-def _is_layout(name: str) -> bool:
-    return name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(name.replace(" in ", "."), _MEANING)
+            option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
+            permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
+            refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
+    return refused, changed
 
 
 def _is_in(name: str, groups: Iterable[str]) -> bool:
     return any(name == group or name.startswith(f"{group}.") for group in groups)
-
-
-def _way(name: str) -> str:
-    """Return how to resume with the new value all the same."""
-    if _is_in(name, _FIXED):
-        return ""
-    return ", allow the change with " + ("--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}")
 
 
 def _shown(settings: Mapping[str, JsonValue], name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a generation says of itself: ``manifest.json``, with a checksum for every tensor and one for itself.
+"""The table of a generation's tensors: ``manifest.json``, with a checksum for every tensor and one for itself.
 
 Checksums of tensors are CRC-32, the fastest that Python brings along: every flipped bit and every burst of 32 is found,
 any other damage but for one chance in 2^32. The manifest has a SHA-256, and must be written as it was.
@@ -7,14 +7,14 @@ any other damage but for one chance in 2^32. The manifest has a SHA-256, and mus
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from hybridtrain.config.decode import decode
-from hybridtrain.config.encode import JsonMapping, JsonValue, encode
+from hybridtrain.config.encode import JsonMapping, encode
 from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.formats import SLICE_ELEMENTS
@@ -24,6 +24,8 @@ from hybridtrain.tensor_file import FileTensor, open_tensor_file
 SCHEMA = 6
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 24
+TENSOR_KEY = "$tensor"
+"""In the state of the cycle: the name of the tensor that stands there."""
 _READERS = min(4, os.cpu_count() or 1)
 
 
@@ -67,7 +69,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything of a saved state but the values of tensors, and the three mappings of free form beside it."""
+    """Everything of a checkpoint but the values of tensors, and the three mappings of free form beside it."""
 
     schema: int
     steps_done: int
@@ -88,7 +90,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A saved state: its folder, and what its manifest says."""
+    """A checkpoint: its folder, and the content of its manifest."""
 
     folder: Path
     manifest: Manifest
@@ -107,25 +109,16 @@ class Generation:
         }
 
 
-def write_manifest(
-    folder: Path, manifest: Manifest, settings: JsonMapping, cycle: JsonMapping | None, extra: JsonMapping
-) -> None:
-    """Write it into the folder of its tensors."""
-    content: JsonMapping = {"settings": settings, "cycle": cycle, "extra": extra, "state": encode(manifest)}
-    (folder / MANIFEST).write_bytes(_text(content))
+def write_manifest(folder: Path, manifest: Manifest, content: JsonMapping) -> None:
+    """Write it, beside settings, cycle and extra, into the folder of its tensors."""
+    (folder / MANIFEST).write_bytes(_text(content | {"state": encode(manifest)}))
 
 
 def read_generation(folder: Path) -> Generation:
-    """Read a manifest; of tensors nothing is read.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or of another schema.
-    """
+    """Read a manifest, and nothing of the tensors; raises ``ValueError`` if it is damaged, or of another schema."""
     text = (folder / MANIFEST).read_bytes()
     try:
-        found = json.loads(text)
-        content = found["content"]
+        content = json.loads(text)["content"]
         if _text(content) != text:
             raise ValueError(f"{MANIFEST} is not as it was written")
         state, settings, cycle, extra = (content[key] for key in ("state", "settings", "cycle", "extra"))
@@ -142,11 +135,7 @@ def read_generation(folder: Path) -> Generation:
 
 
 def verify(generation: Generation) -> None:
-    """Read every byte of a generation's tensors.
-
-    Raises:
-        ValueError: one is not as it was written; the message names the tensor.
-    """
+    """Read every byte of a generation's tensors; raises ``ValueError`` with the name of one that has changed."""
     files, entries = generation.manifest.files, generation.manifest.tensors
     for name, file in files.items():
         path = generation.folder / name
@@ -163,7 +152,7 @@ def verify(generation: Generation) -> None:
         raise ValueError(f"tensors are missing, or too many: {sorted(tensors.keys() ^ entries.keys())[:3]}")
     with ThreadPoolExecutor(_READERS) as readers:
         sums = (readers.map if has_room_for_threads(_READERS) else map)(_crc32, tensors.values())
-        damaged = [name for name, found in zip(tensors, sums, strict=True) if found != entries[name].crc32]
+        damaged = [name for name, crc in zip(tensors, sums, strict=True) if crc != entries[name].crc32]
     if damaged:
         raise ValueError(f"'{damaged[0]}' is not as it was written")
 
@@ -186,15 +175,7 @@ def parts_of(count: int) -> Iterator[slice]:
     yield from (slice(start, min(start + SLICE_ELEMENTS, count)) for start in range(0, count, SLICE_ELEMENTS))
 
 
-def _text(content: Mapping[str, JsonValue]) -> bytes:
+def _text(content: JsonMapping) -> bytes:
     """Return the whole file: nothing in it may be written otherwise."""
     digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, sort_keys=True, indent=1).encode() + b"\n"
-
-
-def names_in(entries: Sequence[ParameterEntry]) -> Iterator[str]:
-    """Yield the names of all tensors that parameters need."""
-    for entry in entries:
-        yield from entry.tensors
-        for state in entry.states.values():
-            yield from state.tensors
