@@ -5,14 +5,18 @@ int8 codes that are rounded stochastically; random numbers depend on the seed an
 """
 
 import math
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import map_values
+from hybridkernels.adamw_int8.op import Settings
 from hybridkernels.adamw_int8.triton_map import decode, encode
+from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.int8_quantize import num_groups
 from hybridkernels.int8_quantize.triton_rounding import (
     GROUP,
@@ -29,25 +33,25 @@ NUM_WARPS = 8
 """4 neighbours a thread are 16 bytes of each float32 tensor, and few enough for many programs on a multiprocessor."""
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def adamw_int8_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    weight_ptr,  # noqa: ANN001
-    weight_scale_ptr,  # noqa: ANN001
-    grad_ptr,  # noqa: ANN001
-    m_codes_ptr,  # noqa: ANN001
-    m_scale_ptr,  # noqa: ANN001
-    v_codes_ptr,  # noqa: ANN001
-    v_scale_ptr,  # noqa: ANN001
-    signed_map_ptr,  # noqa: ANN001
-    unsigned_map_ptr,  # noqa: ANN001
-    seed_ptr,  # noqa: ANN001
-    decay,  # noqa: ANN001
-    step_size,  # noqa: ANN001
-    inverse_root,  # noqa: ANN001
-    beta1,  # noqa: ANN001
-    beta2,  # noqa: ANN001
-    eps,  # noqa: ANN001
-    numel,  # noqa: ANN001
+@triton.jit
+def adamw_int8_kernel(
+    weight_ptr,
+    weight_scale_ptr,
+    grad_ptr,
+    m_codes_ptr,
+    m_scale_ptr,
+    v_codes_ptr,
+    v_scale_ptr,
+    signed_map_ptr,
+    unsigned_map_ptr,
+    seed_ptr,
+    decay,
+    step_size,
+    inverse_root,
+    beta1,
+    beta2,
+    eps,
+    numel,
     ROWS: tl.constexpr,
 ):
     """Write w * decay - step_size * m / (sqrt(v) * inverse_root + eps) and both moments (1711.05101, 2110.02861)."""
@@ -89,35 +93,48 @@ def adamw_int8_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 def adamw_int8_triton(
     weight: tuple[Tensor, ...],
     grad_P: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor, Tensor],
+    moments: Sequence[Tensor],
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
     seed: Tensor | None = None,
+    **settings: Unpack[Settings],
 ) -> None:
     """Update weight and moments in place as ``adamw_int8_`` and ``adamw_int8_rounded_`` do.
 
-    Args:
-        weight: One (P,) float32 or bfloat16 tensor, or int8 codes and their scales; contiguous.
-        grad_P: (P,) float32, bfloat16 or float16.
-        moments: m_codes, m_scale, v_codes, v_scale.
-        lr: Learning rate.
-        betas: Decay of the moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, multiplied by ``lr``.
-        step: From 1.
-        seed: (1,) int64, of weights that are not float32.
+    The weight is one (P,) float32 or bfloat16 tensor, or int8 codes and their scales; contiguous. ``grad_P`` is (P,)
+    float32, bfloat16 or float16; ``seed`` is (1,) int64, of weights that are not float32.
     """
+    lr, betas, eps, step = settings["lr"], settings["betas"], settings["eps"], settings["step"]
     values, scales = weight if len(weight) == 2 else (weight[0], None)
     if values.numel():  # CUDA refuses an empty grid
         maps = (map_values(values.device, signed=signed) for signed in (True, False))
         correction1, correction2 = 1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step)
-        with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(values):
             adamw_int8_kernel[(triton.cdiv(num_groups(values.numel()), ROWS),)](
                 values, scales, grad_P.contiguous(), *moments, *maps, seed,
-                1 - lr * weight_decay, lr / correction1, 1 / correction2, *betas, eps, values.numel(),
+                1 - lr * settings["weight_decay"], lr / correction1, 1 / correction2, *betas, eps, values.numel(),
                 ROWS=ROWS, num_warps=NUM_WARPS,
             )  # fmt: skip
+
+
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return every kind of weights and gradients; lengths are multiples of 16."""
+    floats = ("m_scale_ptr", "v_scale_ptr", "signed_map_ptr", "unsigned_map_ptr")
+    scalars = ("decay", "step_size", "inverse_root", "beta1", "beta2", "eps")
+    shared = {"m_codes_ptr": "*u8", "v_codes_ptr": "*u8", "numel": "i32"}
+    shared |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(scalars, "fp32")
+    weights = {
+        "fp32": {"weight_ptr": "*fp32"},
+        "bf16": {"weight_ptr": "*bf16", "seed_ptr": "*i64"},
+        "int8": {"weight_ptr": "*i8", "weight_scale_ptr": "*fp32", "seed_ptr": "*i64"},
+    }
+    return [
+        CompileCase(
+            name=f"adamw_int8/{weight}/grad_{grad}",
+            kernel=adamw_int8_kernel,
+            arguments={**types, **shared, "grad_ptr": f"*{grad}"},
+            constants={name: None for name in ("weight_scale_ptr", "seed_ptr") if name not in types} | {"ROWS": ROWS},
+            num_warps=NUM_WARPS,
+        )
+        for weight, types in weights.items()
+        for grad in ("fp32", "bf16", "fp16")
+    ]

@@ -1,7 +1,7 @@
 """The dynamic 8-bit map in Triton: ``dynamic_map.quantize`` and its inverse. R groups (rows) of S = 256 elements."""
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, SLOPES
 from hybridkernels.int8_quantize.reference import SMALLEST_SCALE
@@ -12,14 +12,14 @@ _SIGNED_SLOPES, _SLOPES = tl.constexpr(SLOPES[True]), tl.constexpr(SLOPES[False]
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def decode(codes, scales, map_ptr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def decode(codes, scales, map_ptr):
     """Return the (R, S) float32 values of codes; the map's 1 KiB stays in the first-level cache."""
     return tl.load(map_ptr + codes.to(tl.int32)) * scales[:, None]
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def encode(values, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def encode(values, SIGNED: tl.constexpr):
     """Return the codes, uint8 (R, S), of the nearest values of the map, and the scales, (R,).
 
     The decade is found by three comparisons, each with a border that the ones before have chosen; the index is then

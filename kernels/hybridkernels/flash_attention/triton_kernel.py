@@ -4,16 +4,16 @@ B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the
 CUDA wheels for Linux and is imported only when a CUDA tensor asks for it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
 from torch import Tensor
 
-from hybridkernels.flash_attention.bounds import first_keys, last_queries
+from hybridkernels.ahead_of_time import CompileCase
+from hybridkernels.flash_attention.options import Options
 from hybridkernels.flash_attention.sdpa import lse_rows
-from hybridkernels.flash_attention.tiles import LaunchConfig, constants, launch_config
+from hybridkernels.flash_attention.tiles import UNSPECIALIZED, constants, launch_config
 from hybridkernels.flash_attention.triton_backward import attention_dkdv_kernel, attention_dq_kernel
 from hybridkernels.flash_attention.triton_forward import attention_kernel
 from hybridkernels.triton_launch import compute_capability
@@ -23,26 +23,6 @@ _CACHED_BYTES = 8 << 20
 """What the heads worked on at once read again and again; every card here but RTX 30xx caches more (theirs, up to 6)."""
 _LARGEST_STRIDE = 1 << 24
 """Elements between tokens, up to which the 128 rows of a tile have 32-bit offsets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What attention is besides causal."""
-
-    scale: float | None = None
-    """None: 1/sqrt(H)."""
-    softcap: float = 0.0
-    window: int = 0
-    ids_BT: Tensor | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Whether queries have a first key."""
-        return self.window > 0 or self.ids_BT is not None
-
-    def constants(self, config: LaunchConfig, head_dim: int) -> dict[str, int | float]:
-        """Return the values of the kernels' compile-time arguments."""
-        return constants(config, head_dim, scale=self.scale, softcap=self.softcap, bounded=self.bounded)
 
 
 _USUAL = Options()
@@ -61,12 +41,12 @@ def causal_attention_triton(
     if q_BTNH.numel():  # CUDA refuses an empty grid
         group, all_heads = num_heads // k_BTKH.shape[2], batch * num_heads
         config = launch_config(_capability(q_BTNH), "forward", head_dim)
-        with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(q_BTNH):
             attention_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
-                q_BTNH, k_BTKH, v_BTKH, _bounds(first_keys, q_BTNH, options), out_BTNH, lse_BNR,
+                q_BTNH, k_BTKH, v_BTKH, _first_keys(q_BTNH, options), out_BTNH, lse_BNR,
                 *_strides(q_BTNH, k_BTKH, v_BTKH),
                 num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-                **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+                **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
     return out_BTNH, lse_BNR
 
@@ -85,27 +65,26 @@ def causal_attention_backward_triton(
     num_kv_heads, rows, capability = k_BTKH.shape[2], lse_BNR.shape[2], _capability(q_BTNH)
     group, strides = num_heads // num_kv_heads, _strides(grad_BTNH, q_BTNH, k_BTKH, v_BTKH)
     delta_BNT = q_BTNH.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
-    first_BT = _bounds(first_keys, q_BTNH, options)
-    with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
+    first_BT = _first_keys(q_BTNH, options)
+    with torch.cuda.device_of(q_BTNH):
         config, all_heads = launch_config(capability, "dq", head_dim), batch * num_heads
         attention_dq_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
             grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNR, delta_BNT, dq_BTNH, *strides,
             num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         config, all_heads = launch_config(capability, "dkdv", head_dim), batch * num_kv_heads
         attention_dkdv_kernel[(all_heads * triton.cdiv(seq_len, config.block_n),)](
-            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, _bounds(last_queries, q_BTNH, options),
+            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, options.last_queries(q_BTNH) if options.is_bounded else None,
             lse_BNR, delta_BNT, dk_BTKH, dv_BTKH, *strides,
             num_kv_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, group),
-            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return dq_BTNH, dk_BTKH, dv_BTKH
 
 
-def _bounds(of: Callable[[Tensor, int, Tensor | None], Tensor], q_BTNH: Tensor, options: Options) -> Tensor | None:
-    """Return first keys or last queries, (B, T) int32; None where there are none to mind."""
-    return of(q_BTNH, options.window, options.ids_BT) if options.bounded else None
+def _first_keys(q_BTNH: Tensor, options: Options) -> Tensor | None:
+    return options.first_keys(q_BTNH) if options.is_bounded else None
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
@@ -126,3 +105,39 @@ def _heads_at_once(k_BTKH: Tensor, read_heads: int) -> int:
 
 def _capability(tensor: Tensor) -> int:
     return compute_capability(tensor.device) if tensor.is_cuda else _INTERPRETED_CAPABILITY
+
+
+_BOUNDS = frozenset({"first_ptr", "last_ptr"})
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """Return forward and both halves of backward for each head dim and 16-bit dtype, and bfloat16 variants.
+
+    Variants are packed documents and windows, and these with Gemma 2's soft cap.
+    """
+    variants = [("", dtype, head, Options()) for head in (64, 80, 96, 128) for dtype in ("bf16", "fp16")]
+    variants += [("/bounded", "bf16", head, Options(window=1)) for head in (64, 80, 96, 128, 256)]
+    variants += [("/bounded-capped", "bf16", head, Options(window=1, softcap=50.0)) for head in (128, 256)]
+    kernels = {"forward": attention_kernel, "dq": attention_dq_kernel, "dkdv": attention_dkdv_kernel}
+    return [_case(capability, name, kernel, *variant) for name, kernel in kernels.items() for variant in variants]
+
+
+def _case(
+    capability: int, name: str, kernel: triton.JITFunction, suffix: str, dtype: str, head_dim: int, options: Options
+) -> CompileCase:
+    """Return one case: strides of these head dims are multiples of 16, and fit 32 bits."""
+    config = launch_config(capability, name, head_dim)
+    values: dict[str, Any] = constants(config, head_dim, options)
+    types = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", **dict.fromkeys(_BOUNDS, "*i32")}
+    if not options.is_bounded:
+        values |= {pointer: None for pointer in _BOUNDS if pointer in kernel.arg_names}
+    arguments = [argument for argument in kernel.arg_names if argument not in values]
+    return CompileCase(
+        name=f"flash_attention/{name}/{dtype}/head{head_dim}{suffix}",
+        kernel=kernel,
+        arguments={key: types.get(key, f"*{dtype}") if key.endswith("_ptr") else "i32" for key in arguments},
+        constants=values,
+        unaligned=frozenset(UNSPECIALIZED),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

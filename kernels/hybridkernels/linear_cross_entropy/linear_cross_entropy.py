@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.linear_cross_entropy.op import cross_entropy_grad_
-from hybridkernels.linear_cross_entropy.plain import IGNORED
+from hybridkernels.linear_cross_entropy.reference import IGNORED
 
 _ROW_MULTIPLE = 64
 """Rows of logits start at multiples of 128 bytes or more: GPT-2's 50257 columns would make every access unaligned."""

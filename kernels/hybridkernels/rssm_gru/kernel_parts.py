@@ -6,12 +6,8 @@ weights are the member's own, pointers to states those of the program's first ro
 Legend: reference.py. R rows of a program; I inputs and O outputs of an affine map.
 """
 
-# Triton's language has no annotations for values in a kernel.
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 
 @triton.jit

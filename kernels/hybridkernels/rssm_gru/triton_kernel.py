@@ -8,20 +8,17 @@ cache. Products are fp32 multiply-adds: a few rows would leave tensor cores idle
 Legend: reference.py. R rows of a program; I inputs and O outputs of an affine map.
 """
 
-# Triton's language has no annotations for values in a kernel.
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-
 from collections.abc import Sequence
-from functools import cache
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.rssm_gru.kernel_parts import affine, answer, copy_rows, draw, gate, mix
 from hybridkernels.rssm_gru.reference import UNIFORM_SHARE
+from hybridkernels.triton_launch import multiprocessors
 
 NUM_WARPS = 8
 NUM_STAGES = 3
@@ -126,14 +123,8 @@ def rssm_rollout_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return means, log-variances, hidden state, classes and logits; see ``rssm_rollout``.
 
-    Args:
-        weights: In the order of ``op.WEIGHTS``; float32.
-        hidden_EBH: H, as K, Z / K and D, a power of two of at least 16.
-        classes_EBK: As hidden state, actions, uniforms and features: see ``rssm_rollout``.
-        actions_SEBA: Any strides.
-        uniforms_SEBK: In [0, 1).
-        features_EBF: Or None.
-        rows: Of a program; None: as many as suit the card.
+    Weights are float32, in the order of ``op.WEIGHTS``; H, K, Z / K and D are powers of two of at least 16. ``rows``
+    are those of a program; None: as many as suit the card.
     """
     (num_ticks, num_members, num_rows, num_actions), device = actions_SEBA.shape, hidden_EBH.device
     hidden, categoricals, (size, width) = hidden_EBH.shape[2], classes_EBK.shape[2], weights[0].shape[1:]
@@ -149,7 +140,7 @@ def rssm_rollout_triton(
             hidden=hidden, categoricals=categoricals, classes=size // categoricals, actions=num_actions,
             features=0 if features_EBF is None else features.shape[2], width=width, rows=rows,
         )  # fmt: skip
-        with torch.cuda.device_of(hidden_EBH):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(hidden_EBH):
             rssm_rollout_kernel[(num_members, triton.cdiv(num_rows, rows))](
                 hidden_EBH.contiguous(), classes_EBK.contiguous(), actions_SEBA, uniforms_SEBK.contiguous(), features,
                 *actions_SEBA.stride(), *(weight.contiguous() for weight in weights),
@@ -159,7 +150,25 @@ def rssm_rollout_triton(
     return means, log_variances, hidden_out, classes_out, logits
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the card has; of the interpreter, which has none, one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return the predictor's model by rows of a program, and by whether the first tick is seen."""
+    sizes = {"hidden": 256, "categoricals": 32, "classes": 32, "actions": 4, "width": 64}  # of hybridtrain's rssm_cell
+    types = dict.fromkeys(RUN_TIME, "i32") | dict.fromkeys(("initial_classes", "classes"), "*i64")
+    cases = {
+        f"rssm_gru/{rows}_rows/{'seen' if features else 'unseen'}": kernel_constants(
+            **sizes, features=features, rows=rows
+        )
+        for rows in TILES
+        for features in (0, 51)
+    }
+    return [
+        CompileCase(
+            name=name,
+            kernel=rssm_rollout_kernel,
+            arguments={key: types.get(key, "*fp32") for key in rssm_rollout_kernel.arg_names if key not in constants},
+            constants=constants,
+            unaligned=frozenset(RUN_TIME),
+            num_warps=NUM_WARPS,
+        )
+        for name, constants in cases.items()
+    ]

@@ -1,11 +1,7 @@
 """Parts of the Triton kernels in triton_kernel.py: sums over one chunk of moments, and features of one state."""
 
-# Triton's language has no annotations for values in a kernel.
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE
 from hybridkernels.state_encoding import reference

@@ -8,24 +8,21 @@ them in float64 in the order of the programs: results do not depend on which one
 Legend: reference.py.
 """
 
-# Triton's language has no annotations for values in a kernel.
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-
 import math
 from collections.abc import Sequence
 from functools import cache
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import map_values
+from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.state_encoding import kernel_parts, reference
 from hybridkernels.state_encoding.kernel_parts import part_of, sums_of_chunk, two_sum, write_history, write_scalars
-from hybridkernels.state_encoding.moment_table import NUM_COLUMNS, aligned, moment_table
-from hybridkernels.state_encoding.moments import Moments
+from hybridkernels.state_encoding.moments import NUM_COLUMNS, Moments, aligned, moment_table
+from hybridkernels.triton_launch import multiprocessors
 
 CHUNK, TAIL = 2048, 256
 """Elements: of a chunk, 16 a thread, which is one 16-byte load of codes, two of bfloat16 and four of float32; of the
@@ -72,15 +69,9 @@ def encode_state_kernel(losses, norms, moments, scalars, phases, loss_matrix, no
 
 @triton.jit
 def _sum_moments(
-    table,
-    num_pieces,
-    num_programs,
-    signed_map,
-    unsigned_map,
-    KINDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    table, num_pieces, num_programs, signed_map, unsigned_map,
+    KINDS: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Return this program's sums and their rounding errors, both (8,)."""
     program, slots = tl.program_id(0), tl.arange(0, 8)
     total, error = tl.zeros([8], tl.float32), tl.zeros([8], tl.float32)
@@ -168,7 +159,7 @@ def encode_state_triton(
     features = torch.empty(num_states, reference.NUM_FEATURES, device=device)
     if num_states:  # CUDA refuses an empty grid
         inputs = _plain(loss_history_NS, grad_norm_history_NS, moments_NM, scalars_NC, phases_NH)
-        with torch.cuda.device_of(loss_history_NS):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(loss_history_NS):
             encode_state_kernel[(num_states,)](*inputs, *kernel_matrices(device), features, num_warps=NUM_WARPS)
     return features
 
@@ -197,13 +188,13 @@ def _launch(moments: Sequence[Moments], states: tuple[Tensor, ...] | None) -> tu
     num_states = 0 if states is None else states[0].shape[0]
     features = torch.empty(num_states, reference.NUM_FEATURES, device=device)
     sums = torch.empty(8, dtype=torch.float64, device=device)
-    num_programs = max(1, min(table.num_chunks, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)))
+    num_programs = max(1, min(table.num_chunks, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device)))
     partials = torch.empty(num_programs, _PARTIALS, device=device)
     signed_map, unsigned_map = (map_values(device, signed=signed) for signed in (True, False))
     # Without states, tensors that no one reads.
     inputs = (features,) * 4 if states is None else _plain(*states)
     finished = torch.zeros(1, dtype=torch.int32, device=device)  # of this launch alone: streams and graphs overlap
-    with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(sums):
         training_state_kernel[(num_programs,)](
             table.rows, signed_map, unsigned_map, partials, finished, sums, *inputs,
             *kernel_matrices(device), features, len(moments), table.num_elements, table.num_slow, num_states,
@@ -226,7 +217,34 @@ def kernel_matrices(device: torch.device) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the card has; of the interpreter, which has none, one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return features alone, and sums with and without them by kinds of moments.
+
+    Kinds are those of all moments of a model: with an 8-bit optimizer small tensors stay float32, and histories have a
+    codec of their own.
+    """
+    kernel, names = training_state_kernel, {False: "moment_statistics", True: "training_state"}
+    kinds = {"fp32": 1, "bf16": 2, "fp32_and_bf16": 3, "fp32_and_codes": 5, "all": 7}
+    types = {"table": "*i64", "counter": "*i32", "sums_out": "*fp64", **dict.fromkeys(RUN_TIME, "i32")}
+    cases = {
+        f"{names[has_states]}/{name}": kernel_constants(bits, has_states=has_states)
+        for name, bits in kinds.items()
+        for has_states in (False, True)
+    }
+    alone = CompileCase(
+        name="state_encoding/encode_state",
+        kernel=encode_state_kernel,
+        arguments=dict.fromkeys(encode_state_kernel.arg_names, "*fp32"),
+        num_warps=NUM_WARPS,
+    )
+    return [alone] + [
+        CompileCase(
+            name=f"state_encoding/{name}",
+            kernel=kernel,
+            arguments={key: types.get(key, "*fp32") for key in kernel.arg_names if key not in constants},
+            constants=constants,
+            unaligned=frozenset(RUN_TIME),
+            num_warps=NUM_WARPS,
+        )
+        for name, constants in cases.items()
+    ]

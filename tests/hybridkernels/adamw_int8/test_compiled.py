@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton: 
 def test_all_of_an_update_stays_in_registers(weight: str, capability: int) -> None:
     import triton  # noqa: PLC0415  optional
 
-    from hybridkernels.adamw_int8.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.adamw_int8.triton_kernel import compile_cases  # noqa: PLC0415
     from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415
 
     (case,) = [case for case in compile_cases(capability) if case.name == f"adamw_int8/{weight}/grad_bf16"]

@@ -7,10 +7,9 @@ import pytest
 if find_spec("triton") is None:
     pytest.skip("no triton: its kernels cannot be built", allow_module_level=True)
 
-from hybridkernels.ahead_of_time import compile_ahead
-from hybridkernels.compile_case import CAPABILITIES, CompileCase
-from hybridkernels.flash_attention.compile_cases import compile_cases
+from hybridkernels.ahead_of_time import CAPABILITIES, CompileCase, compile_ahead
 from hybridkernels.flash_attention.tiles import launch_config
+from hybridkernels.flash_attention.triton_kernel import compile_cases
 
 
 def case(name: str, capability: int) -> CompileCase:

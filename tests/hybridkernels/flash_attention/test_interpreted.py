@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridkernels.flash_attention import causal_attention, op, triton_kernel
+from hybridkernels.flash_attention.options import Options
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from hybridkernels.flash_attention.tiles import LaunchConfig, head_widths
-from hybridkernels.flash_attention.triton_kernel import (
-    Options,
-    causal_attention_backward_triton,
-    causal_attention_triton,
-)
+from hybridkernels.flash_attention.triton_kernel import causal_attention_backward_triton, causal_attention_triton
 from numerics import assert_bitwise, assert_error_bound
 
 OP = torch.ops.hybridkernels.causal_attention.default
@@ -290,9 +287,9 @@ def test_heads_are_cut_into_powers_of_two(head_dim: int, widths: tuple[int, int]
 
 
 def test_the_op_for_cuda_hands_over_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_provider", lambda _: "triton")
+    monkeypatch.setattr(op, "_provider", lambda *_: "triton")
     q, k, v, grad = random_inputs((1, 20, 2, 1, 16), torch.float16)
-    out, lse = op._attention_cuda(q, k, v)
-    grads = op._attention_backward_cuda(grad, q, k, v, out, lse)
+    out, lse = op._cuda(q, k, v)
+    grads = op._cuda_backward(grad, q, k, v, out, lse)
     for tensor, expected in zip((out, *grads), ours(q, k, v, grad).values(), strict=True):
         assert_bitwise(tensor, expected)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels.geglu.triton_kernel import geglu_backward_triton, geglu_triton
+from hybridkernels.gated import _run_triton
+from hybridkernels.geglu.triton_kernel import geglu_backward_kernel, geglu_kernel
 from numerics import assert_error_bound
 
 NAMES = ("out", "grad_gate", "grad_up")
@@ -27,7 +28,7 @@ def torchs_results(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]
 
 
 def kernels_results(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    return geglu_triton(gate, up), *geglu_backward_triton(gate, up, grad)
+    return *_run_triton(geglu_kernel, gate, up), *_run_triton(geglu_backward_kernel, gate, up, grad)
 
 
 def assert_as_exact_as_torch(case: tuple[Tensor, Tensor, Tensor]) -> None:

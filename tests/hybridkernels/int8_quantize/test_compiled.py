@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton: 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_rounding_at_random_stays_in_registers(capability: int) -> None:
     from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415  optional
-    from hybridkernels.int8_quantize.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.int8_quantize.triton_kernel import compile_cases  # noqa: PLC0415
 
     (case,) = [case for case in compile_cases(capability) if case.name == "int8_quantize/bf16/stochastic/dynamic"]
     found = compile_ahead(case, capability)

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from hybridkernels.compile_case import CAPABILITIES
-
 if find_spec("triton") is None:
     pytest.skip("no triton: nothing can be compiled", allow_module_level=True)
 
-from hybridkernels.ahead_of_time import compile_ahead, compile_cases
+from hybridkernels.ahead_of_time import CAPABILITIES, compile_ahead, compile_cases
 
 CASES = list(compile_cases(90, ("linear_cross_entropy",)))
 

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton: 
 
 def test_nothing_is_spilled_and_two_tiles_of_weights_are_on_their_way() -> None:
     from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415  needs triton
-    from hybridkernels.rssm_gru.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.rssm_gru.triton_kernel import compile_cases  # noqa: PLC0415
 
     cases = compile_cases(80)
     assert {case.constants["ROWS"] for case in cases} == {1, 4}

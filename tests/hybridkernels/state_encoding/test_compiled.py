@@ -15,7 +15,7 @@ REGISTERS = 65_536
 )
 def test_nothing_is_spilled_and_a_multiprocessor_holds_several_programs(name: str, programs: int) -> None:
     from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415  needs triton
-    from hybridkernels.state_encoding.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.state_encoding.triton_kernel import compile_cases  # noqa: PLC0415
 
     (case,) = (case for case in compile_cases(80) if case.name == f"state_encoding/{name}")
     resources = compile_ahead(case, 80)

@@ -25,7 +25,7 @@ def compile_kernel(kernel_name: str, dtype: str, numel: str, capability: int) ->
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    from hybridkernels.swiglu.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.swiglu.triton_kernel import compile_cases  # noqa: PLC0415
 
     (case,) = [case for case in compile_cases(capability) if case.name == f"swiglu/{kernel_name}/{dtype}"]
     source = ASTSource(
@@ -63,7 +63,7 @@ def test_offsets_have_64_bits(kernel_name: str, numel: str) -> None:
 @KERNELS
 def test_no_register_is_spilled(kernel_name: str) -> None:
     from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415  optional
-    from hybridkernels.swiglu.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.swiglu.triton_kernel import compile_cases  # noqa: PLC0415
 
     (case,) = [case for case in compile_cases(80) if case.name == f"swiglu/{kernel_name}/bf16"]
     found = compile_ahead(case, 80)

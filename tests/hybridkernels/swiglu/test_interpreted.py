@@ -5,14 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels.swiglu.triton_kernel import (
-    BLOCK,
-    launch,
-    swiglu_backward_kernel,
-    swiglu_backward_triton,
-    swiglu_kernel,
-    swiglu_triton,
-)
+from hybridkernels.gated import _run_triton
+from hybridkernels.swiglu.triton_kernel import BLOCK, launch, swiglu_backward_kernel, swiglu_kernel
 from numerics import assert_error_bound
 
 NAMES = ("out", "grad_gate", "grad_up")
@@ -35,7 +29,7 @@ def torchs_results(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]
 
 
 def kernels_results(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    return swiglu_triton(gate, up), *swiglu_backward_triton(gate, up, grad)
+    return *_run_triton(swiglu_kernel, gate, up), *_run_triton(swiglu_backward_kernel, gate, up, grad)
 
 
 def assert_as_exact_as_torch(case: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels import gated_plain
+from hybridkernels import gated
 from hybridkernels.swiglu import swiglu
 from hybridkernels.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from numerics import assert_bitwise, assert_error_bound
@@ -47,7 +47,7 @@ def exact_results(*tensors: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_plain, "_CHUNK_ELEMENTS", {"cpu": 100})
+    monkeypatch.setattr(gated, "_CHUNK_ELEMENTS", {"cpu": 100})
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)

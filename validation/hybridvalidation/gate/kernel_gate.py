@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
-from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
-from hybridkernels.compile_case import CAPABILITIES
+from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, KernelResources, compile_ahead, compile_cases
 from hybridtrain.config.rules import young
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.gate.baseline_file import read_baseline
