@@ -10,9 +10,17 @@ import torch
 from hybridtrain.config.encode import encode
 from hybridvalidation.card_session.ceilings import read_driver
 from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
-from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
 from hybridvalidation.kernel_bench.case import Mode
-from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices
+from hybridvalidation.kernel_bench.compare import (
+    CHOICES,
+    Choice,
+    SpeedCheck,
+    Undecided,
+    accept_speed,
+    check_speed,
+    choose,
+    write_choices,
+)
 from hybridvalidation.kernel_bench.record import (
     KERNELS_FILE,
     KernelRecord,
@@ -58,7 +66,7 @@ class BenchOrder:
 
 @dataclass(slots=True)
 class BenchReport:
-    """What was found and written."""
+    """Records, what they decide, and the files written."""
 
     outcome: BenchOutcome
     evidence: Sequence[EvidenceRecord]
@@ -81,7 +89,7 @@ class BenchReport:
 
     @property
     def exit_code(self) -> int:
-        """1 when a provider of ours is wrong or failed, or the card was lost; else what the comparison says."""
+        """1 when a provider of ours is wrong or failed, or the card was lost; else that of the comparison."""
         if self.faults or self.outcome.lost_card:
             return 1
         return 0 if self.check is None or self.is_accepted else int(self.check.exit_code)
@@ -102,7 +110,7 @@ class BenchReport:
 
     def as_text(self) -> str:
         """Return a table for each card, then what is missing, wrong, slower and chosen."""
-        records, outcome = self.outcome.records, self.outcome
+        records, lost_card, not_run = self.outcome.records, self.outcome.lost_card, self.outcome.not_run
         parts = [
             f"{card} ({'measured' if of_card[0].is_on_card else 'executed'})\n"
             f"{case_table(of_card, card_peaks(card, self.evidence), TERMINAL)}"
@@ -110,28 +118,25 @@ class BenchReport:
             if (of_card := [record for record in records if record.card == card])
         ]
         parts.append("\n".join(absent_lines(records)) or "every provider was timed")
-        if outcome.lost_card:
+        if lost_card:
             parts.append(
-                f"the card stopped answering after {outcome.lost_card}: a kernel may have written where it must not; "
+                f"the card stopped answering after {lost_card}: a kernel may have written where it must not; "
                 f"run the rest with --only, without that op"
             )
-        if outcome.not_run:
-            parts.append(f"not run: {len(outcome.not_run)} cases ({', '.join(outcome.not_run)}); give more --minutes")
-        parts += [*self.faults, *self._findings()]
+        if not_run:
+            parts.append(f"not run: {len(not_run)} cases ({', '.join(not_run)}); give more --minutes")
+        parts += self.faults
+        if self.check is not None:
+            for found in self.check.findings:
+                parts.append(
+                    f"{found.exit.name.lower()}: {found.case} {found.provider} {found.message}".replace("  ", " ")
+                )
+            code, compared, new = self.check.exit_code.name.lower(), self.check.num_compared, self.check.num_new
+            parts.append(f"check: {code}, {compared} times compared, {new} new")
         parts += [f"chosen: {row.op} on {row.card}: {row.provider}" for row in self.chosen]
         parts += [f"default order kept: {row.op} on {row.card}: {row.reason}" for row in self.undecided]
         parts.append(f"written: {', '.join(path.as_posix() for path in self.files) or 'nothing'}")
         return "\n\n".join(parts)
-
-    def _findings(self) -> list[str]:
-        if self.check is None:
-            return []
-        found = [
-            f"{finding.exit.name.lower()}: {finding.case} {finding.provider} {finding.message}".replace("  ", " ")
-            for finding in self.check.findings
-        ]
-        code, compared, new = self.check.exit_code.name.lower(), self.check.num_compared, self.check.num_new
-        return [*found, f"check: {code}, {compared} times compared, {new} new"]
 
 
 def bench_kernels(
@@ -144,27 +149,22 @@ def bench_kernels(
         RecordError: a record file is damaged.
     """
     require_names(order.only, order.modes)
-    folder = results / "records"
-    earlier, evidence = read_kernels(folder), read_evidence(folder)  # a damaged file is told now, not after the run
-    if order.recorded:
-        outcome = _recorded(order, earlier)
-    else:
-        made = list(earlier)
+    folder, baselines = results / "records", results / "baselines"
+    known, evidence = read_kernels(folder), read_evidence(folder)  # a damaged file is told now, not after the run
 
-        def on_record(record: KernelRecord) -> None:
-            append_kernel(folder, record)
-            made.append(record)
-            write_kernels(made, results, evidence, targets)
+    def on_record(record: KernelRecord) -> None:
+        append_kernel(folder, record)
+        known.append(record)
+        write_kernels(known, results, evidence, targets)
 
-        outcome = _measure(order, on_record, say)
+    outcome = _recorded(order, known) if order.recorded else _measure(order, on_record, say)
     found = BenchReport(outcome, evidence, order.accept)
-    known = read_kernels(folder)
-    found.files += [folder / KERNELS_FILE] if found.outcome.records and not order.recorded else []
+    found.files += [folder / KERNELS_FILE] if outcome.records and not order.recorded else []
     found.files += write_kernels(known, results, evidence, targets)
     if order.check:
-        found.check = check_speed(found.outcome.records, results / "baselines")
+        found.check = check_speed(outcome.records, baselines)
     if order.accept:
-        found.files += accept_speed(found.outcome.records, results / "baselines")
+        found.files += accept_speed(outcome.records, baselines)
     if order.choose:
         found.chosen, found.undecided = choose(known)
         write_choices(found.chosen, found.undecided, CHOICES)
@@ -186,13 +186,9 @@ def _measure(order: BenchOrder, on_record: Callable[[KernelRecord], None], say: 
     return run_cases(bench, cases, limit_s=order.limit_s)
 
 
-def _recorded(order: BenchOrder, earlier: Sequence[KernelRecord]) -> BenchOutcome:
-    wanted = [
-        record
-        for record in newest_kernels(earlier)
-        if record.op in (order.only or OPS) and record.mode in (order.modes or list(Mode))
-    ]
-    return BenchOutcome(records=wanted)
+def _recorded(order: BenchOrder, known: Sequence[KernelRecord]) -> BenchOutcome:
+    ops, modes = order.only or OPS, order.modes or list(Mode)
+    return BenchOutcome([record for record in newest_kernels(known) if record.op in ops and record.mode in modes])
 
 
 def package_version(package: str) -> str:

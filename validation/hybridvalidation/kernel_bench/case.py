@@ -7,7 +7,6 @@ that does the work once and returns what it made, so that the first call can be 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -127,13 +126,22 @@ def trained(function: Function, mode: Mode) -> Setup:
     return setup
 
 
+def writing(work: Callable[[], object], *outputs: Tensor) -> Run:
+    """Return a run of an op that works in place, with the tensors that it writes."""
+
+    def run() -> Tensors:
+        work()
+        return outputs
+
+    return run
+
+
 def widened(setup: Setup, dtype: torch.dtype) -> Setup:
     """Return a setup that works on copies of the inputs in ``dtype``."""
 
     def wide(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        is_exact = not tensor.is_floating_point()
+        return tensor if is_exact else tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
     def wide_setup(inputs: Inputs) -> Run:
         grad = None if inputs.grad is None else wide(inputs.grad)
@@ -175,12 +183,7 @@ def own_providers(
 ) -> tuple[Provider, ...]:
     """Return the providers among which an op of ours chooses on CUDA, and its only one on the CPU.
 
-    Args:
-        key: Of the op in choices.toml.
-        kernel: Folder in hybridkernels.
-        setup: Of the op.
-        device: Where it will run.
-        others: Choosable ones besides ``triton``.
+    ``key`` is the op's in choices.toml, ``kernel`` its folder in hybridkernels, ``others`` those besides ``triton``.
     """
     if device.type != "cuda":
         gone = [
@@ -202,19 +205,17 @@ def needs_card(device: torch.device) -> str:
 
 def needs_triton(kernel: str) -> str:
     """Return why the Triton kernel of a folder in hybridkernels is missing on this machine with a card."""
-    if not has_module(f"hybridkernels.{kernel}.triton_kernel"):
+    if not _has_module(f"hybridkernels.{kernel}.triton_kernel"):
         return f"hybridkernels.{kernel} has no Triton kernel"
     return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
 
 
 def needs_package(package: str, device: torch.device) -> str:
     """Return why a provider from a package for CUDA is missing."""
-    if not has_module(package):
-        return f"{package} is not installed"
-    return needs_card(device)
+    return needs_card(device) if _has_module(package) else f"{package} is not installed"
 
 
-def has_module(name: str) -> bool:
+def _has_module(name: str) -> bool:
     """Say whether a module can be found, without importing it."""
     try:
         return find_spec(name) is not None
@@ -264,12 +265,7 @@ def model_batches(device: torch.device, *, family: str = "", quick: bool = False
 
 
 class Maker:
-    """Makes random tensors, the same ones for every provider of a case.
-
-    Args:
-        device: Where tensors go.
-        dtype: Of those that name none.
-    """
+    """Makes random tensors on a device, the same ones for every provider of a case; ``dtype`` is that of most."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -288,21 +284,3 @@ class Maker:
     def integers(self, *shape: int, below: int) -> Tensor:
         """Return int64 numbers from 0."""
         return torch.randint(below, shape, generator=self._generator, device=self._device)
-
-
-def liger(module: str, function: str, *args: object) -> Tensor:
-    """Return what an autograd function of Liger gives; of several outputs the first."""
-    found = getattr(import_module(f"liger_kernel.ops.{module}"), function).apply(*args)
-    out: Tensor = found[0] if isinstance(found, tuple) else found
-    return out
-
-
-def liger_provider(function: Function, mode: Mode, device: torch.device) -> Provider:
-    """Return the provider of a function that calls Liger; on copies: its backward passes write over their inputs."""
-    setup = trained(function, mode)
-
-    def copied_setup(inputs: Inputs) -> Run:
-        args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in inputs.args)
-        return setup(Inputs(args, None if inputs.grad is None else inputs.grad.clone()))
-
-    return Provider(name="liger", setup=copied_setup, missing=needs_package("liger_kernel", device))

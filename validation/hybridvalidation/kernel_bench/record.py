@@ -1,6 +1,6 @@
 """The record of one benchmark case: what every provider took, or why it took no part. Bytes are integers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,10 @@ class KernelRecord(Record):
             if result.outcome is Outcome.OK and result.times is not None
         ]
         return sorted(found, key=lambda pair: pair[1].q50_s)
+
+    def fastest(self, wanted: Callable[[ProviderResult], bool]) -> tuple[ProviderResult, Times] | None:
+        """Return the fastest of the wanted providers that ended well."""
+        return next((pair for pair in self.timed() if wanted(pair[0])), None)
 
 
 def append_kernel(records: Path, record: KernelRecord) -> Path:

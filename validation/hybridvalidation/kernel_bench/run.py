@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridvalidation.kernel_bench.attention import attention_cases
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Tensors
-from hybridvalidation.kernel_bench.elementwise import elementwise_cases
-from hybridvalidation.kernel_bench.int8 import int8_cases
-from hybridvalidation.kernel_bench.loss import loss_cases
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
-from hybridvalidation.kernel_bench.state import state_cases
+from hybridvalidation.kernel_bench.state_ops import state_cases
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
+from hybridvalidation.kernel_bench.training_ops import training_cases
 from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.program import program_digest
@@ -30,22 +27,22 @@ OPS = (
     "state_encoding", "moment_statistics", "int8_quantize", "int8_dequantize", "rms_norm", "layer_norm", "rotary",
 )  # fmt: skip
 """By the share of a step that hangs on their speed, and by how little is known of it."""
-
-_MAKERS: tuple[Callable[..., Iterable[KernelCase]], ...] = (
-    attention_cases, loss_cases, int8_cases, elementwise_cases, state_cases
-)  # fmt: skip
+_MAKERS: tuple[Callable[..., Iterable[KernelCase]], ...] = (training_cases, state_cases)
 _MODE_ORDER = (Mode.BOTH, Mode.FORWARD, Mode.BACKWARD)
 """Both decides the choice of a provider."""
+CASE_BUDGET_S = 1.0
+"""For the samples of a case; checking and compiling come on top."""
+QUICK_BUDGET_S = 0.25
+CASE_ESTIMATE_S = 8.0
+"""What a case may take in all before the first one has been seen: compilers run."""
+_CANNOT_RUN = "cannot run here"
+"""In the error of an op that is made to take a provider it does not have (hybridkernels.provider)."""
 
 
 def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str], quick: bool) -> list[KernelCase]:
     """Return the cases of a device: first one of each op, then the rest, op by op in the order of ``OPS``.
 
-    Args:
-        device: Where they will run.
-        only: Ops; empty: all.
-        modes: Empty: all.
-        quick: One shape of each op.
+    ``only`` are ops and ``modes`` modes, empty: all; ``quick`` leaves one shape of each op.
 
     Raises:
         ConfigError: as ``require_names``.
@@ -84,10 +81,10 @@ class Bound:
 class Judgement:
     """The output nearest to its bound, or furthest beyond it; errors over the largest value of the truth."""
 
-    error: float
-    allowed: float
-    is_right: bool
+    error: float = 0.0
+    allowed: float = 0.0
     message: str = ""
+    """Why it is wrong; empty: it is right."""
 
 
 def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[Bound, ...]:
@@ -101,45 +98,6 @@ def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[Bound, ...]:
     return tuple(_bound(truth, same, case.floor) for truth, same in zip(exact, plain, strict=True))
 
 
-def call(case: KernelCase, run: Run) -> Tensors:
-    """Return what is judged of the outputs of the last of the calls after which a case is checked."""
-    for _ in range(case.checked_calls - 1):
-        run()
-    return case.seen(run())
-
-
-def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
-    """Return whether all outputs are within their bounds."""
-    if len(outputs) != len(bounds):
-        return Judgement(0.0, 0.0, is_right=False, message=f"{len(outputs)} outputs, {len(bounds)} expected")
-    worst: tuple[float, Judgement] | None = None
-    for place, (output, bound) in enumerate(zip(outputs, bounds, strict=True)):
-        if output.shape != bound.exact.shape:
-            shapes = f"{tuple(output.shape)}, expected {tuple(bound.exact.shape)}"
-            return Judgement(0.0, 0.0, is_right=False, message=f"output {place} has shape {shapes}")
-        error = largest_difference(output, bound.exact)
-        if not error < float("inf"):
-            return Judgement(0.0, 0.0, is_right=False, message=f"output {place} is not finite")
-        scale = bound.largest or 1.0
-        found = Judgement(
-            error / scale, bound.allowed / scale, error <= bound.allowed,
-            "" if error <= bound.allowed else f"output {place}: error {error:.3g} is above {bound.allowed:.3g}",
-        )  # fmt: skip
-        share = error / bound.allowed if bound.allowed else float(error > 0)
-        if worst is None or share > worst[0]:
-            worst = (share, found)
-    assert worst is not None, "a case has an output"
-    return worst[1]
-
-
-def largest_difference(actual: Tensor, exact: Tensor) -> float:
-    """Return the largest absolute difference; NaN stays NaN."""
-    if not actual.numel():
-        return 0.0
-    wide = torch.promote_types(exact.dtype, torch.float32)
-    return float((actual.detach().to(exact.device, wide) - exact.to(wide)).abs_().max())
-
-
 def _bound(truth: Tensor, same: Tensor, floor: float | None) -> Bound:
     largest = float(truth.abs().max()) if truth.numel() else 0.0
     error = largest_difference(same, truth)
@@ -150,13 +108,37 @@ def _bound(truth: Tensor, same: Tensor, floor: float | None) -> Bound:
     return Bound(truth.detach(), largest, 2 * error + floor * largest)
 
 
-CASE_BUDGET_S = 1.0
-"""For the samples of a case; checking and compiling come on top."""
-QUICK_BUDGET_S = 0.25
-CASE_ESTIMATE_S = 8.0
-"""What a case may take in all before the first one has been seen: compilers run."""
-_CANNOT_RUN = "cannot run here"
-"""What an op says that is made to take a provider it does not have (hybridkernels.provider)."""
+def call(case: KernelCase, run: Run) -> Tensors:
+    """Return what is judged of the outputs of the last of the calls after which a case is checked."""
+    for _ in range(case.checked_calls - 1):
+        run()
+    return case.seen(run())
+
+
+def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
+    """Return whether all outputs are within their bounds."""
+    if len(outputs) != len(bounds):
+        return Judgement(message=f"{len(outputs)} outputs, {len(bounds)} expected")
+    found: list[tuple[float, Judgement]] = []
+    for place, (output, bound) in enumerate(zip(outputs, bounds, strict=True)):
+        if output.shape != bound.exact.shape:
+            shapes = f"{tuple(output.shape)}, expected {tuple(bound.exact.shape)}"
+            return Judgement(message=f"output {place} has shape {shapes}")
+        error, scale = largest_difference(output, bound.exact), bound.largest or 1.0
+        if not error < float("inf"):
+            return Judgement(message=f"output {place} is not finite")
+        message = "" if error <= bound.allowed else f"output {place}: error {error:.3g} is above {bound.allowed:.3g}"
+        share = error / bound.allowed if bound.allowed else float(error > 0)
+        found.append((share, Judgement(error / scale, bound.allowed / scale, message)))
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def largest_difference(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest absolute difference; NaN stays NaN."""
+    if not actual.numel():
+        return 0.0
+    wide = torch.promote_types(exact.dtype, torch.float32)
+    return float((actual.detach().to(exact.device, wide) - exact.to(wide)).abs_().max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +157,40 @@ class Bench:
     now: Callable[[], float] = time.perf_counter
     stopwatch: Callable[[Clock, torch.device], Stopwatch] = make_stopwatch
 
+    @property
+    def on_card(self) -> bool:
+        """Whether a CUDA card is timed."""
+        return self.device.type == "cuda"
+
+    def card_answers(self) -> bool:
+        """Say whether the card's context still works; after an access out of bounds nothing does."""
+        try:
+            if self.on_card:
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def free(self) -> None:
+        """Give cached memory back: the next provider finds what the first one found."""
+        if self.on_card and self.card_answers():
+            torch.cuda.empty_cache()
+
+    def peak_bytes(self, run: Run) -> int | None:
+        """Return the most bytes that a call holds besides what stands before; None on a processor."""
+        if not self.on_card:
+            return None
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return int(torch.cuda.max_memory_allocated(self.device) - before)
+
 
 @dataclass(slots=True)
 class BenchOutcome:
-    """What came of it."""
+    """Records made, and what is missing."""
 
     records: list[KernelRecord] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
@@ -189,21 +201,19 @@ class BenchOutcome:
 
 def run_cases(bench: Bench, cases: Sequence[KernelCase], *, limit_s: float) -> BenchOutcome:
     """Run cases in their order until ``limit_s`` is over; each record is handed on before the next case begins."""
-    outcome, begin, longest = BenchOutcome(), bench.now(), CASE_ESTIMATE_S
+    outcome, begin, longest = BenchOutcome(), bench.now(), 0.0
     for place, case in enumerate(cases):
         left = limit_s - (bench.now() - begin)
-        if left < (longest if outcome.records else 0.0):
+        if outcome.lost_card or left < longest:
             outcome.not_run = [later.name for later in cases[place:]]
             break
         bench.say(f"[{place + 1}/{len(cases)}, {left:.0f} s left] {case.name}")
         record = run_case(bench, case)
         bench.on_record(record)
         outcome.records.append(record)
-        longest = max(_longest(outcome.records), min(CASE_ESTIMATE_S, 0.1 * limit_s))
-        if not _card_answers(bench.device):
-            outcome.lost_card = case.name
-            outcome.not_run = [later.name for later in cases[place + 1 :]]
-            break
+        recent = (earlier.duration_s for earlier in outcome.records[-5:])
+        longest = max(*recent, min(CASE_ESTIMATE_S, 0.1 * limit_s))
+        outcome.lost_card = "" if bench.card_answers() else case.name
     return outcome
 
 
@@ -214,14 +224,13 @@ def run_case(bench: Bench, case: KernelCase) -> KernelRecord:
         results = _measure(bench, case)
     except Exception as error:  # noqa: BLE001  inputs or definition: no provider can be judged
         results = [_result(provider, Outcome.ERROR, f"not judged: {_text(error)}") for provider in case.providers]
-    _free(bench.device)
-    clock = case.clock if bench.device.type == "cuda" else Clock.WALL  # a processor has no other
+    bench.free()
     return KernelRecord(
-        key=f"{case.name}, {bench.card}", program=program_digest(),
-        op=case.op, choice=case.key, shape=case.shape, dtype=case.dtype, mode=case.mode, clock=clock,
+        key=f"{case.name}, {bench.card}", program=program_digest(), op=case.op, choice=case.key, shape=case.shape,
+        dtype=case.dtype, mode=case.mode, clock=case.clock if bench.on_card else Clock.WALL,  # a processor has no other
         num_bytes=case.num_bytes, flops=case.flops, uses_tensor_cores=case.uses_tensor_cores, results=tuple(results),
         card=bench.card, driver=bench.driver, triton=bench.triton,
-        evidence=Evidence.MEASURED if bench.device.type == "cuda" else Evidence.EXECUTED, started_at=started_at,
+        evidence=Evidence.MEASURED if bench.on_card else Evidence.EXECUTED, started_at=started_at,
         duration_s=bench.now() - begin, environment=bench.environment,
     )  # fmt: skip
 
@@ -229,16 +238,15 @@ def run_case(bench: Bench, case: KernelCase) -> KernelRecord:
 def _measure(bench: Bench, case: KernelCase) -> list[ProviderResult]:
     inputs = case.make_inputs(bench.device)
     bounds = make_bounds(case, inputs)
-    _free(bench.device)
+    bench.free()
     stopwatch = bench.stopwatch(case.clock, bench.device)
     results: dict[str, ProviderResult] = {}
     runs: dict[str, Run] = {}
     for provider in case.providers:
-        result, run = _prepare(bench, case, provider, inputs, bounds, stopwatch)
-        results[provider.name] = result
+        results[provider.name], run = _prepare(bench, case, provider, inputs, bounds, stopwatch)
         if run is not None:
             runs[provider.name] = run
-        _free(bench.device)
+        bench.free()
 
     def on_fault(name: str, error: Exception) -> None:
         results[name] = replace(results[name], outcome=Outcome.ERROR, message=_text(error))
@@ -256,49 +264,15 @@ def _prepare(
     try:
         run = provider.setup(inputs)
         verdict = judge(call(case, run), bounds)
-        found = replace(
-            _result(provider, Outcome.OK, verdict.message), error=verdict.error, allowed_error=verdict.allowed
-        )
-        if not verdict.is_right:
-            return replace(found, outcome=Outcome.WRONG), None
+        outcome = Outcome.WRONG if verdict.message else Outcome.OK
+        found = replace(_result(provider, outcome, verdict.message), error=verdict.error, allowed_error=verdict.allowed)
+        if verdict.message:
+            return found, None
         stopwatch.warm_up(run)
-        return replace(found, peak_bytes=_peak_bytes(bench.device, run)), run
+        return replace(found, peak_bytes=bench.peak_bytes(run)), run
     except Exception as error:  # noqa: BLE001  libraries fail in many ways; the others go on
         is_missing = isinstance(error, ImportError) or (isinstance(error, ValueError) and _CANNOT_RUN in str(error))
-        outcome = Outcome.SKIPPED if is_missing else Outcome.ERROR
-        return _result(provider, outcome, _text(error)), None
-
-
-def _peak_bytes(device: torch.device, run: Run) -> int | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - before)
-
-
-def _free(device: torch.device) -> None:
-    """Give cached memory back: the next provider finds what the first one found."""
-    if device.type == "cuda" and _card_answers(device):
-        torch.cuda.empty_cache()
-
-
-def _card_answers(device: torch.device) -> bool:
-    """Whether the card's context still works; after an access out of bounds nothing does."""
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _longest(records: Sequence[KernelRecord]) -> float:
-    return max(record.duration_s for record in records[-5:])
+        return _result(provider, Outcome.SKIPPED if is_missing else Outcome.ERROR, _text(error)), None
 
 
 def _result(provider: Provider, outcome: Outcome, message: str) -> ProviderResult:

@@ -29,31 +29,26 @@ def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelReco
     """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
     found = []
     for record in records:
-        timed = record.timed()
-        ours = next((times for result, times in timed if result.is_ours), None)
-        processor = next((times for result, times in timed if result.provider == _ON_PROCESSOR), None)
+        ours = record.fastest(lambda result: result.is_ours)
+        processor = record.fastest(lambda result: result.provider == _ON_PROCESSOR)
         if record.is_on_card and ours is not None and processor is not None:
-            found.append((record, processor.q50_s / ours.q50_s))
+            found.append((record, processor[1].q50_s / ours[1].q50_s))
     return found
 
 
 def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
     """Return one verdict a target, by its slowest case; unproven without a card's record."""
-    speedups = processor_speedups(records)
-    verdicts = []
+    speedups, verdicts = processor_speedups(records), []
     for name, op in SPEEDUPS.items():
-        if name not in targets:
-            continue
         cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
-        metric = None
-        if cases:
-            factor, shape = min(cases)
-            metric = Metric(factor, Evidence.MEASURED, "x", remark=f"{shape}; the least of {len(cases)} shapes")
-        verdicts.append(judge_metric(targets[name], op, metric, missing="no record of a CUDA card"))
+        factor, shape = min(cases, default=(0.0, ""))
+        remark = f"{shape}; the least of {len(cases)} shapes"
+        metric = Metric(factor, Evidence.MEASURED, "x", remark=remark) if cases else None
+        if name in targets:
+            verdicts.append(judge_metric(targets[name], op, metric, missing="no record of a CUDA card"))
     return verdicts
 
 
-_OP_ORDER = {op: place for place, op in enumerate(OPS)}
 _CASE_HEADERS = (
     "op", "shape", "mode", "clock", "winner", "ours us", "best other", "us", "ours / other", "GB/s", "TFLOP/s",
     "of roofline",
@@ -143,25 +138,16 @@ def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
     ]
 
 
-def processor_lines(records: Sequence[KernelRecord]) -> list[str]:
-    """Return how many times faster than its reference on the processor each op is that has one on a card."""
-    return [
-        f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
-    ]
-
-
 def write_kernels(
-    records: Sequence[KernelRecord],
-    results: Path,
-    evidence: Sequence[EvidenceRecord],
-    targets: Mapping[str, Target],
+    records: Sequence[KernelRecord], results: Path, evidence: Sequence[EvidenceRecord], targets: Mapping[str, Target]
 ) -> list[Path]:
     """Write ``tables/kernels.md`` below ``results``; nothing without records."""
     if not records:
         return []
-    newest = sorted(newest_kernels(records), key=lambda record: (_OP_ORDER.get(record.op, len(OPS)), record.name))
-    parts = ["# Kernels"]
-    for card in sorted({record.card for record in newest}, key=lambda card: (not _on_card(newest, card), card)):
+    places = {op: place for place, op in enumerate(OPS)}
+    newest = sorted(newest_kernels(records), key=lambda record: (places.get(record.op, len(OPS)), record.name))
+    parts, on_card = ["# Kernels"], {record.card for record in newest if record.is_on_card}
+    for card in sorted({record.card for record in newest}, key=lambda card: (card not in on_card, card)):
         parts += _card_parts([record for record in newest if record.card == card], card_peaks(card, evidence))
     parts += ["## Stated targets", verdict_table(judge_kernels(newest, targets), MARKDOWN)]
     parts.append(made_by(("", record) for record in newest))
@@ -173,7 +159,10 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
     share = "nobody stated this machine's rates"
     if peaks is not None:
         share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
-    absent, processor = absent_lines(records), processor_lines(records)
+    absent = absent_lines(records)
+    processor = [
+        f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
+    ]
     made = [f"torch {last.environment.torch}", f"triton {last.triton or 'missing'}"]
     made += [f"driver {last.driver or 'unknown'}"] if last.is_on_card else [f"{last.environment.num_cpus} processors"]
     changes = ", with changes of its own" if last.environment.dirty else ""
@@ -190,10 +179,8 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
 
 
 def _case_row(record: KernelRecord, peaks: Peaks | None) -> list[str]:
-    timed = record.timed()
-    ours = next(((result, times) for result, times in timed if result.is_ours), None)
-    other = next(((result, times) for result, times in timed if not result.is_ours), None)
-    head = [record.op, record.shape, record.mode, record.clock, _winner(timed)]
+    ours, other = (record.fastest(lambda result, want=want: result.is_ours is want) for want in (True, False))
+    head = [record.op, record.shape, record.mode, record.clock, _winner(record.timed())]
     other_cells = ["-", "-"] if other is None else [other[0].provider, _us(other[1].q50_s)]
     if ours is None:
         return [*head, "-", *other_cells, *["-"] * 4]
@@ -233,7 +220,3 @@ def _us(seconds: float) -> str:
 
 def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.2g}"
-
-
-def _on_card(records: Sequence[KernelRecord], card: str) -> bool:
-    return any(record.is_on_card for record in records if record.card == card)
