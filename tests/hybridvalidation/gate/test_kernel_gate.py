@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, CompileCase, KernelResources, compile_ahead
-from hybridvalidation.cli.main import main
+from hybridtrain.cli.main import main
 from hybridvalidation.gate import kernel_gate
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.gate import GateExit, worst_exit

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.run.environment import Environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Tensors
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.state_ops import state_cases
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
 from hybridvalidation.kernel_bench.training_ops import training_cases
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import program_digest
 
 OPS = (
     "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",
