@@ -45,6 +45,14 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
 
+    @classmethod
+    def of(
+        cls, name: str, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
+    ) -> "CompileCase":
+        """Return a case whose arguments are those without a constant; one whose type is not given is a ``*fp32``."""
+        arguments = {key: types.get(key, "*fp32") for key in kernel.arg_names if key not in constants}
+        return cls(name=name, kernel=kernel, arguments=arguments, constants=constants, **options)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResources:

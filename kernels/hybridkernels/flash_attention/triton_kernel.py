@@ -4,8 +4,6 @@ B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the
 CUDA wheels for Linux and is imported only when a CUDA tensor asks for it.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +21,6 @@ _CACHED_BYTES = 8 << 20
 """What the heads worked on at once read again and again; every card here but RTX 30xx caches more (theirs, up to 6)."""
 _LARGEST_STRIDE = 1 << 24
 """Elements between tokens, up to which the 128 rows of a tile have 32-bit offsets."""
-
 
 _USUAL = Options()
 
@@ -107,37 +104,30 @@ def _capability(tensor: Tensor) -> int:
     return compute_capability(tensor.device) if tensor.is_cuda else _INTERPRETED_CAPABILITY
 
 
-_BOUNDS = frozenset({"first_ptr", "last_ptr"})
-
-
 def compile_cases(capability: int) -> list[CompileCase]:
     """Return forward and both halves of backward for each head dim and 16-bit dtype, and bfloat16 variants.
 
-    Variants are packed documents and windows, and these with Gemma 2's soft cap.
+    Variants are packed documents and windows, and these with Gemma 2's soft cap. Strides of these head dims are
+    multiples of 16, and fit 32 bits.
     """
     variants = [("", dtype, head, Options()) for head in (64, 80, 96, 128) for dtype in ("bf16", "fp16")]
     variants += [("/bounded", "bf16", head, Options(window=1)) for head in (64, 80, 96, 128, 256)]
     variants += [("/bounded-capped", "bf16", head, Options(window=1, softcap=50.0)) for head in (128, 256)]
-    kernels = {"forward": attention_kernel, "dq": attention_dq_kernel, "dkdv": attention_dkdv_kernel}
-    return [_case(capability, name, kernel, *variant) for name, kernel in kernels.items() for variant in variants]
-
-
-def _case(
-    capability: int, name: str, kernel: triton.JITFunction, suffix: str, dtype: str, head_dim: int, options: Options
-) -> CompileCase:
-    """Return one case: strides of these head dims are multiples of 16, and fit 32 bits."""
-    config = launch_config(capability, name, head_dim)
-    values: dict[str, Any] = constants(config, head_dim, options)
-    types = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", **dict.fromkeys(_BOUNDS, "*i32")}
-    if not options.is_bounded:
-        values |= {pointer: None for pointer in _BOUNDS if pointer in kernel.arg_names}
-    arguments = [argument for argument in kernel.arg_names if argument not in values]
-    return CompileCase(
-        name=f"flash_attention/{name}/{dtype}/head{head_dim}{suffix}",
-        kernel=kernel,
-        arguments={key: types.get(key, f"*{dtype}") if key.endswith("_ptr") else "i32" for key in arguments},
-        constants=values,
-        unaligned=frozenset(UNSPECIALIZED),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    cases = []
+    for name, kernel in (("forward", attention_kernel), ("dq", attention_dq_kernel), ("dkdv", attention_dkdv_kernel)):
+        bounds = {"first_ptr", "last_ptr"}.intersection(kernel.arg_names)
+        for suffix, dtype, head_dim, options in variants:
+            types = {key: f"*{dtype}" if key.endswith("_ptr") else "i32" for key in kernel.arg_names}
+            types |= {"lse_ptr": "*fp32", "delta_ptr": "*fp32", **dict.fromkeys(bounds, "*i32")}
+            config = launch_config(capability, name, head_dim)
+            case = CompileCase.of(
+                f"flash_attention/{name}/{dtype}/head{head_dim}{suffix}",
+                kernel,
+                types,
+                {**constants(config, head_dim, options), **({} if options.is_bounded else dict.fromkeys(bounds))},
+                unaligned=frozenset(UNSPECIALIZED),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+            cases.append(case)
+    return cases

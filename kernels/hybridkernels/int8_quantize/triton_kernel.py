@@ -110,25 +110,24 @@ def _grid(tensor_P: Tensor, rows: int) -> tuple[int]:
 def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
     """Return every rounding, kind of scales and dtype; lengths are multiples of 16, and one is not."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    names = {False: "nearest", True: "stochastic"}
+    names, types = {False: "nearest", True: "stochastic"}, {"codes_ptr": "*i8", "numel": "i32", "seed_ptr": "*i64"}
     quantize = [
-        CompileCase(
-            name=f"int8_quantize/{dtype}/{names[stochastic]}/{'static' if static else 'dynamic'}",
-            kernel=int8_quantize_kernel,
-            arguments={"values_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "numel": "i32"}
-            | ({"seed_ptr": "*i64"} if stochastic else {}),
-            constants={"STOCHASTIC": stochastic, "STATIC": static, "ROWS": quantize_rows(dtypes[dtype])}
+        CompileCase.of(
+            f"int8_quantize/{dtype}/{names[stochastic]}/{'static' if static else 'dynamic'}",
+            int8_quantize_kernel,
+            {**types, "values_ptr": f"*{dtype}"},
+            {"STOCHASTIC": stochastic, "STATIC": static, "ROWS": quantize_rows(dtypes[dtype])}
             | ({} if stochastic else {"seed_ptr": None}),
             num_warps=NUM_WARPS,
         )
         for dtype, stochastic, static in product(dtypes, (False, True), (False, True))
     ]
     return quantize + [
-        CompileCase(
-            name=f"int8_dequantize/{dtype}{'/any_length' if unaligned else ''}",
-            kernel=int8_dequantize_kernel,
-            arguments={"codes_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": f"*{dtype}", "numel": "i32"},
-            constants={"ROWS": dequantize_rows(dtypes[dtype])},
+        CompileCase.of(
+            f"int8_dequantize/{dtype}{'/any_length' if unaligned else ''}",
+            int8_dequantize_kernel,
+            {**types, "out_ptr": f"*{dtype}"},
+            {"ROWS": dequantize_rows(dtypes[dtype])},
             unaligned=frozenset(unaligned),
             num_warps=NUM_WARPS,
         )

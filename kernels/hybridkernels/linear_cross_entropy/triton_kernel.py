@@ -110,21 +110,17 @@ def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the sa
 
     Variants ignore targets, with Gemma 2's soft cap and without.
     """
-    types = {"targets_ptr": "*i64", "losses_ptr": "*fp32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
-    plain = [
-        (f"{dtype}/vocab{vocab}", dtype, vocab, 0.0) for dtype in ("fp32", "bf16", "fp16") for vocab in (32000, 50257)
-    ]
-    variants = [
-        (f"bf16/vocab32000/{name}", "bf16", 32000, cap) for name, cap in (("ignores", 0.0), ("ignores-capped", 30.0))
-    ]
+    types = {"targets_ptr": "*i64", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
+    cases = [(dtype, vocab, "", 0.0) for dtype in ("fp32", "bf16", "fp16") for vocab in (32000, 50257)]
+    cases += [("bf16", 32000, "/ignores", 0.0), ("bf16", 32000, "/ignores-capped", 30.0)]
     return [
-        CompileCase(
-            name=f"linear_cross_entropy/{name}",
-            kernel=cross_entropy_grad_kernel,
-            arguments={"logits_ptr": f"*{dtype}", **types},
-            constants={"BLOCK": BLOCK, "SOFTCAP": softcap, "IGNORES": "ignores" in name},
+        CompileCase.of(
+            f"linear_cross_entropy/{dtype}/vocab{vocab}{variant}",
+            cross_entropy_grad_kernel,
+            {**types, "logits_ptr": f"*{dtype}"},
+            {"BLOCK": BLOCK, "SOFTCAP": softcap, "IGNORES": bool(variant)},
             unaligned=frozenset({"vocab"} if vocab % 16 else ()),
             num_warps=NUM_WARPS,
         )
-        for name, dtype, vocab, softcap in plain + variants
+        for dtype, vocab, variant, softcap in cases
     ]

@@ -47,15 +47,11 @@ def nf4_dequantize_triton(codes: Tensor, scale_codes: Tensor, scales: Tensor, me
 
 def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
     """Return every dtype of the values."""
-    floats = ("scales_ptr", "mean_ptr", "quantiles_ptr", "scale_map_ptr")
-    types = {"codes_ptr": "*u8", "scale_codes_ptr": "*u8", **dict.fromkeys(floats, "*fp32"), "numel": "i32"}
+    types = {"codes_ptr": "*u8", "scale_codes_ptr": "*u8", "numel": "i32"}
+    kernel, constants = nf4_dequantize_kernel, {"BYTES": BYTES}
     return [
-        CompileCase(
-            name=f"nf4/dequantize/{dtype}",
-            kernel=nf4_dequantize_kernel,
-            arguments=types | {"out_ptr": f"*{dtype}"},
-            constants={"BYTES": BYTES},
-            num_warps=NUM_WARPS,
+        CompileCase.of(
+            f"nf4/dequantize/{dtype}", kernel, {**types, "out_ptr": f"*{dtype}"}, constants, num_warps=NUM_WARPS
         )
         for dtype in ("fp32", "bf16", "fp16")
     ]

@@ -114,8 +114,8 @@ class MomentTable(NamedTuple):
 
     rows: Tensor
     """(pieces, 12), int64, on the device of the moments. A row per tensor of weights: number of elements, chunks of the
-    tensors before it, addresses of m, v and slow, addresses of their scales, and their kinds (kernel_parts.py).
-    Addresses are 0 where there is nothing."""
+    tensors before it, addresses of m, v and slow, addresses of their scales, and their kinds (``_KINDS``). Addresses
+    are 0 where there is nothing."""
     num_chunks: int
     kinds: int
     """Bits of all kinds that occur."""

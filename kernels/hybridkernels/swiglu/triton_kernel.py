@@ -56,11 +56,11 @@ def compile_cases(
 ) -> list[CompileCase]:
     """Return both kernels of an activation times a tensor in every dtype."""
     return [
-        CompileCase(
-            name=f"{folder}/{kernel.__name__}/{dtype}",
-            kernel=kernel,
-            arguments={**dict.fromkeys(kernel.arg_names[:-2], f"*{dtype}"), "numel": "i32"},
-            constants={"BLOCK": BLOCK},
+        CompileCase.of(
+            f"{folder}/{kernel.__name__}/{dtype}",
+            kernel,
+            {**dict.fromkeys(kernel.arg_names, f"*{dtype}"), "numel": "i32"},
+            {"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
         )
         for kernel in kernels
