@@ -21,8 +21,8 @@ def define_op(
     mutates: Sequence[str] = (),
     schema: str | None = None,
     flops: Function | None = None,
-) -> torch.library.CustomOpDef:
-    """Register ``hybridkernels::{name}`` and return it.
+) -> Any:
+    """Register ``hybridkernels::{name}`` and return it, a ``CustomOpDef`` of torch.
 
     Args:
         name: Of the op.

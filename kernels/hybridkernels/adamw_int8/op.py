@@ -60,14 +60,13 @@ def cpu_backend() -> str:
 
 def _compiled_update(tensors: list[Tensor], hyper: Tensor) -> bool:
     """Update whole groups in place; False where there is no kernel for this machine or dtype."""
-    library, (param_GS, grad_GS, *moments) = load_cpu_kernel(), tensors
+    library, (param_GS, grad_GS, *_) = load_cpu_kernel(), tensors
     if library is None or grad_GS.dtype not in {torch.float32, torch.bfloat16}:
         return False
     borders = torch.tensor(BORDERS[True] + BORDERS[False])
-    param, grad, *others = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, borders, hyper))
-    *moments, borders_ptr, hyper_ptr = others
-    is_narrow = ctypes.c_int(grad_GS.dtype == torch.bfloat16)
-    library.adamw_int8(param, grad, is_narrow, *moments, ctypes.c_int64(len(param_GS)), borders_ptr, hyper_ptr)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, borders, hyper)]
+    is_narrow, num_groups_here = ctypes.c_int(grad_GS.dtype == torch.bfloat16), ctypes.c_int64(len(param_GS))
+    library.adamw_int8(*pointers[:2], is_narrow, *pointers[2:6], num_groups_here, *pointers[6:])
     return True
 
 
@@ -88,9 +87,9 @@ def _update(param: Tensor, grad: Tensor, *state: Any) -> None:
                 adamw_int8_reference(parts[0], parts[1], parts[2:], hyper)
     if end < param.numel():
         padding = (0, QUANT_GROUP_SIZE - (param.numel() - end))
-        tail = [torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad)]
-        adamw_int8_reference(*tail, [part[whole:] for part in groups], hyper)
-        param[end:].copy_(tail[0][0, : param.numel() - end])
+        param_tail, grad_tail = (torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad))
+        adamw_int8_reference(param_tail, grad_tail, [part[whole:] for part in groups], hyper)
+        param[end:].copy_(param_tail[0, : param.numel() - end])
 
 
 def _loads_bitsandbytes() -> bool:

@@ -5,7 +5,7 @@ B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ small tiles: torch's own kernels know no soft cap."""
 _QKV = "Tensor q_BTNH, Tensor k_BTKH, Tensor v_BTKH"
 _SAVED = f"Tensor grad_BTNH, {_QKV}, Tensor out_BTNH, Tensor lse_BNR"
 _OPTIONS = "Tensor? ids_BT, float scale, float softcap, SymInt window"
-_Pair, _Triple = tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+_Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _provider(q_BTNH: Tensor, options: Options | None = None) -> str:
@@ -66,22 +67,22 @@ def _cpu(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *given: Any) -> _Pair:
     return out_BNTH.transpose(1, 2).contiguous(), sdpa.padded(lse_BNT, q_BTNH)
 
 
-def _cpu_backward(*tensors_options: Any) -> _Triple:
-    tensors, lse_BNR, options = tensors_options[:5], tensors_options[5], Options(*tensors_options[6:])
+def _cpu_backward(*given: Any) -> _Triple:
+    grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *others = given
+    tensors, options = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH), Options(*others)
     if not options.is_scale_alone:
         return tiled_attention_backward(*tensors, lse_BNR, options)
-    lse_BNT = lse_BNR[..., : tensors[1].shape[1]]
-    return sdpa.dense(
-        *_ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            *sdpa.heads_first(*tensors), lse_BNT, 0.0, is_causal=True, scale=options.scale
-        )
+    lse_BNT = lse_BNR[..., : q_BTNH.shape[1]]
+    grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        *sdpa.heads_first(*tensors), lse_BNT, 0.0, is_causal=True, scale=options.scale
     )
+    return sdpa.dense(*grads)
 
 
-def _cuda(*tensors_options: Any) -> _Pair:
-    tensors, given = tensors_options[:3], tensors_options[3:]
-    options = Options(*given)
-    provider = _provider(tensors[0], options if given else None)
+def _cuda(*given: Any) -> _Pair:
+    q_BTNH, k_BTKH, v_BTKH, *others = given
+    tensors, options = (q_BTNH, k_BTKH, v_BTKH), Options(*others)
+    provider = _provider(q_BTNH, options if others else None)
     if provider == "sdpa_efficient":
         return sdpa.efficient(*tensors)
     if provider == "sdpa_flash":
@@ -93,10 +94,10 @@ def _cuda(*tensors_options: Any) -> _Pair:
     return causal_attention_triton(*tensors, options)
 
 
-def _cuda_backward(*tensors_options: Any) -> _Triple:
-    tensors, given = tensors_options[:6], tensors_options[6:]
-    options = Options(*given)
-    provider = _provider(tensors[1], options if given else None)
+def _cuda_backward(*given: Any) -> _Triple:
+    grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *others = given
+    tensors, options = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR), Options(*others)
+    provider = _provider(q_BTNH, options if others else None)
     if provider == "sdpa_efficient":
         return sdpa.efficient_backward(*tensors)
     if provider == "sdpa_flash":
@@ -108,7 +109,7 @@ def _cuda_backward(*tensors_options: Any) -> _Triple:
     return causal_attention_backward_triton(*tensors, options)
 
 
-def _fake(q_BTNH: Tensor, *_: Any) -> _Pair:
+def _fake(q_BTNH: Tensor, *_others: Any) -> _Pair:
     batch, _, num_heads, _ = q_BTNH.shape
     wide = torch.promote_types(q_BTNH.dtype, torch.float32)
     return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(batch, num_heads, sdpa.lse_rows(q_BTNH), dtype=wide)
@@ -116,7 +117,8 @@ def _fake(q_BTNH: Tensor, *_: Any) -> _Pair:
 
 def _flops(q_shape: tuple[int, ...], _k: Any, _v: Any, *options: Any, **_kwargs: Any) -> int:
     """Two matmuls over the pairs within the window; documents are not looked at: values, not shapes, say where."""
-    (batch, seq_len, num_heads, head_dim), window = q_shape, Options(*options).window
+    batch, seq_len, num_heads, head_dim = q_shape
+    window = Options(*options).window
     beyond = seq_len - window if 0 < window < seq_len else 0  # half of the square, less what no window reaches
     return 2 * batch * num_heads * head_dim * (seq_len**2 - beyond**2)
 
@@ -137,7 +139,7 @@ def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor
     return *backward(grad_BTNH, *ctx.saved_tensors, *ctx.numbers), *ctx.not_differentiable
 
 
-def _define(name: str, options: str) -> torch.library.CustomOpDef:
+def _define(name: str, options: str) -> Any:
     forward = define_op(
         name, _cpu, cuda=_cuda, fake=_fake, flops=_flops, schema=f"({_QKV}{options}) -> (Tensor, Tensor)"
     )

@@ -107,7 +107,9 @@ def _require_shapes(
         "mix": (Z, D), "action": (A, D), "seen": (F, D), "gru_input": (D, 3 * H), "gru_hidden": (H, 3 * H),
         "prior": (H, Z), "head_hidden": (H + Z, D), "head": (D, 2),
     }  # fmt: skip
-    wanted = {f"{name}.weight": (weights[f"{name}.weight"], (E, *pair)) for name, pair in inputs_outputs.items()}
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        f"{name}.weight": (weights[f"{name}.weight"], (E, *pair)) for name, pair in inputs_outputs.items()
+    }
     wanted |= {f"{name}.bias": (weights[f"{name}.bias"], (E, 1, pair[1])) for name, pair in inputs_outputs.items()}
     wanted |= {"actions": (actions, (S, E, B, A)), "uniforms": (uniforms, (S, E, B, K))}
     wanted |= {} if features is None else {"features": (features, (E, B, F))}

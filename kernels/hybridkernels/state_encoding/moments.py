@@ -54,8 +54,9 @@ class Moments:
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> "Moments":
         """Return the moments that have these ``tensors``."""
-        pairs = zip(tensors[:3], tensors[3:], strict=True)
-        m, v, slow = (values if scale is None else Coded(values, scale) for values, scale in pairs)
+        m, v, slow = map(_stored, tensors[:3], tensors[3:])
+        assert m is not None
+        assert v is not None
         return cls(m, v, slow)
 
     @property
@@ -66,11 +67,19 @@ class Moments:
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        return self.tensors[0].device
+        return self._values.device
 
     def sums_like(self) -> Tensor:
         """Return a tensor for what ``moment_statistics`` returns of them, not filled."""
-        return self.tensors[0].new_empty(8, dtype=torch.float64)
+        return self._values.new_empty(8, dtype=torch.float64)
+
+    @property
+    def _values(self) -> Tensor:
+        return self.m.codes if isinstance(self.m, Coded) else self.m
+
+
+def _stored(values: Tensor | None, scale: Tensor | None) -> Stored | None:
+    return values if values is None or scale is None else Coded(values, scale)
 
 
 def require_moments(moments: Sequence[Moments]) -> None:

@@ -125,7 +125,7 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
 def test_options_are_as_exact_as_the_plain_formula(chosen: dict[str, Any], dtype: torch.dtype) -> None:
-    inputs = random_inputs((2, 101, 4, 2, 16), dtype)
+    inputs = random_inputs((2, 101, 2, 1, 16), dtype)
     assert_as_exact_as_torch(inputs, make_options(**chosen))
 
 
@@ -140,7 +140,8 @@ def test_dk_and_dv_of_documents_do_not_depend_on_the_shape_of_tiles(
 ) -> None:
     tiles = LaunchConfig(block_m, block_n, num_warps=4, num_stages=2)
     monkeypatch.setattr(triton_kernel, "launch_config", lambda _, kernel, __: tiles if kernel == "dkdv" else SMALL)
-    assert_as_exact_as_torch(random_inputs((2, 300, 2, 1, 16), torch.float32), make_options((130, 150, 20), 100))
+    # Long enough for blocks of queries that need no mask, in either order of the documents.
+    assert_as_exact_as_torch(random_inputs((2, 150, 2, 1, 16), torch.float32), make_options((130, 15, 5), 100))
 
 
 @pytest.mark.usefixtures("real_blocks")

@@ -354,7 +354,7 @@ def test_an_op_that_lacks_the_provider_says_so() -> None:
 
 
 def test_on_the_processor_the_op_is_ours_and_the_cards_providers_are_missing() -> None:
-    found = own_providers("swiglu", "swiglu", doubled(), CPU, others=("torch", "bitsandbytes"))
+    found = own_providers("swiglu", doubled(), CPU, others=("torch", "bitsandbytes"))
     assert [(one.name, one.is_ours, one.missing) for one in found] == [
         ("triton", False, "needs a CUDA card"), ("torch", False, "needs a CUDA card"),
         ("bitsandbytes", False, "needs a CUDA card"), ("cpu", True, ""),

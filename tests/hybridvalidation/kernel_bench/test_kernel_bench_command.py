@@ -238,4 +238,4 @@ def test_a_damaged_record_file_is_told_before_anything_runs(
 
 
 def test_forced_names_are_only_those_of_cards() -> None:
-    assert [one.name for one in own_providers("k", "swiglu", lambda _: tuple, CUDA)] == ["triton", "torch"]
+    assert [one.name for one in own_providers("k", lambda _: tuple, CUDA)] == ["triton", "torch"]

@@ -5,7 +5,7 @@ that does the work once and returns what it made, so that the first call can be 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import TypeAlias
@@ -179,23 +179,19 @@ def forced(key: str, provider: str, setup: Setup) -> Setup:
 
 
 def own_providers(
-    key: str, kernel: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
+    key: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
 ) -> tuple[Provider, ...]:
     """Return the providers among which an op of ours chooses on CUDA, and its only one on the CPU.
 
-    ``key`` is the op's in choices.toml, ``kernel`` its folder in hybridkernels, ``others`` those besides ``triton``.
+    ``key`` is the op's in choices.toml, ``others`` are those besides ``triton``.
     """
+    found = [
+        Provider(name=name, setup=forced(key, name, setup), is_choosable=True, missing=needs_card(device))
+        for name in ("triton", *others)
+    ]
     if device.type != "cuda":
-        gone = [
-            Provider(name=name, setup=setup, is_choosable=True, missing=needs_card(device))
-            for name in ("triton", *others)
-        ]
-        return (*gone, Provider(name="cpu", setup=setup, is_ours=True))
-    triton = Provider(
-        name="triton", setup=forced(key, "triton", setup), is_ours=True, is_choosable=True,
-        missing=needs_triton(kernel),
-    )  # fmt: skip
-    return (triton, *(Provider(name=name, setup=forced(key, name, setup), is_choosable=True) for name in others))
+        return (*found, Provider(name="cpu", setup=setup, is_ours=True))
+    return (replace(found[0], is_ours=True, missing=needs_triton()), *found[1:])
 
 
 def needs_card(device: torch.device) -> str:
@@ -203,24 +199,18 @@ def needs_card(device: torch.device) -> str:
     return "" if device.type == "cuda" else "needs a CUDA card"
 
 
-def needs_triton(kernel: str) -> str:
-    """Return why the Triton kernel of a folder in hybridkernels is missing on this machine with a card."""
-    if not _has_module(f"hybridkernels.{kernel}.triton_kernel"):
-        return f"hybridkernels.{kernel} has no Triton kernel"
+def needs_triton() -> str:
+    """Return why Triton kernels are missing on this machine with a card."""
     return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
 
 
 def needs_package(package: str, device: torch.device) -> str:
-    """Return why a provider from a package for CUDA is missing."""
-    return needs_card(device) if _has_module(package) else f"{package} is not installed"
-
-
-def _has_module(name: str) -> bool:
-    """Say whether a module can be found, without importing it."""
+    """Return why a provider from a package for CUDA is missing; the package is not imported."""
     try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+        is_there = find_spec(package) is not None
+    except ModuleNotFoundError:  # of a parent
+        is_there = False
+    return needs_card(device) if is_there else f"{package} is not installed"
 
 
 @dataclass(frozen=True, slots=True)

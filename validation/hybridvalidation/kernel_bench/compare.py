@@ -170,7 +170,7 @@ def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecide
 
 def write_choices(chosen: Sequence[Choice], undecided: Sequence[Undecided], path: Path) -> None:
     """Rewrite the rows of the ops and cards that were judged; those of others stay."""
-    judged = {(row.op, row.card) for row in (*chosen, *undecided)}
+    judged = {(row.op, row.card) for row in chosen} | {(row.op, row.card) for row in undecided}
     old = [Choice(**row) for row in tomllib.loads(path.read_text(encoding="utf-8")).get("choice", [])]
     rows = sorted([*chosen, *(row for row in old if (row.op, row.card) not in judged)])
     tables = [f'\n[[choice]]\nop = "{row.op}"\ncard = "{row.card}"\nprovider = "{row.provider}"\n' for row in rows]

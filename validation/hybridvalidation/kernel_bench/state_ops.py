@@ -111,7 +111,7 @@ def _quantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     def reference(inputs: Inputs) -> Run:
         return lambda: int8_quantize_reference(inputs.args[0])
 
-    own = own_providers("int8_quantize", "int8_quantize", setup, device)
+    own = own_providers("int8_quantize", setup, device)
     return _codes_case(
         "int8_quantize", shape, numel, flops=5 * numel,
         make_inputs=lambda where: Inputs((Maker(where, torch.bfloat16).normal(numel, grad=False),)),
@@ -128,12 +128,12 @@ def _dequantize_case(shape: str, numel: int, device: torch.device) -> KernelCase
 
     def setup(inputs: Inputs) -> Run:
         out_P = torch.empty(numel, dtype=torch.bfloat16, device=inputs.args[0].device)
-        return writing(lambda: int8_dequantize(*inputs.args, out_P), out_P)
+        return writing(lambda: int8_dequantize(inputs.args[0], inputs.args[1], out_P), out_P)
 
     def rounded(inputs: Inputs) -> Run:
         return lambda: (int8_dequantize_reference(*inputs.args).bfloat16(),)
 
-    own = own_providers("int8_dequantize", "int8_quantize", setup, device)
+    own = own_providers("int8_dequantize", setup, device)
     return _codes_case(
         "int8_dequantize", shape, numel, flops=numel, make_inputs=make_inputs,
         exact=lambda inputs: lambda: (int8_dequantize_reference(*inputs.args),), same_dtype=rounded,
@@ -156,7 +156,7 @@ def _update_case(
         op=op, key=op, shape=shape, dtype=str(dtype)[6:], mode=Mode.FORWARD,
         num_bytes=(2 * dtype.itemsize + 2 + 4) * numel + 4 * 4 * num_groups(numel), flops=flops * numel,
         make_inputs=make_inputs, exact=_adamw_exact, same_dtype=same_dtype, checked_calls=_CHECKED_STEPS,
-        providers=(*own_providers(op, "adamw_int8", setup, device, others=choices), *providers),
+        providers=(*own_providers(op, setup, device, others=choices), *providers),
     )  # fmt: skip
 
 
@@ -251,12 +251,10 @@ def _torch_optimizer(inputs: Inputs, make: Callable[..., torch.optim.Optimizer],
     return writing(optimizer.step, param_P.detach())
 
 
-def _small_case(
-    op: str, key: str, shape: str, setup: Setup, device: torch.device, *, kernel: str = "state_encoding", **others: Any
-) -> KernelCase:
+def _small_case(op: str, key: str, shape: str, setup: Setup, device: torch.device, **others: Any) -> KernelCase:
     """Return a case whose definition is the op itself on the processor, in float64, unless another is given."""
     on_processor = {"exact": _on_processor(widened(setup, torch.float64)), "same_dtype": _on_processor(setup)}
-    own = own_providers(key, kernel, setup, device)
+    own = own_providers(key, setup, device)
     processor = (Provider(name="cpu", setup=_on_processor(setup)),) if device.type == "cuda" else ()
     return KernelCase(
         op=op, key=key, shape=shape, dtype="float32", mode=Mode.FORWARD, clock=Clock.WALL,
@@ -338,7 +336,7 @@ def _rollout_case(device: torch.device) -> KernelCase:
     return _small_case(
         "rssm_gru", "rssm_rollout", f"forecast of {_TICKS} ticks, {NUM_MEMBERS} x {_ROWS} rows", setup, device,
         make_inputs=make_inputs, num_bytes=4 * NUM_MEMBERS * num_weights,
-        flops=2 * _TICKS * NUM_MEMBERS * _ROWS * num_weights, kernel="rssm_gru",
+        flops=2 * _TICKS * NUM_MEMBERS * _ROWS * num_weights,
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ class _Op:
     """The first tensor has the shape of the output, unless that is a scalar."""
     least: Callable[[ModelBatch], tuple[_Pair, _Pair]]
     """Bytes and operations that are needed at least."""
-    kernel: str = ""
-    """Folder of the Triton kernel; empty where the op takes torch's own on CUDA."""
+    has_triton: bool = False
+    """Whether it has a kernel of ours; else it takes torch's own on CUDA."""
     choices: Sequence[str] = ()
     """Providers besides Triton's that the op chooses among; empty: it has no choice."""
     is_loss: bool = False
@@ -121,9 +121,9 @@ def _case(op: _Op, workload: ModelBatch, mode: Mode, device: torch.device) -> Ke
 def _providers(op: _Op, key: str, mode: Mode, device: torch.device) -> Iterator[Provider]:
     ours, on_card = trained(op.function, mode), device.type == "cuda"
     if op.choices:
-        yield from own_providers(key, op.kernel, ours, device, others=op.choices)
-    elif op.kernel and on_card:
-        yield Provider(name="triton", setup=ours, is_ours=True, missing=needs_triton(op.kernel))
+        yield from own_providers(key, ours, device, others=op.choices)
+    elif op.has_triton and on_card:
+        yield Provider(name="triton", setup=ours, is_ours=True, missing=needs_triton())
     else:
         yield Provider(name="op" if on_card else "cpu", setup=ours, is_ours=True)
     for name, function in op.others.items():
@@ -276,7 +276,7 @@ def _plain_rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 _OPS = (
     _Op(
         name="causal_attention", function=causal_attention, plain=_attention_in_pieces, exact=_attention_in_pieces,
-        make=_make_attention, least=_least_attention, kernel="flash_attention", choices=("sdpa_flash",),
+        make=_make_attention, least=_least_attention, choices=("sdpa_flash",),
         uses_tensor_cores=True, others={
             "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
             "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION), "unfused": unfused_attention,
@@ -284,17 +284,17 @@ _OPS = (
     ),
     _Op(
         name="linear_cross_entropy", function=partial(linear_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
-        plain=_sliced_loss, exact=_plain_loss, make=_make_loss, least=_least_loss, kernel="linear_cross_entropy",
+        plain=_sliced_loss, exact=_plain_loss, make=_make_loss, least=_least_loss,
         choices=("torch",), is_loss=True, uses_tensor_cores=True, others={"eager": _plain_loss},
         liger=("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
     ),
     _Op(
-        name="swiglu", family="llama", kernel="swiglu", function=swiglu, plain=_plain_swiglu, exact=swiglu_reference,
+        name="swiglu", family="llama", has_triton=True, function=swiglu, plain=_plain_swiglu, exact=swiglu_reference,
         make=_rows("ffn_width", 2), least=_per_element((3, 5), (5, 11), "ffn_width"), others={"eager": _plain_swiglu},
         liger=("swiglu", "LigerSiLUMulFunction"),
     ),
     _Op(
-        name="geglu", family="llama", kernel="geglu", function=geglu, plain=_plain_geglu, exact=geglu_reference,
+        name="geglu", family="llama", has_triton=True, function=geglu, plain=_plain_geglu, exact=geglu_reference,
         make=_rows("ffn_width", 2), least=_per_element((3, 5), (9, 18), "ffn_width"), others={"eager": _plain_geglu},
         liger=("geglu", "LigerGELUMulFunction"),
     ),
