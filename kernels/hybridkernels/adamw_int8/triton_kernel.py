@@ -6,7 +6,7 @@ int8 codes that are rounded stochastically; random numbers depend on the seed an
 
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import triton
@@ -77,25 +77,9 @@ def encode(values, SIGNED: tl.constexpr):
 
 @triton.jit
 def adamw_int8_kernel(
-    weight_ptr,
-    weight_scale_ptr,
-    grad_ptr,
-    m_codes_ptr,
-    m_scale_ptr,
-    v_codes_ptr,
-    v_scale_ptr,
-    signed_map_ptr,
-    unsigned_map_ptr,
-    seed_ptr,
-    decay,
-    step_size,
-    inverse_root,
-    beta1,
-    beta2,
-    eps,
-    numel,
-    ROWS: tl.constexpr,
-):
+    weight_ptr, weight_scale_ptr, grad_ptr, m_codes_ptr, m_scale_ptr, v_codes_ptr, v_scale_ptr, signed_map_ptr,
+    unsigned_map_ptr, seed_ptr, decay, step_size, inverse_root, beta1, beta2, eps, numel, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write w * decay - step_size * m / (sqrt(v) * inverse_root + eps) and both moments (1711.05101, 2110.02861)."""
     first_row = tl.program_id(0) * ROWS
     rows, offsets = group_rows(first_row, ROWS)
@@ -161,19 +145,19 @@ def adamw_int8_triton(
 def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
     """Return every kind of weights and gradients; lengths are multiples of 16."""
     scalars = ("decay", "step_size", "inverse_root", "beta1", "beta2", "eps")
-    shared = {"m_codes_ptr": "*u8", "v_codes_ptr": "*u8", "numel": "i32", **dict.fromkeys(scalars, "fp32")}
-    absent: dict[str, Any] = {"weight_scale_ptr": None, "seed_ptr": None}
+    shared = {"m_codes_ptr": "*u8", "v_codes_ptr": "*u8", "seed_ptr": "*i64", "numel": "i32"}
+    shared |= dict.fromkeys(scalars, "fp32")
     weights = {
-        "fp32": ({"weight_ptr": "*fp32"}, absent),
-        "bf16": ({"weight_ptr": "*bf16", "seed_ptr": "*i64"}, {"weight_scale_ptr": None}),
-        "int8": ({"weight_ptr": "*i8", "seed_ptr": "*i64"}, {}),
+        "fp32": ({**shared, "weight_ptr": "*fp32"}, {"ROWS": ROWS, "weight_scale_ptr": None, "seed_ptr": None}),
+        "bf16": ({**shared, "weight_ptr": "*bf16"}, {"ROWS": ROWS, "weight_scale_ptr": None}),
+        "int8": ({**shared, "weight_ptr": "*i8"}, {"ROWS": ROWS}),
     }
     return [
         CompileCase.of(
             f"adamw_int8/{weight}/grad_{grad}",
             adamw_int8_kernel,
-            {**shared, **types, "grad_ptr": f"*{grad}"},
-            {**constants, "ROWS": ROWS},
+            {**types, "grad_ptr": f"*{grad}"},
+            constants,
             num_warps=NUM_WARPS,
         )
         for weight, (types, constants) in weights.items()

@@ -140,17 +140,12 @@ def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor
 
 
 def _define(name: str, options: str) -> Any:
-    forward = define_op(
-        name, _cpu, cuda=_cuda, fake=_fake, flops=_flops, schema=f"({_QKV}{options}) -> (Tensor, Tensor)"
-    )
+    schema = f"({_QKV}{options}) -> (Tensor, Tensor)"
+    forward = define_op(name, _cpu, cuda=_cuda, fake=_fake, flops=_flops, schema=schema)
     backward = define_op(
-        f"{name}_backward",
-        _cpu_backward,
-        cuda=_cuda_backward,
-        fake=lambda *tensors: empty_like(*tensors[1:4]),
-        flops=_backward_flops,
-        schema=f"({_SAVED}{options}) -> (Tensor, Tensor, Tensor)",
-    )
+        f"{name}_backward", _cpu_backward, cuda=_cuda_backward, fake=lambda *tensors: empty_like(*tensors[1:4]),
+        flops=_backward_flops, schema=f"({_SAVED}{options}) -> (Tensor, Tensor, Tensor)",
+    )  # fmt: skip
     forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
     return forward
 

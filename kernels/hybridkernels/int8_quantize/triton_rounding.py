@@ -69,7 +69,7 @@ def group_codes(values, scales, words, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def bfloat16_stochastic(values, words):
-    """Return float32 values as bfloat16, up or down with odds that keep the mean: 16 random bits are added, then cut.
+    """Return float32 values as bfloat16, up or down so that the mean is kept: 16 random bits are added, then cut.
 
     NaN stays NaN, whose bits the sum could wrap into those of zero.
     """

@@ -61,11 +61,9 @@ def scale_map(device: torch.device) -> Tensor:
 
 
 def relative_to_largest(values_P: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return each value over its group's largest magnitude, and those magnitudes, float32.
+    """Return each float32 value over the largest magnitude of its ``group_size`` neighbours, and those magnitudes.
 
-    Args:
-        values_P: float32; its length is a multiple of ``group_size``.
-        group_size: Consecutive values with one scale.
+    The number of values is a multiple of ``group_size``.
     """
     rows = values_P.view(-1, group_size)
     largest = rows.abs().amax(-1)

@@ -53,26 +53,19 @@ def _features_like(losses: Tensor, *_: Tensor) -> Tensor:
     return losses.new_empty(losses.shape[0], NUM_FEATURES, dtype=torch.float32)
 
 
-_encode_state = define_op(
-    "encode_state",
-    encode_state_reference,
-    cuda=triton_or(encode_state_reference, "state_encoding.encode_state_triton"),
-    fake=_features_like,
-)
+_state_cuda = triton_or(encode_state_reference, "state_encoding.encode_state_triton")
+_sums_cuda = triton_or(moment_statistics_reference, "state_encoding.moment_statistics_triton")
+_both_cuda = triton_or(_both_in_torch, "state_encoding.encode_training_state_triton", key="moment_statistics")
+_encode_state = define_op("encode_state", encode_state_reference, cuda=_state_cuda, fake=_features_like)
 _moment_statistics = define_op(
-    "moment_statistics",
-    _of_pieces(moment_statistics_reference),
-    cuda=_of_pieces(triton_or(moment_statistics_reference, "state_encoding.moment_statistics_triton")),
-    fake=_of_pieces(lambda pieces: pieces[0].sums_like()),
-    schema="(Tensor?[] moments) -> Tensor",
-)
+    "moment_statistics", _of_pieces(moment_statistics_reference), cuda=_of_pieces(_sums_cuda),
+    fake=_of_pieces(lambda pieces: pieces[0].sums_like()), schema="(Tensor?[] moments) -> Tensor",
+)  # fmt: skip
 _encode_training_state = define_op(
-    "encode_training_state",
-    _of_pieces(_both_in_torch),
-    cuda=_of_pieces(triton_or(_both_in_torch, "state_encoding.encode_training_state_triton", key="moment_statistics")),
+    "encode_training_state", _of_pieces(_both_in_torch), cuda=_of_pieces(_both_cuda),
     fake=_of_pieces(lambda pieces, *states: (_features_like(*states), pieces[0].sums_like())),
     schema=f"(Tensor?[] moments, {_HISTORIES}, Tensor scalars_NC, Tensor phases_NH) -> (Tensor, Tensor)",
-)
+)  # fmt: skip
 
 
 def encode_state(
@@ -101,14 +94,10 @@ def encode_state(
 
 
 def moment_statistics(moments: Sequence[Moments]) -> Tensor:
-    """Return sums over the optimizer moments of many tensors; every one is read once.
+    """Return sums over the optimizer moments of at least one tensor, on one device; every one is read once.
 
-    Args:
-        moments: Of at least one tensor; on one device.
-
-    Returns:
-        (8,), float64, on their device: number of elements, sum m, sum m^2, sum v, sum v^2, sum slow^2, sum m slow, and
-        how many had a slow average.
+    They are (8,) float64 on that device: number of elements, sum m, sum m^2, sum v, sum v^2, sum slow^2, sum m slow,
+    and how many had a slow average.
 
     Raises:
         ValueError: there are none, or sizes, dtypes, devices or memory layouts do not fit.
