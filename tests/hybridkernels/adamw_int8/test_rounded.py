@@ -70,7 +70,7 @@ def test_slices_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert_bitwise(whole, sliced)
 
 
-def test_bfloat16_goes_to_one_of_its_neighbours_with_the_odds_of_its_distance() -> None:
+def test_bfloat16_goes_to_one_of_its_neighbours_with_the_probability_of_its_distance() -> None:
     value = torch.full((100_000,), 1 + 0.3 * 2.0**-7)
     weight = (torch.empty(100_000, dtype=torch.bfloat16),)
     store_weight(value, weight, random_words(SEED, 100_000))

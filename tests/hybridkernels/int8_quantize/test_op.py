@@ -172,10 +172,10 @@ def test_stochastic_rounding_keeps_the_mean(whole: int, fraction: float) -> None
     values_GS[:, 0] = 127 / 8  # makes the scale 1/8
     codes_GS = quantize(values_GS, stochastic=True)[0][:, 1:]
     exact = values_GS[0, 1].double().item() * 8
-    odds = exact - whole
+    share = exact - whole
     draws = codes_GS.numel()
     # Binomial: five standard deviations are passed once in two million draws of this test.
-    tolerance = 5 * math.sqrt(odds * (1 - odds) / draws)
+    tolerance = 5 * math.sqrt(share * (1 - share) / draws)
     assert abs(codes_GS.double().mean().item() - exact) <= tolerance
     assert set(codes_GS.unique().tolist()) <= {whole, whole + 1}
 
@@ -185,7 +185,7 @@ def test_neighbours_are_rounded_independently() -> None:
     values_GS[:, 0] = 127.0
     up = quantize(values_GS, stochastic=True)[0][:, 1:].double() - 0.5
     for lag in (1, 2, 16):
-        products = up[:, lag:] * up[:, :-lag] * 4  # each +1 or -1 with even odds
+        products = up[:, lag:] * up[:, :-lag] * 4  # each +1 or -1 equally probable
         assert abs(products.mean().item()) <= 5 / math.sqrt(products.numel())
 
 

@@ -248,22 +248,14 @@ def _sliced_loss(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Ten
     return loss
 
 
-def _plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
-
-
-def _plain_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.gelu(gate, approximate="tanh") * up
-
-
 def _plain_rms_norm(x: Tensor, weight_D: Tensor) -> Tensor:
     """Return what Hugging Face's LlamaRMSNorm does: statistics in fp32, the weight in the dtype of ``x``."""
     wide = x.float()
     return weight_D * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
-def _plain_layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
-    return functional.layer_norm(x, weight_D.shape, weight_D, bias_D, _EPS)
+def _plain_layer_norm(x: Tensor, *parameters: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], *parameters, _EPS)
 
 
 def _plain_rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
@@ -271,6 +263,21 @@ def _plain_rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     cos, sin = (torch.cat([table, table], -1)[:, None].to(x_BTNH.dtype) for table in (cos_TR, sin_TR))
     first, second = x_BTNH.chunk(2, dim=-1)
     return x_BTNH * cos + torch.cat([-second, first], -1) * sin
+
+
+def _gated(
+    function: Function, exact: Function, activation: Callable[[Tensor], Tensor], flops: _Pair, liger: str
+) -> _Op:
+    """Return an activation of the gate times up."""
+
+    def plain(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    name: str = function.__name__
+    return _Op(
+        name=name, family="llama", has_triton=True, function=function, plain=plain, exact=exact, others={"eager": plain},
+        make=_rows("ffn_width", 2), least=_per_element((3, 5), flops, "ffn_width"), liger=(name, liger),
+    )  # fmt: skip
 
 
 _OPS = (
@@ -288,16 +295,8 @@ _OPS = (
         choices=("torch",), is_loss=True, uses_tensor_cores=True, others={"eager": _plain_loss},
         liger=("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
     ),
-    _Op(
-        name="swiglu", family="llama", has_triton=True, function=swiglu, plain=_plain_swiglu, exact=swiglu_reference,
-        make=_rows("ffn_width", 2), least=_per_element((3, 5), (5, 11), "ffn_width"), others={"eager": _plain_swiglu},
-        liger=("swiglu", "LigerSiLUMulFunction"),
-    ),
-    _Op(
-        name="geglu", family="llama", has_triton=True, function=geglu, plain=_plain_geglu, exact=geglu_reference,
-        make=_rows("ffn_width", 2), least=_per_element((3, 5), (9, 18), "ffn_width"), others={"eager": _plain_geglu},
-        liger=("geglu", "LigerGELUMulFunction"),
-    ),
+    _gated(swiglu, swiglu_reference, functional.silu, (5, 11), "LigerSiLUMulFunction"),
+    _gated(geglu, geglu_reference, partial(functional.gelu, approximate="tanh"), (9, 18), "LigerGELUMulFunction"),
     _Op(
         name="rms_norm", family="llama", function=partial(rms_norm, eps=_EPS), plain=_plain_rms_norm,
         exact=partial(rms_norm_reference, eps=_EPS), make=_rows("width", 1, 1), least=_per_element((2, 3), (4, 10)),
