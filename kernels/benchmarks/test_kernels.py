@@ -8,8 +8,9 @@ clock is read, launches included, and nothing is recorded. Shapes depend on whet
 import pytest
 import torch
 
+from hybridvalidation.kernel_bench.bench import call, judge, make_bounds
 from hybridvalidation.kernel_bench.case import KernelCase, Provider
-from hybridvalidation.kernel_bench.run import call, judge, make_bounds, plan_cases
+from hybridvalidation.kernel_bench.cases import plan_cases
 
 pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
 

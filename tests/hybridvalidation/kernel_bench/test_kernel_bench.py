@@ -10,6 +10,7 @@ import torch
 from bench_cases import CPU, FakeClock, FakeStopwatch, bench, case, doubled, provider, times
 from hybridkernels import provider as chooser
 from hybridvalidation.kernel_bench import timing
+from hybridvalidation.kernel_bench.bench import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.case import (
     Clock,
     Inputs,
@@ -24,7 +25,6 @@ from hybridvalidation.kernel_bench.case import (
     widened,
 )
 from hybridvalidation.kernel_bench.record import KernelRecord
-from hybridvalidation.kernel_bench.run import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.timing import (
     MOST_ROUNDS,
     DeviceStopwatch,

@@ -13,9 +13,10 @@ from bench_cases import CPU, H200, record, result, times
 from hybridtrain.cli.main import main
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.kernel_bench import bench as command
+from hybridvalidation.kernel_bench.bench import BenchOutcome
 from hybridvalidation.kernel_bench.case import KernelCase, Mode, model_batches, own_providers
+from hybridvalidation.kernel_bench.cases import OPS, plan_cases
 from hybridvalidation.kernel_bench.record import KernelRecord, append_kernel, read_kernels
-from hybridvalidation.kernel_bench.run import OPS, BenchOutcome, plan_cases
 from hybridvalidation.kernel_bench.table import card_peaks
 from hybridvalidation.records.outcome import Outcome
 

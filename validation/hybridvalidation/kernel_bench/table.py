@@ -14,8 +14,8 @@ from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.case import Clock
+from hybridvalidation.kernel_bench.cases import OPS
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
-from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence, Outcome
