@@ -20,8 +20,8 @@ KERNELS = (
 CAPABILITIES = (80, 86, 89, 90, 120)
 """Compute capabilities of the cards: A100, RTX 30xx, RTX 40xx, H100 and H200, RTX 50xx."""
 SHARED_MEMORY_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}
-"""What one block may take of a multiprocessor's shared memory (CUDA C++ Programming Guide, table of compute
-capabilities: 163, 99, 99, 227 and 99 KiB)."""
+"""Most shared memory of one block (CUDA C++ Programming Guide, table of compute capabilities: 163, 99, 99, 227 and 99
+KiB)."""
 
 _FIRST_BLACKWELL = 100
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -56,7 +56,7 @@ class CompileCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResources:
-    """What one compiled kernel takes."""
+    """Resources of one compiled kernel."""
 
     registers: int
     """Per thread."""

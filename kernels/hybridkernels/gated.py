@@ -128,7 +128,7 @@ def _chunks(num_buffers: int, *tensors: Tensor) -> Iterator[tuple[tuple[Tensor, 
 
 
 def _run_triton(kernel: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return what an elementwise kernel makes of inputs of one shape: one tensor less than it takes, all contiguous."""
+    """Return the outputs of an elementwise kernel: contiguous, of the shape of its inputs, one less than these."""
     from hybridkernels.swiglu.triton_kernel import launch  # noqa: PLC0415  Triton is optional
 
     dense = [tensor.contiguous() for tensor in inputs]

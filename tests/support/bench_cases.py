@@ -90,7 +90,7 @@ def bench(
 
     plain = Bench(
         device=CPU, card="a processor", driver="", triton="", environment=ENVIRONMENT, on_record=on_record,
-        say=lambda _: None, now=stopwatch.clock, stopwatch=make,
+        log=lambda _: None, now=stopwatch.clock, stopwatch=make,
     )  # fmt: skip
     return replace(plain, **changes)
 

@@ -105,7 +105,7 @@ def _loads_bitsandbytes() -> bool:
 
 @cache
 def _cuda_providers() -> tuple[str, ...]:
-    """Return what can run on this machine's card, in the order to take."""
+    """Return the implementations that can run on this machine's card, in the order to take."""
     library = ("bitsandbytes",) if _loads_bitsandbytes() else ()
     return (*library, *(("triton",) if cuda_backend() == "triton" else ()), "torch")
 

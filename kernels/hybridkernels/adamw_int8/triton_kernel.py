@@ -6,7 +6,7 @@ int8 codes that are rounded stochastically; random numbers depend on the seed an
 
 import math
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import triton
@@ -147,7 +147,7 @@ def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the sa
     scalars = ("decay", "step_size", "inverse_root", "beta1", "beta2", "eps")
     shared = {"m_codes_ptr": "*u8", "v_codes_ptr": "*u8", "seed_ptr": "*i64", "numel": "i32"}
     shared |= dict.fromkeys(scalars, "fp32")
-    weights = {
+    weights: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         "fp32": ({**shared, "weight_ptr": "*fp32"}, {"ROWS": ROWS, "weight_scale_ptr": None, "seed_ptr": None}),
         "bf16": ({**shared, "weight_ptr": "*bf16"}, {"ROWS": ROWS, "weight_scale_ptr": None}),
         "int8": ({**shared, "weight_ptr": "*i8"}, {"ROWS": ROWS}),

@@ -32,7 +32,7 @@ _Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _provider(q_BTNH: Tensor, options: Options | None = None) -> str:
-    """Return what runs on the card of ``q_BTNH``; forward and backward ask alike, and either reads the other's lse."""
+    """Return the implementation for the card of ``q_BTNH``; forward and backward may differ, the lse fits both."""
     dtype, head_dim = q_BTNH.dtype, q_BTNH.shape[3]
     takes_triton = (
         dtype in _TRITON_DTYPES

@@ -1,4 +1,4 @@
-"""What attention is besides causal, what it asks of its inputs, and which keys each query sees.
+"""Options of causal attention, checks of its inputs, and the keys that each query sees.
 
 B batch, T sequence, N query heads, K key/value heads, H head dim. Causal attention within a window and within documents
 whose ids rise along a row is a band: query t sees the keys from ``first[t]`` to t, key s is seen by the queries from s

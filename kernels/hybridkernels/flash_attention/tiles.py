@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share: loading and storing tiles, placing programs, block sizes by card.
+"""Parts of the forward and backward kernels: loading and storing tiles, placing programs, block sizes by card.
 
 A head of H columns is worked on as HEAD columns and, where H is no power of two, TAIL more: 80 is 64 + 16, 96 is
 64 + 32. Padding to 128 would multiply 1.6 times as much.

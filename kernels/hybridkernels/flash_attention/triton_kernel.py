@@ -18,7 +18,7 @@ from hybridkernels.triton_launch import compute_capability
 
 _INTERPRETED_CAPABILITY = 80
 _CACHED_BYTES = 8 << 20
-"""What the heads worked on at once read again and again; every card here but RTX 30xx caches more (theirs, up to 6)."""
+"""Keys and values of the heads worked on at once; every card here but RTX 30xx caches more (theirs, up to 6 MiB)."""
 _LARGEST_STRIDE = 1 << 24
 """Elements between tokens, up to which the 128 rows of a tile have 32-bit offsets."""
 

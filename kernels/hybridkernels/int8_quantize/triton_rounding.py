@@ -1,4 +1,4 @@
-"""What kernels that write 8-bit codes or stochastically rounded values share. R groups (rows) of S = 256 elements.
+"""Parts of kernels that write 8-bit codes or stochastically rounded values. R groups (rows) of S = 256 elements.
 
 Random words are those of ``philox.random_words``; codes and scales are those of ``int8_quantize_reference`` to the bit.
 """

@@ -44,7 +44,7 @@ def _grads(grad: Tensor, x: Tensor, *others: Tensor, wants_parameters: bool) -> 
     grads = torch.ops.aten.native_layer_norm_backward(
         grad.contiguous(), x.contiguous(), weight_D.shape, mean, rstd, weight_D, bias_D, wanted
     )
-    return [found.to(dtype) for found, dtype, is_wanted in zip(grads, dtypes, wanted, strict=True) if is_wanted]
+    return [grad.to(dtype) for grad, dtype, is_wanted in zip(grads, dtypes, wanted, strict=True) if is_wanted]
 
 
 _layer_norm = define_op("layer_norm", _forward, fake=_fake)

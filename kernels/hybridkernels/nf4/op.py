@@ -25,8 +25,8 @@ def _quantize(values: Tensor, codes: Tensor, scale_codes: Tensor, scales: Tensor
     largest_G = torch.empty(scale_codes.shape, dtype=torch.float32, device=values.device)
     for part, bytes_, groups in _slices(flat.numel(), flat.device):
         codes[bytes_], largest_G[groups] = encode_codes(flat[part])
-    for target, found in zip((scale_codes, scales, mean), encode_scales(largest_G), strict=True):
-        target.copy_(found)
+    for target, value in zip((scale_codes, scales, mean), encode_scales(largest_G), strict=True):
+        target.copy_(value)
 
 
 def _dequantize(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:

@@ -210,13 +210,13 @@ def _sum_moments(
         # Chunks of all pieces are dealt out in turn; ``before`` of them were dealt out already.
         first = (program + num_programs - before % num_programs) % num_programs
         for chunk in range(first, num_full, num_programs):
-            found = _sums_of_chunk(row, chunk * CHUNK, CHUNK, signed_map, unsigned_map, slots, KINDS, CHUNK, True)
-            total, error = _two_sum(total, error, found)
+            sums = _sums_of_chunk(row, chunk * CHUNK, CHUNK, signed_map, unsigned_map, slots, KINDS, CHUNK, True)
+            total, error = _two_sum(total, error, sums)
         if num_full % num_programs == first:
             # The rest, element by element and so in smaller parts: fewer registers.
             for start in range(num_full * CHUNK, numel, TAIL):
-                found = _sums_of_chunk(row, start, numel - start, signed_map, unsigned_map, slots, KINDS, TAIL, False)
-                total, error = _two_sum(total, error, found)
+                sums = _sums_of_chunk(row, start, numel - start, signed_map, unsigned_map, slots, KINDS, TAIL, False)
+                total, error = _two_sum(total, error, sums)
     return total, error
 
 

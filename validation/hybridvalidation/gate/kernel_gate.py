@@ -1,4 +1,4 @@
-"""The kernel gate: what each Triton kernel takes of each card, compiled ahead of time, against the baseline."""
+"""The kernel gate: resources of each Triton kernel on each card, compiled ahead of time, against the baseline."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
 
 NAME = "kernels"
-"""What stands for all kernels where scenarios are named, and the baseline's file name."""
+"""Name of all kernels among those of scenarios, and the baseline's file name."""
 _COMPILER_SETTINGS = ("TRITON_", "PTXAS_", "DISABLE_", "LLVM_", "MLIR_")
 """Beginnings of the environment variables that change what Triton compiles."""
 _CACHE_SETTING = "TRITON_CACHE_DIR"

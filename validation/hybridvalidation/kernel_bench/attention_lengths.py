@@ -68,7 +68,7 @@ class AttentionCost:
     peak_bytes: int
     """Beside inputs, output and their gradients, at the moment when most is held."""
     kept_bytes: int
-    """What waits between forward and backward beside inputs and output, once a layer."""
+    """Kept between forward and backward beside inputs and output, once a layer."""
     seconds: float
     """Estimated, by the rates of the record's card."""
 
@@ -108,7 +108,7 @@ class AttentionRecord(Record):
     evidence: Evidence = Evidence.PLANNED
 
     def faults(self) -> list[str]:
-        """Return what cannot be."""
+        """Return faults of the content."""
         return [f"points: no such model '{name}'" for name in {point.model for point in self.points} - set(PRESETS)]
 
 
@@ -142,7 +142,7 @@ def _points(model: str, card: Card, stated_saving_pct: float) -> Iterator[Attent
 
 
 def attention_cost(model: str, attention: Attention, seq_len: int, card: Card) -> AttentionCost:
-    """Return what one layer of a preset takes for one sequence."""
+    """Return the memory and time of one layer of a preset for one sequence."""
     config = PRESETS[model]
     shapes = [(1, seq_len, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
     ledger = StorageLedger()

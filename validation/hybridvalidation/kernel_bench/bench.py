@@ -49,7 +49,7 @@ CASE_BUDGET_S = 1.0
 """For the samples of a case; checking and compiling come on top."""
 QUICK_BUDGET_S = 0.25
 CASE_ESTIMATE_S = 8.0
-"""What a case may take in all before the first one has been seen: compilers run."""
+"""Taken for the next case before the first one has been seen: compilers run."""
 _CANNOT_RUN = "cannot run here"
 """In the error of an op that is made to take a provider it does not have (hybridkernels.provider)."""
 
@@ -97,7 +97,7 @@ def _bound(truth: Tensor, same: Tensor, floor: float | None) -> Bound:
 
 
 def call(case: KernelCase, run: Run) -> Tensors:
-    """Return what is judged of the outputs of the last of the calls after which a case is checked."""
+    """Return the judged outputs of the last of the calls after which a case is checked."""
     for _ in range(case.checked_calls - 1):
         run()
     return case.seen(run())
@@ -107,7 +107,7 @@ def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
     """Return whether all outputs are within their bounds."""
     if len(outputs) != len(bounds):
         return Judgement(message=f"{len(outputs)} outputs, {len(bounds)} expected")
-    found: list[tuple[float, Judgement]] = []
+    shares: list[tuple[float, Judgement]] = []
     for place, (output, bound) in enumerate(zip(outputs, bounds, strict=True)):
         if output.shape != bound.exact.shape:
             shapes = f"{tuple(output.shape)}, expected {tuple(bound.exact.shape)}"
@@ -117,8 +117,8 @@ def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
             return Judgement(message=f"output {place} is not finite")
         message = "" if error <= bound.allowed else f"output {place}: error {error:.3g} is above {bound.allowed:.3g}"
         share = error / bound.allowed if bound.allowed else float(error > 0)
-        found.append((share, Judgement(error / scale, bound.allowed / scale, message)))
-    return max(found, key=lambda pair: pair[0])[1]
+        shares.append((share, Judgement(error / scale, bound.allowed / scale, message)))
+    return max(shares, key=lambda pair: pair[0])[1]
 
 
 def largest_difference(actual: Tensor, exact: Tensor) -> float:
@@ -141,7 +141,7 @@ class Bench:
     budget_s: float = CASE_BUDGET_S
     """Of one case."""
     on_record: Callable[[KernelRecord], None]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     now: Callable[[], float] = time.perf_counter
     stopwatch: Callable[[Clock, torch.device], Stopwatch] = make_stopwatch
 
@@ -195,7 +195,7 @@ def run_cases(bench: Bench, cases: Sequence[KernelCase], *, limit_s: float) -> B
         if outcome.lost_card or left < longest:
             outcome.not_run = [later.name for later in cases[place:]]
             break
-        bench.say(f"[{place + 1}/{len(cases)}, {left:.0f} s left] {case.name}")
+        bench.log(f"[{place + 1}/{len(cases)}, {left:.0f} s left] {case.name}")
         record = run_case(bench, case)
         bench.on_record(record)
         outcome.records.append(record)
@@ -253,11 +253,13 @@ def _prepare(
         run = provider.setup(inputs)
         verdict = judge(call(case, run), bounds)
         outcome = Outcome.WRONG if verdict.message else Outcome.OK
-        found = replace(_result(provider, outcome, verdict.message), error=verdict.error, allowed_error=verdict.allowed)
+        result = replace(
+            _result(provider, outcome, verdict.message), error=verdict.error, allowed_error=verdict.allowed
+        )
         if verdict.message:
-            return found, None
+            return result, None
         stopwatch.warm_up(run)
-        return replace(found, peak_bytes=bench.peak_bytes(run)), run
+        return replace(result, peak_bytes=bench.peak_bytes(run)), run
     except Exception as error:  # noqa: BLE001  libraries fail in many ways; the others go on
         is_missing = isinstance(error, ImportError) or (isinstance(error, ValueError) and _CANNOT_RUN in str(error))
         return _result(provider, Outcome.SKIPPED if is_missing else Outcome.ERROR, _text(error)), None
@@ -278,7 +280,7 @@ def _text(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOrder:
-    """What is to be timed, and what is to be done with the times."""
+    """Cases to time, and what to do with the times."""
 
     only: Sequence[str] = ()
     """Ops; empty: all."""
@@ -301,7 +303,7 @@ class BenchReport:
 
     outcome: BenchOutcome
     evidence: Sequence[EvidenceRecord]
-    """What was measured of the card itself: peaks for the table."""
+    """Measurements of the card itself: peaks for the table."""
     is_accepted: bool = False
     files: list[Path] = field(default_factory=list)
     check: SpeedCheck | None = None
@@ -310,7 +312,7 @@ class BenchReport:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with this project's own providers."""
+        """Failures of this project's own providers."""
         return [
             f"{record.name}: {result.provider} is {result.outcome}: {result.message}"
             for record in self.outcome.records
@@ -358,9 +360,11 @@ class BenchReport:
             parts.append(f"not run: {len(not_run)} cases ({', '.join(not_run)}); give more --minutes")
         parts += self.faults
         if self.check is not None:
-            for found in self.check.findings:
+            for finding in self.check.findings:
                 parts.append(
-                    f"{found.exit.name.lower()}: {found.case} {found.provider} {found.message}".replace("  ", " ")
+                    f"{finding.exit.name.lower()}: {finding.case} {finding.provider} {finding.message}".replace(
+                        "  ", " "
+                    )
                 )
             code, compared, new = self.check.exit_code.name.lower(), self.check.num_compared, self.check.num_new
             parts.append(f"check: {code}, {compared} times compared, {new} new")
@@ -371,7 +375,7 @@ class BenchReport:
 
 
 def bench_kernels(
-    order: BenchOrder, results: Path, targets: Mapping[str, Target], say: Callable[[str], None]
+    order: BenchOrder, results: Path, targets: Mapping[str, Target], log: Callable[[str], None]
 ) -> BenchReport:
     """Time the kernels; when ``order.recorded``, the newest record of each case stands for a run.
 
@@ -388,32 +392,32 @@ def bench_kernels(
         known.append(record)
         write_kernels(known, results, evidence, targets)
 
-    outcome = _recorded(order, known) if order.recorded else _run_all(order, on_record, say)
-    found = BenchReport(outcome, evidence, order.accept)
-    found.files += [folder / KERNELS_FILE] if outcome.records and not order.recorded else []
-    found.files += write_kernels(known, results, evidence, targets)
+    outcome = _recorded(order, known) if order.recorded else _run_all(order, on_record, log)
+    report = BenchReport(outcome, evidence, order.accept)
+    report.files += [folder / KERNELS_FILE] if outcome.records and not order.recorded else []
+    report.files += write_kernels(known, results, evidence, targets)
     if order.check:
-        found.check = check_speed(outcome.records, baselines)
+        report.check = check_speed(outcome.records, baselines)
     if order.accept:
-        found.files += accept_speed(outcome.records, baselines)
+        report.files += accept_speed(outcome.records, baselines)
     if order.choose:
-        found.chosen, found.undecided = choose(known)
-        write_choices(found.chosen, found.undecided, CHOICES)
-        found.files.append(CHOICES)
-    return found
+        report.chosen, report.undecided = choose(known)
+        write_choices(report.chosen, report.undecided, CHOICES)
+        report.files.append(CHOICES)
+    return report
 
 
-def _run_all(order: BenchOrder, on_record: Callable[[KernelRecord], None], say: Callable[[str], None]) -> BenchOutcome:
+def _run_all(order: BenchOrder, on_record: Callable[[KernelRecord], None], log: Callable[[str], None]) -> BenchOutcome:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = plan_cases(device, only=order.only, modes=order.modes, quick=order.quick)
     environment, on_card = read_environment(), device.type == "cuda"
     bench = Bench(
         device=device, card=environment.gpu if on_card else environment.cpu, driver=read_driver() if on_card else "",
         triton=package_version("triton"), environment=environment,
-        budget_s=QUICK_BUDGET_S if order.quick else CASE_BUDGET_S, on_record=on_record, say=say,
+        budget_s=QUICK_BUDGET_S if order.quick else CASE_BUDGET_S, on_record=on_record, log=log,
     )  # fmt: skip
     if not on_card:
-        say("no CUDA card: small shapes on the processor, executed; these times say nothing of a card")
+        log("no CUDA card: small shapes on the processor, executed; these times say nothing of a card")
     return run_cases(bench, cases, limit_s=order.limit_s)
 
 

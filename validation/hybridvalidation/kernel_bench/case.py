@@ -1,4 +1,4 @@
-"""What is measured of a kernel: one op at one shape, by every provider, against one definition.
+"""A benchmark case of a kernel: one op at one shape, by every provider, against one definition.
 
 A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments
 that does the work once and returns what it made, so that the first call can be checked and the later ones timed.
@@ -97,12 +97,12 @@ class KernelCase:
     floor: float | None = None
     """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
     seen: Callable[[Tensors], Tensors] = tuple
-    """What of the outputs is judged, each part by its own largest value."""
+    """The part of the outputs that is judged, each tensor by its own largest value."""
     providers: tuple[Provider, ...]
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"{self.op} {self.shape} {self.dtype} {self.mode}"
 
 
@@ -185,13 +185,13 @@ def own_providers(
 
     ``key`` is the op's in choices.toml, ``others`` are those besides ``triton``.
     """
-    found = [
+    providers = [
         Provider(name=name, setup=forced(key, name, setup), is_choosable=True, missing=needs_card(device))
         for name in ("triton", *others)
     ]
     if device.type != "cuda":
-        return (*found, Provider(name="cpu", setup=setup, is_ours=True))
-    return (replace(found[0], is_ours=True, missing=needs_triton()), *found[1:])
+        return (*providers, Provider(name="cpu", setup=setup, is_ours=True))
+    return (replace(providers[0], is_ours=True, missing=needs_triton()), *providers[1:])
 
 
 def needs_card(device: torch.device) -> str:
@@ -250,8 +250,8 @@ _CPU = (ModelBatch("gpt2-small", 1, 64), ModelBatch("llama-1b", 1, 64))
 def model_batches(device: torch.device, *, family: str = "", quick: bool = False) -> tuple[ModelBatch, ...]:
     """Return the workloads of a device, of one model family if named; ``quick`` leaves the first."""
     of_device = _CARD if device.type == "cuda" else _CPU
-    found = tuple(workload for workload in of_device if family in {"", workload.config.family})
-    return found[:1] if quick else found
+    batches = tuple(workload for workload in of_device if family in {"", workload.config.family})
+    return batches[:1] if quick else batches
 
 
 class Maker:

@@ -154,7 +154,7 @@ def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str
     wanted = [mode for mode in _MODE_ORDER if not modes or mode in modes]
     cases = [*training_cases(device, wanted, quick=quick), *state_cases(device, wanted, quick=quick)]
     by_op = [[case for case in cases if case.op == op] for op in OPS if op in (only or OPS)]
-    return [case for found in by_op for case in found[:1]] + [case for found in by_op for case in found[1:]]
+    return [case for of_op in by_op for case in of_op[:1]] + [case for of_op in by_op for case in of_op[1:]]
 
 
 def require_names(only: Sequence[str], modes: Sequence[str]) -> None:
@@ -222,8 +222,8 @@ def _liger_setup(names: tuple[Any, ...], mode: Mode, inputs: Inputs) -> Run:
     module, name, *constants = names
 
     def function(*args: Tensor) -> Tensor:
-        found = getattr(import_module(f"liger_kernel.ops.{module}"), name).apply(*args, *constants)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        outputs = getattr(import_module(f"liger_kernel.ops.{module}"), name).apply(*args, *constants)
+        out: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return out
 
     args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in inputs.args)
@@ -231,7 +231,7 @@ def _liger_setup(names: tuple[Any, ...], mode: Mode, inputs: Inputs) -> Run:
 
 
 def _per_element(passes: _Pair, flops: _Pair, size: str = "width") -> Callable[[ModelBatch], tuple[_Pair, _Pair]]:
-    """Return what an elementwise op needs: tensors of the output's size read or written, operations per element.
+    """Return the least of an elementwise op: tensors of the output's size read or written, operations per element.
 
     Smaller tensors are left out; a function like exp counts once. ``size`` is the attribute of a row's length.
     """
@@ -330,17 +330,17 @@ def _sliced_loss(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Ten
 
 
 def _plain_rms_norm(x: Tensor, weight_D: Tensor) -> Tensor:
-    """Return what Hugging Face's LlamaRMSNorm does: statistics in fp32, the weight in the dtype of ``x``."""
+    """Normalize as Hugging Face's LlamaRMSNorm: statistics in fp32, the weight in the dtype of ``x``."""
     wide = x.float()
     return weight_D * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
-def _plain_layer_norm(x: Tensor, *parameters: Tensor) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], *parameters, _EPS)
+def _plain_layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
+    return functional.layer_norm(x, weight_D.shape, weight_D, bias_D, _EPS)
 
 
 def _plain_rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Return what Hugging Face's apply_rotary_pos_emb does: everything in the dtype of x."""
+    """Rotate as Hugging Face's apply_rotary_pos_emb: everything in the dtype of ``x``."""
     cos, sin = (torch.cat([table, table], -1)[:, None].to(x_BTNH.dtype) for table in (cos_TR, sin_TR))
     first, second = x_BTNH.chunk(2, dim=-1)
     return x_BTNH * cos + torch.cat([-second, first], -1) * sin
@@ -681,9 +681,9 @@ def _centred(
     wide = {name: weight.double() for name, weight in weights.items()}
     hidden, centres = hidden.double(), []
     for action, uniform in zip(actions.double(), uniforms.double(), strict=True):
-        found = rssm_rollout(wide, hidden, classes, action[None], uniform[None])
-        hidden, classes = found.hidden_EBH, found.classes_EBK
-        shares = unimix(found.logits_EBZ.view(*classes.shape, -1))
+        rollout = rssm_rollout(wide, hidden, classes, action[None], uniform[None])
+        hidden, classes = rollout.hidden_EBH, rollout.classes_EBK
+        shares = unimix(rollout.logits_EBZ.view(*classes.shape, -1))
         upper = shares.cumsum(-1).gather(-1, classes[..., None])
         centres.append((upper - shares.gather(-1, classes[..., None]) / 2)[..., 0])
     return torch.stack(centres).float()

@@ -1,4 +1,4 @@
-"""What the times of records decide: regressions against a card's baseline, and the implementation that an op takes.
+"""Decisions from recorded times: regressions against a card's baseline, and the implementation that an op takes.
 
 Baselines are by card, op, shape and provider. An op's choice on a card is written only where the same provider is
 right, has enough samples, and beats every other one that the op can take in every case that decides; else the op keeps
@@ -64,8 +64,8 @@ class SpeedCheck:
     @property
     def exit_code(self) -> GateExit:
         """Regressed before not measured; being faster is no fault."""
-        found = {finding.exit for finding in self.findings}
-        faults = (code for code in (GateExit.REGRESSED, GateExit.COULD_NOT_MEASURE) if code in found)
+        codes = {finding.exit for finding in self.findings}
+        faults = (code for code in (GateExit.REGRESSED, GateExit.COULD_NOT_MEASURE) if code in codes)
         return next(faults, GateExit.OK)
 
     def compare(self, record: KernelRecord, rows: Mapping[str, Times]) -> None:
@@ -112,14 +112,14 @@ def check_speed(records: Sequence[KernelRecord], folder: Path) -> SpeedCheck:
 def accept_speed(records: Iterable[KernelRecord], folder: Path) -> list[Path]:
     """Write today's times into the baselines of their cards; rows that were not run stay."""
     paths = []
-    for card, found in _by_card(records).items():
+    for card, of_card in _by_card(records).items():
         old = read_baseline(folder, card)
         cases = {} if old is None else {name: dict(rows) for name, rows in old.cases.items()}
-        for record in found:
+        for record in of_card:
             rows = {result.provider: times for result, times in record.timed()}
             if rows:
                 cases[record.name] = {**cases.get(record.name, {}), **rows}
-        last = found[-1]
+        last = of_card[-1]
         baseline = SpeedBaseline(card=card, torch=last.environment.torch, triton=last.triton, cases=cases)
         paths.append(baseline_path(folder, card))
         baseline_file.write_baseline(paths[-1], baseline)
@@ -127,10 +127,10 @@ def accept_speed(records: Iterable[KernelRecord], folder: Path) -> list[Path]:
 
 
 def _by_card(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
-    found: dict[str, list[KernelRecord]] = {}
+    by_card: dict[str, list[KernelRecord]] = {}
     for record in records:
-        found.setdefault(record.card, []).append(record)
-    return found
+        by_card.setdefault(record.card, []).append(record)
+    return by_card
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -158,9 +158,9 @@ def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecide
         if record.is_on_card and any(result.is_choosable for result in record.results):
             by_row.setdefault((record.choice, record.card), []).append(record)
     chosen, undecided = [], []
-    for row, found in by_row.items():
+    for row, of_row in by_row.items():
         # The whole step decides where there is one: one provider runs forward and backward.
-        winner, doubt = _winner([record for record in found if record.mode is Mode.BOTH] or found)
+        winner, doubt = _winner([record for record in of_row if record.mode is Mode.BOTH] or of_row)
         if doubt:
             undecided.append(Undecided(*row, doubt))
         else:
@@ -182,14 +182,14 @@ def _winner(records: Sequence[KernelRecord]) -> tuple[str, str]:
     """Return the one provider that wins every case beyond noise, and why there is none."""
     winners = set()
     for record in records:
-        found = [
+        candidates = [
             (result.provider, times)
             for result, times in record.timed()
             if result.is_choosable and times.num_samples >= WANTED_ROUNDS
         ]
-        if len(found) < 2:
+        if len(candidates) < 2:
             return "", f"{record.name}: fewer than two of its providers are right with enough samples"
-        (first, best), *others = found
+        (first, best), *others = candidates
         if not all(best.is_faster_than(times) for _, times in others):
             return "", f"{record.name}: {first} and {others[0][0]} are within noise of each other"
         winners.add(first)

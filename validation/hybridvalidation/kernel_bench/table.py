@@ -29,13 +29,13 @@ _ON_PROCESSOR = "cpu"
 
 def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
     """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
-    found = []
+    speedups = []
     for record in records:
         ours = record.fastest(lambda result: result.is_ours)
         processor = record.fastest(lambda result: result.provider == _ON_PROCESSOR)
         if record.is_on_card and ours is not None and processor is not None:
-            found.append((record, processor[1].q50_s / ours[1].q50_s))
-    return found
+            speedups.append((record, processor[1].q50_s / ours[1].q50_s))
+    return speedups
 
 
 def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
@@ -74,7 +74,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What a card can do at best."""
+    """Highest rates of a card."""
 
     bytes_per_s: float
     matmul_flops_per_s: float
@@ -102,9 +102,9 @@ def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
             )  # fmt: skip
     for record in reversed(evidence):
         if record.card == card and record.ceilings is not None:
-            found = record.ceilings
+            ceilings = record.ceilings
             return Peaks(
-                bytes_per_s=found.device_copy_gbps * GB, matmul_flops_per_s=found.matmul_tflops * 1e12,
+                bytes_per_s=ceilings.device_copy_gbps * GB, matmul_flops_per_s=ceilings.matmul_tflops * 1e12,
                 flops_per_s=0.0, source="the rates measured in results/records/evidence.jsonl",
             )  # fmt: skip
     return None
@@ -135,8 +135,8 @@ def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
                 cases.setdefault(key, []).append(f"{record.shape} {record.mode}")
     return [
         f"{op} `{provider}` is {_WORDS[outcome]}: {message}"
-        + (f" ({'; '.join(found)})" if outcome is not Outcome.SKIPPED else "")
-        for (op, provider, outcome, message), found in cases.items()
+        + (f" ({'; '.join(shapes)})" if outcome is not Outcome.SKIPPED else "")
+        for (op, provider, outcome, message), shapes in cases.items()
     ]
 
 

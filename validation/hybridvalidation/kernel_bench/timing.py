@@ -99,7 +99,7 @@ class DeviceStopwatch(Stopwatch):
 
 
 def make_stopwatch(clock: Clock, device: torch.device) -> Stopwatch:
-    """Return what measures this kind of time on this device."""
+    """Return the stopwatch of this kind of time on this device."""
     return Stopwatch(device) if clock is Clock.WALL or device.type != "cuda" else DeviceStopwatch(device)
 
 
@@ -130,7 +130,7 @@ def time_in_turn(
                 del samples[name]
                 on_fault(name, error)
         rounds += 1
-    return {name: quantiles(found) for name, found in samples.items() if found}
+    return {name: quantiles(seconds) for name, seconds in samples.items() if seconds}
 
 
 def quantiles(samples: list[float]) -> Times:
