@@ -1,27 +1,35 @@
-"""silu(gate) * up against torch in float64, torch's own autograd, and its fake."""
+"""An activation of the gate times up against torch in float64, torch's own autograd, and its fake."""
 
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkernels import gated_plain
+from hybridkernels import gated
+from hybridkernels.geglu import geglu
+from hybridkernels.geglu.reference import geglu_reference
 from hybridkernels.swiglu import swiglu
-from hybridkernels.swiglu.reference import swiglu_backward_reference, swiglu_reference
+from hybridkernels.swiglu.reference import swiglu_reference
 from numerics import assert_bitwise, assert_error_bound
 
-OP = torch.ops.hybridkernels.swiglu.default
-BACKWARD_OP = torch.ops.hybridkernels.swiglu_backward.default
 SHAPES = [(2, 5, 64), (3, 17, 37), (1,), (), (0, 8), (1009,)]
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """About one rounding of a result near 1, for cases where torch happens to be exact."""
 HALVES = (torch.bfloat16, torch.float16)
+ACTIVATIONS = {swiglu: functional.silu, geglu: partial(functional.gelu, approximate="tanh")}
+REFERENCES = {swiglu: swiglu_reference, geglu: geglu_reference}
+OPS = pytest.mark.parametrize("op", ACTIVATIONS, ids=lambda op: op.__name__)
 
-Swiglu = Callable[[Tensor, Tensor], Tensor]
+Gated = Callable[[Tensor, Tensor], Tensor]
+
+
+def registered(op: Gated, suffix: str = "") -> torch._ops.OpOverload:
+    return getattr(torch.ops.hybridkernels, op.__name__ + suffix).default
 
 
 def random_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,40 +38,46 @@ def random_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, T
     return gate, up, grad
 
 
-def eager(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+def eager(op: Gated) -> Gated:
+    return lambda gate, up: ACTIVATIONS[op](gate) * up
 
 
-def with_gradients(function: Swiglu, gate: Tensor, up: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def with_gradients(function: Gated, gate: Tensor, up: Tensor, grad: Tensor) -> dict[str, Tensor]:
     leaves = [tensor.detach().requires_grad_() for tensor in (gate, up)]
     out = function(*leaves)
     grads = torch.autograd.grad(out, leaves, grad)
     return {"out": out.detach(), "grad_gate": grads[0], "grad_up": grads[1]}
 
 
-def exact_results(*tensors: Tensor) -> dict[str, Tensor]:
-    return with_gradients(eager, *(tensor.double() for tensor in tensors))
+def exact_results(op: Gated, *tensors: Tensor) -> dict[str, Tensor]:
+    return with_gradients(eager(op), *(tensor.double() for tensor in tensors))
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_plain, "_CHUNK_ELEMENTS", {"cpu": 100})
+    monkeypatch.setattr(gated, "_CHUNK_ELEMENTS", {"cpu": 100})
 
 
+@OPS
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if 0 not in shape], ids=str)
-def test_results_are_as_exact_as_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_results_are_as_exact_as_torchs(op: Gated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = random_inputs(shape, dtype)
-    actual, same_dtype, exact = with_gradients(swiglu, *inputs), with_gradients(eager, *inputs), exact_results(*inputs)
+    actual, same_dtype, exact = (
+        with_gradients(op, *inputs),
+        with_gradients(eager(op), *inputs),
+        exact_results(op, *inputs),
+    )
     for name, tensor in actual.items():
         assert_error_bound(tensor, same_dtype[name], exact[name], floor=FLOORS[dtype], name=name)
 
 
+@OPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_wide_types_are_bit_equal_to_torchs_autograd(dtype: torch.dtype) -> None:
+def test_wide_types_are_bit_equal_to_torchs_autograd(op: Gated, dtype: torch.dtype) -> None:
     inputs = random_inputs((33, 129), dtype)
-    expected = with_gradients(eager, *inputs)
-    for name, tensor in with_gradients(swiglu, *inputs).items():
+    expected = with_gradients(eager(op), *inputs)
+    for name, tensor in with_gradients(op, *inputs).items():
         assert_bitwise(tensor, expected[name], name)
 
 
@@ -72,7 +86,7 @@ def test_wide_types_are_bit_equal_to_torchs_autograd(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_16_bit_results_are_rounded_once_in_every_chunk(dtype: torch.dtype, numel: int) -> None:
     inputs = random_inputs((numel,), dtype)
-    exact = exact_results(*inputs)
+    exact = exact_results(swiglu, *inputs)
     for name, tensor in with_gradients(swiglu, *inputs).items():
         # Half a unit in the last place is at most eps/2 of the result; 1 % more is fp32's part in front of it.
         # The smallest normal number stands for results that underflow in float16.
@@ -80,14 +94,13 @@ def test_16_bit_results_are_rounded_once_in_every_chunk(dtype: torch.dtype, nume
         assert ((tensor.double() - exact[name]).abs() <= 1.01 * half_unit).all(), name
 
 
-def test_the_reference_has_the_gradients_of_its_formula() -> None:
+@OPS
+def test_the_op_and_the_reference_have_the_gradients_of_their_formula(op: Gated) -> None:
     gate, up, grad = random_inputs((3, 5), torch.float64)
-    leaves = (gate.requires_grad_(), up.requires_grad_())
-    assert torch.autograd.gradcheck(swiglu_reference, leaves)
-    assert torch.autograd.gradcheck(swiglu, leaves)
-    expected = torch.autograd.grad(swiglu_reference(*leaves), leaves, grad)
-    # Two orders of the same double arithmetic.
-    torch.testing.assert_close(swiglu_backward_reference(gate, up, grad), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(op, (gate.requires_grad_(), up.requires_grad_()))
+    expected = with_gradients(eager(op), gate, up, grad)
+    for name, tensor in with_gradients(REFERENCES[op], gate, up, grad).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)  # two orders of double arithmetic
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
@@ -95,7 +108,7 @@ def test_extreme_gates_give_no_nan(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     gate = torch.tensor([-largest, -1e4, -200.0, -88.5, -20.0, -0.0, 0.0, 20.0, 88.5, 200.0, 1e4, largest]).to(dtype)
     up, grad = torch.full_like(gate, 0.5), torch.full_like(gate, -0.5)
-    actual, exact = with_gradients(swiglu, gate, up, grad), exact_results(gate, up, grad)
+    actual, exact = with_gradients(swiglu, gate, up, grad), exact_results(swiglu, gate, up, grad)
     for name, tensor in actual.items():
         assert tensor.isfinite().all(), name
         # Relative to each element: one rounding of the type, and fp32's few in front of it.
@@ -107,7 +120,7 @@ def test_extreme_gates_give_no_nan(dtype: torch.dtype) -> None:
 def test_nan_and_infinity_pass_through_as_in_torch(dtype: torch.dtype) -> None:
     gate = torch.tensor([torch.nan, torch.inf, 1.0, 1.0]).to(dtype)
     up = torch.tensor([1.0, 1.0, torch.nan, torch.inf]).to(dtype)
-    torch.testing.assert_close(swiglu(gate, up), eager(gate, up), equal_nan=True)
+    torch.testing.assert_close(swiglu(gate, up), eager(swiglu)(gate, up), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
@@ -128,45 +141,38 @@ def test_an_expanded_gradient_is_taken() -> None:
     gate.requires_grad_()
     swiglu(gate, up).sum().backward()
     assert gate.grad is not None
-    assert_bitwise(gate.grad, swiglu_backward_reference(gate.detach(), up, torch.ones_like(up))[0])
+    assert_bitwise(gate.grad, with_gradients(swiglu, gate, up, torch.ones_like(up))["grad_gate"])
 
 
-def test_only_gate_and_up_are_saved() -> None:
+@OPS
+def test_only_gate_and_up_are_saved(op: Gated) -> None:
     gate, up, _ = random_inputs((4, 5), torch.bfloat16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
-        swiglu(gate.requires_grad_(), up.requires_grad_())
+        op(gate.requires_grad_(), up.requires_grad_())
     assert [tensor.data_ptr() for tensor in saved] == [gate.data_ptr(), up.data_ptr()]
 
 
-@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@OPS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_ops_pass_torchs_own_checks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    gate, up, grad = random_inputs(shape, dtype)
-    torch.library.opcheck(BACKWARD_OP, (gate, up, grad), test_utils=("test_schema", "test_faketensor"))
+def test_the_ops_pass_torchs_own_checks(op: Gated, shape: tuple[int, ...]) -> None:
+    gate, up, grad = random_inputs(shape, torch.bfloat16)
+    torch.library.opcheck(registered(op, "_backward"), (gate, up, grad), test_utils=("test_schema", "test_faketensor"))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OP, (gate.requires_grad_(), up.requires_grad_()), test_utils=checks)
+    torch.library.opcheck(registered(op), (gate.requires_grad_(), up.requires_grad_()), test_utils=checks)
 
 
 def test_the_op_can_be_traced_with_its_gradient() -> None:
     gate, up, _ = random_inputs((3, 17, 36), torch.float32)
-    torch.library.opcheck(OP, (gate.requires_grad_(), up.requires_grad_()), test_utils="test_aot_dispatch_dynamic")
+    leaves = (gate.requires_grad_(), up.requires_grad_())
+    torch.library.opcheck(registered(swiglu), leaves, test_utils="test_aot_dispatch_dynamic")
 
 
-def test_the_fakes_have_the_strides_of_the_ops_for_strided_inputs() -> None:
+@OPS
+def test_the_fakes_have_the_strides_of_the_ops_for_strided_inputs(op: Gated) -> None:
     gate, up, grad = (tensor.t() for tensor in random_inputs((4, 6), torch.float32))
-    torch.library.opcheck(OP, (gate, up), test_utils="test_faketensor")
-    torch.library.opcheck(BACKWARD_OP, (gate, up, grad), test_utils="test_faketensor")
-
-
-@pytest.mark.parametrize("dtype", FLOORS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_meta_tensors_give_the_shapes_of_real_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    inputs = random_inputs(shape, dtype)
-    actual = with_gradients(swiglu, *inputs)
-    for name, meta in with_gradients(swiglu, *(tensor.to("meta") for tensor in inputs)).items():
-        assert meta.is_meta
-        assert (meta.shape, meta.dtype, meta.stride()) == (actual[name].shape, dtype, actual[name].stride())
+    torch.library.opcheck(registered(op), (gate, up), test_utils="test_faketensor")
+    torch.library.opcheck(registered(op, "_backward"), (gate, up, grad), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize(

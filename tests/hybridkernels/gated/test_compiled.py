@@ -25,7 +25,7 @@ def compile_kernel(kernel_name: str, dtype: str, numel: str, capability: int) ->
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    from hybridkernels.swiglu.compile_cases import compile_cases  # noqa: PLC0415
+    from hybridkernels.swiglu.triton_kernel import compile_cases  # noqa: PLC0415
 
     (case,) = [case for case in compile_cases(capability) if case.name == f"swiglu/{kernel_name}/{dtype}"]
     source = ASTSource(
@@ -38,7 +38,7 @@ def compile_kernel(kernel_name: str, dtype: str, numel: str, capability: int) ->
 
 
 @KERNELS
-@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("capability", [80, 120])
 @pytest.mark.parametrize(("dtype", "accesses_per_tensor"), [("fp32", 2), ("bf16", 1)])
 def test_every_tensor_is_read_and_written_16_bytes_at_a_time(
     kernel_name: str, capability: int, dtype: str, accesses_per_tensor: int
@@ -58,14 +58,3 @@ def test_offsets_have_64_bits(kernel_name: str, numel: str) -> None:
     assert all("tensor<1024xi64>" in line for line in steps)
     (start,) = (line for line in lines if "arith.muli" in line)
     assert ": i64" in start  # the product of program and block does not wrap at 2^31 either
-
-
-@KERNELS
-def test_no_register_is_spilled(kernel_name: str) -> None:
-    from hybridkernels.ahead_of_time import compile_ahead  # noqa: PLC0415  optional
-    from hybridkernels.swiglu.compile_cases import compile_cases  # noqa: PLC0415
-
-    (case,) = [case for case in compile_cases(80) if case.name == f"swiglu/{kernel_name}/bf16"]
-    found = compile_ahead(case, 80)
-    assert found.spill_bytes == 0
-    assert found.registers <= 64  # half of a multiprocessor's threads or more can be there at a time

@@ -6,39 +6,41 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 
-from hybridkernels import gated_op
+from hybridkernels import provider
+from hybridkernels.gated import SILU, gated_backward_plain, gated_plain
 from hybridkernels.provider import use_provider
-from hybridkernels.swiglu import op
-from hybridkernels.swiglu.plain import swiglu_backward_plain, swiglu_plain
+from hybridkernels.swiglu import swiglu  # noqa: F401  defines the ops
 from numerics import assert_bitwise
 
 
-def triton_forward(gate: Tensor, _up: Tensor) -> Tensor:
-    return torch.full_like(gate, 77)
-
-
-def triton_backward(gate: Tensor, up: Tensor, _grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.full_like(gate, 78), torch.full_like(up, 79)
+def launch(kernel: str, *tensors: Tensor) -> None:
+    """Stand in for the launcher: outputs are the last tensors."""
+    for value, out in zip({"forward": [77], "backward": [78, 79]}[kernel], tensors[-len(tensors) // 3 :], strict=False):
+        out.fill_(value)
 
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    stand_in = SimpleNamespace(swiglu_triton=triton_forward, swiglu_backward_triton=triton_backward)
+    stand_in = SimpleNamespace(swiglu_kernel="forward", swiglu_backward_kernel="backward", launch=launch)
     monkeypatch.setitem(sys.modules, "hybridkernels.swiglu.triton_kernel", stand_in)
-    monkeypatch.setattr(gated_op, "cuda_backend", lambda: getattr(request, "param", "triton"))
+    monkeypatch.setattr(provider, "cuda_backend", lambda: getattr(request, "param", "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "some card")
 
 
 def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return what the CUDA functions give of ones."""
     gate, up, grad = torch.ones(3, 5, dtype=dtype).unbind(0)
-    return op._OP.cuda(gate, up), *op._OP.backward_cuda(gate, up, grad)
+    forward, backward = (
+        OPDEFS[f"hybridkernels::{name}"]._backend_fns["cuda"] for name in ("swiglu", "swiglu_backward")
+    )
+    return forward(gate, up), *backward(gate, up, grad)
 
 
 def assert_torchs(dtype: torch.dtype) -> None:
     gate, up, grad = torch.ones(3, 5, dtype=dtype).unbind(0)
-    expected = (swiglu_plain(gate, up), *swiglu_backward_plain(gate, up, grad))
+    expected = (gated_plain(SILU, gate, up), *gated_backward_plain(SILU, gate, up, grad))
     for actual, wanted in zip(results(dtype), expected, strict=True):
         assert_bitwise(actual, wanted)
 
