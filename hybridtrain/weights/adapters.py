@@ -19,13 +19,13 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.adapter import Adapter, is_adapter, without_adapters
-from hybridtrain.models.hf_import import hf_weight
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.widening import widened
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import AdapterScaling
 from hybridtrain.tensor_file import DTYPES, TensorFileWriter, open_tensor_file
 from hybridtrain.trainer import Trainer
+from hybridtrain.weights.disk_names import disk_weight
 from hybridtrain.weights.exact_values import exact_values
 
 _FILE, _CONFIG, _PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
@@ -123,7 +123,7 @@ def _places(trainer: Trainer) -> dict[str, tuple[str, tuple[int, ...]]]:
     for name, parameter in trainer.model.named_unit_parameters():
         if is_adapter(name):
             matrix, _, part = name.partition(_MIDDLE)
-            theirs = hf_weight(trainer.model.config, f"{matrix}.weight").names[0].removesuffix(".weight")
+            theirs = disk_weight(trainer.model.config, f"{matrix}.weight").names[0].removesuffix(".weight")
             places[name] = (f"{_PREFIX}{theirs}.{_PEFT_NAMES[part]}", tuple(parameter.shape))
     return places
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.build import build_model
-from hybridtrain.models.hf_import import hf_text_name
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.tensor_file import DTYPES, NAMES, SourceTensor, TensorFile, open_tensor_file
 from hybridtrain.units import format_bytes
-from hybridtrain.weights.disk_names import DiskWeight, disk_weights
+from hybridtrain.weights.disk_names import DiskWeight, disk_weights, hf_text_name
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,8 +16,8 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.block_model import BlockModel, Documents
 from hybridtrain.models.build import build_model
 from hybridtrain.models.families import FAMILIES
-from hybridtrain.models.hf_import import hf_weight
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.weights.disk_names import disk_weight
 from hybridtrain.weights.hf_source import load_hf_weights
 from tiny_models import FAMILIES as TINY
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD, random_batch
@@ -84,9 +84,9 @@ def run_transformers(model: nn.Module, ours: BlockModel, token_ids_BT: Tensor, t
     found = as_on_disk(ours.config, named)
     grads = {}
     for name, _ in ours.named_unit_parameters():
-        weight = hf_weight(ours.config, name)
+        weight = disk_weight(ours.config, name)
         pieces = [found[theirs].t() if weight.is_transposed else found[theirs] for theirs in weight.names]
-        grads[name] = torch.stack(pieces) if weight.is_stacked else pieces[0]
+        grads[name] = torch.stack(pieces) if len(pieces) > 1 else pieces[0]
     return Result(logits.detach(), loss.detach(), grads)
 
 
@@ -168,7 +168,7 @@ def test_every_parameter_of_transformers_has_one_of_ours(name: str) -> None:
     config = MODELS[name]
     source = transformers_model(config)
     ours = build_model(config, torch.float32, torch.device("meta"))
-    names = [theirs for name_, _ in ours.named_unit_parameters() for theirs in hf_weight(config, name_).names]
+    names = [theirs for name_, _ in ours.named_unit_parameters() for theirs in disk_weight(config, name_).names]
     assert sorted(names) == sorted(as_on_disk(config, dict(source.named_parameters())))
 
 
