@@ -227,28 +227,28 @@ class ModelConfig:
 
 
 def block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a block, in order, by its name within the block: ``query.weight``."""
+    """Return the shape of every parameter of a block, by its name within the block: ``query.weight``."""
     parts, width, ffn = model.architecture, model.width, model.ffn_width
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     before, after = parts.norm_placement != "post", parts.norm_placement != "pre"
-    per_head = parts.qk_norm == "head"
+    has_qk_norm, per_head = parts.qk_norm != "none", parts.qk_norm == "head"
     is_layer, is_dense, fuses = parts.norm == "layer", model.experts is None, parts.fuses_gate_up
     count, expert_ffn = (model.experts.count, model.experts.ffn_width) if model.experts else (0, 0)
     rows: list[tuple[bool, str, tuple[int, ...], bool]] = [  # is there, name, shape, has a bias
-        (not is_dense, "router", (count, width), False),
-        (not is_dense, "experts_gate", (count, expert_ffn, width), False),
-        (not is_dense, "experts_up", (count, expert_ffn, width), False),
-        (not is_dense, "experts_out", (count, width, expert_ffn), False),
         (before, "attention_norm", (width,), is_layer),
         (parts.fuses_qkv, "qkv", (q_width + 2 * kv_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "query", (q_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "key", (kv_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "value", (kv_width, width), parts.qkv_bias),
-        (parts.qk_norm != "none", "query_norm", (model.head_dim if per_head else q_width,), is_layer),
-        (parts.qk_norm != "none", "key_norm", (model.head_dim if per_head else kv_width,), is_layer),
+        (has_qk_norm, "query_norm", (model.head_dim if per_head else q_width,), is_layer),
+        (has_qk_norm, "key_norm", (model.head_dim if per_head else kv_width,), is_layer),
         (True, "attention_out", (width, q_width), parts.out_bias),
         (after, "attention_out_norm", (width,), is_layer),
         (before, "ffn_norm", (width,), is_layer),
+        (not is_dense, "router", (count, width), False),
+        (not is_dense, "experts_gate", (count, expert_ffn, width), False),
+        (not is_dense, "experts_up", (count, expert_ffn, width), False),
+        (not is_dense, "experts_out", (count, width, expert_ffn), False),
         (is_dense and fuses, "ffn_gate_up", (2 * ffn, width), parts.out_bias),
         (is_dense and parts.is_gated and not fuses, "ffn_gate", (ffn, width), parts.out_bias),
         (is_dense and not fuses, "ffn_up", (ffn, width), parts.out_bias),
@@ -258,7 +258,7 @@ def block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for is_there, name, shape, has_bias in rows:
         if is_there:
-            shapes[f"{name}.weight" if is_dense or not name.startswith(("router", "experts")) else name] = shape
+            shapes[name if name.startswith(("router", "experts")) else f"{name}.weight"] = shape
         if is_there and has_bias:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes

@@ -30,10 +30,8 @@ def test_a_built_model_has_exactly_the_parameters_of_the_formula(name: str) -> N
     assert sum(parameter.numel() for _, parameter in model.named_unit_parameters()) == config.num_params
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_params
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    found = [
-        (name, tuple(parameter.shape)) for name, parameter in model.blocks[config.num_blocks - 1].named_parameters()
-    ]
-    assert found == list(block_shapes(config).items())
+    last = model.blocks[config.num_blocks - 1]
+    assert {name: tuple(parameter.shape) for name, parameter in last.named_parameters()} == block_shapes(config)
 
 
 PUBLISHED = {
