@@ -5,6 +5,7 @@ Nothing is held in memory but a piece of a text file, a record, or one file of J
 with file, line number and what is allowed.
 """
 
+import codecs
 import json
 import os
 import re
@@ -19,10 +20,7 @@ import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.config.encode import JsonMapping
-
-# The order of files and the share that is held out are those of a corpus, so that both read one folder alike.
 from hybridtrain.data.chat import ChatTemplate
-from hybridtrain.data.corpus import _path_hash, _visible_files
 from hybridtrain.data.file_kinds import (
     DOCUMENT_KEYS,
     Kind,
@@ -48,7 +46,7 @@ token of its own (the pattern of GPT-2 splits longer white space by what follows
 _MOST_FAULTS: Final = 10
 _NO_JSON: Final = "no JSON"
 _MOST_NAMES: Final = 10
-"""Of files that are told."""
+"""Of files that a message names."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ALLOWED: Final = (
     'allowed is an object with "text", with "prompt" and "completion", or with "messages", a list of '
@@ -120,7 +118,7 @@ class TextSource:
         They are those of a text file's path, as in a corpus, or of a record's content.
         """
         texts = (file for file in reversed(self.files) if file.kind is Kind.TEXT)
-        by_path = {int(file.digest[:16], 16): _path_hash(file.name) for file in texts}
+        by_path = {int(file.digest[:16], 16): path_hash(file.name) for file in texts}
         return np.array([by_path.get(content, content) for content in self.contents().tolist()], dtype=np.uint64)
 
     def as_text(self) -> str:
@@ -132,6 +130,22 @@ class TextSource:
 
 def _some(names: list[str]) -> list[str]:
     return names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"and {len(names) - _MOST_NAMES} more"]
+
+
+def path_hash(path: str) -> int:
+    """Return 64 bits of the SHA-256 of a path: the same on every machine, unlike ``hash``."""
+    return int.from_bytes(sha256(path.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+
+
+def _visible_files(root: Path) -> Iterator[Path]:
+    """Yield every file below a folder that is not hidden; links to folders are not followed."""
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield from (path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
 
 
 def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -> TextSource:
@@ -152,8 +166,7 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
         raise DataError(f"{path} {missing_path(path)}")
     names = [path.name]
     if path.is_dir():
-        names = [found.relative_to(path).as_posix() for found in _visible_files(path)]
-        names.sort(key=_path_hash)
+        names = sorted((file.relative_to(path).as_posix() for file in _visible_files(path)), key=path_hash)
     left_out: list[tuple[str, str]] = []
     kept: list[SourceFile] = []
     for name in names:
@@ -271,31 +284,23 @@ def _content(record: Record) -> bytes:
 
 def _checked(path: Path, *, is_text: bool) -> tuple[str, str]:
     """Return the digest of a file's content, empty for an empty one, and why it is no text, if it is to be one."""
-    total, first, tail = sha256(), 0, b""
+    total, size, decoder = sha256(), 0, codecs.getincrementaldecoder("utf-8")()
     try:
         with os.fdopen(open_plain(path), "rb") as file:
             while chunk := file.read(_READ_BYTES):
                 total.update(chunk)
-                if not is_text:
-                    first += len(chunk)
-                    continue
-                nul = chunk.find(b"\0")
-                if nul >= 0:
-                    return "", f"byte {first + nul} is NUL"
-                text = tail + chunk
-                try:
-                    text.decode()
-                    tail = b""
-                except UnicodeDecodeError as error:
-                    if error.reason != "unexpected end of data":
-                        return "", f"byte {first - len(tail) + error.start} is 0x{text[error.start]:02x}"
-                    tail = text[error.start :]
-                first += len(chunk)
+                if is_text and (nul := chunk.find(b"\0")) >= 0:
+                    return "", f"byte {size + nul} is NUL"
+                if is_text:
+                    decoder.decode(chunk)
+                size += len(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:  # the last character of the chunk before stands first in what is decoded
+        first = size - len(decoder.getstate()[0]) + error.start
+        return "", f"byte {first} is 0x{error.object[error.start]:02x}"
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    if tail:
-        return "", f"byte {first - len(tail)} is 0x{tail[0]:02x}"
-    return (total.hexdigest() if first else ""), ""
+    return (total.hexdigest() if size else ""), ""
 
 
 def read_documents(

@@ -25,7 +25,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, to_json
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
-from hybridtrain.data.corpus import MIN_TOKENS, open_corpus
+from hybridtrain.data.corpus import is_token_path, split_tail, token_corpus
 from hybridtrain.data.data_config import BYTES, DataConfig, Packing
 from hybridtrain.data.documents import Passage, TextSource, open_source, read_documents
 from hybridtrain.data.file_array import open_array
@@ -79,7 +79,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
     tokenizer = open_tokenizer(name, vocab_size=vocab_size, eos_token=config.eos_token)
     if tokenizer.remark:
         say(tokenizer.remark)
-    if config.path.suffix == ".bin" or (config.path / "train.bin").exists() or (config.path / "val.bin").exists():
+    if is_token_path(config.path):
         return _token_files(config, tokenizer, vocab_size)
     source = open_source(config.path)
     other = None if config.validation is None else open_source(config.validation, part="validation")
@@ -177,18 +177,17 @@ class _Encoding:
         self._require_known(largest)
         percent = 0 if self._other else self._config.held_out_percent
         if percent and train.num_documents == 1 and not validation.num_documents and not self._source.has_records:
-            train, validation = _split_tail(train, percent, str(self._config.path))
+            parts = split_tail(train.tokens, str(self._config.path), percent)
+            train, validation = map(_one_document, parts)
         return train, validation if validation.num_documents else None
 
     def _write(self, place: Path, say: Say) -> None:
         is_masked = self._config.loss_on == "answers"
         held_out = self._other or self._source
         with ExitStack() as stack:
-            train = stack.enter_context(
-                _PartWriter(place, "train", self._dtype, is_masked=is_masked and self._source.has_records)
-            )
+            train = stack.enter_context(_PartWriter(place, "train", is_masked=is_masked and self._source.has_records))
             validation = stack.enter_context(
-                _PartWriter(place, "validation", self._dtype, is_masked=is_masked and held_out.has_records)
+                _PartWriter(place, "validation", is_masked=is_masked and held_out.has_records)
             )
             is_held_out = _held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
             self._encode(self._source, (validation if is_out else train for is_out in is_held_out.tolist()))
@@ -317,18 +316,6 @@ def _unused_template(config: DataConfig) -> str:
     )
 
 
-def _split_tail(documents: EncodedDocuments, percent: int, what: str) -> tuple[EncodedDocuments, EncodedDocuments]:
-    """Return one text without its tail, and the tail."""
-    size = documents.tokens.size
-    if size < MIN_TOKENS:
-        raise DataError(
-            f"{what}: {size} tokens to train and to validate on are too few; at least {MIN_TOKENS} are needed, and "
-            "thousands to learn from"
-        )
-    first = size - max(1, size * percent // 100)
-    return _one_document(documents.tokens[:first]), _one_document(documents.tokens[first:])
-
-
 def _one_document(tokens: TokenArray) -> EncodedDocuments:
     return EncodedDocuments(tokens=tokens, ends=np.array([tokens.size], dtype=np.int64))
 
@@ -342,35 +329,29 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
             f"{config.path}: token files do not say where documents end; packing = '{config.packing}' needs text or "
             ".jsonl files, so leave packing out or set it to 'stream'"
         )
-    settings: JsonMapping = {"data.name": config.path.resolve().name}
     if config.path.is_dir() and config.validation_percent is not None:
         raise DataError(
             f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
             "out; leave validation_percent out, or name train.bin alone"
         )
-    if config.path.is_dir():
-        corpus = open_corpus(config.path, vocab_size=vocab_size)
-        train, validation, digest = corpus.train, corpus.validation, corpus.digest
-    else:
-        file = open_token_file(config.path, vocab_size=vocab_size)
-        first = file.tokens.size - file.tokens.size * config.held_out_percent // 100
-        train, validation, digest = file.tokens[:first], file.tokens[first:], file.digest
+    corpus = token_corpus(config.path, vocab_size=vocab_size, percent=config.held_out_percent)
+    validation = corpus.validation
     if config.validation is not None:
         validation = open_token_file(config.validation, vocab_size=vocab_size).tokens
-    settings |= {"data.digest": digest}
+    name = config.path.resolve().name
     return TextData(
-        name=config.path.resolve().name, train=_one_document(train),
+        name=name, train=_one_document(corpus.train),
         validation=_one_document(validation) if validation.size else None, tokenizer=tokenizer, packing="stream",
-        settings=settings, source=f"token files at {config.path}", is_tokens=True,
+        settings={"data.name": name, "data.digest": corpus.digest}, source=f"token files at {config.path}",
+        is_tokens=True,
     )  # fmt: skip
 
 
 class _PartWriter:
     """Writes documents of one part to its files, as they come."""
 
-    def __init__(self, place: Path, name: str, dtype: str, *, is_masked: bool) -> None:
+    def __init__(self, place: Path, name: str, *, is_masked: bool) -> None:
         self._paths = _paths(place, name)
-        self._dtype = dtype
         self._tokens = self._paths[0].open("wb")
         self._counts = self._paths[1].open("wb")
         self._is_masked = is_masked
@@ -388,7 +369,7 @@ class _PartWriter:
 
     def add(self, ids: npt.NDArray[np.integer], counted: npt.NDArray[np.uint8], *, ends: bool) -> None:
         """Write the tokens of a document, or of its next piece."""
-        self._tokens.write(ids.astype(self._dtype).tobytes())
+        self._tokens.write(ids.tobytes())
         if self._is_masked:
             self._counts.write(counted.tobytes())
         self._size += ids.size
@@ -404,9 +385,9 @@ class _PartWriter:
         )  # fmt: skip
 
 
-def _paths(place: Path, name: str) -> tuple[Path, Path, Path]:
+def _paths(place: Path, name: str) -> list[Path]:
     """Return where tokens, counts and ends of a part lie."""
-    return place / f"{name}.tokens", place / f"{name}.counts", place / f"{name}.ends"
+    return [place / f"{name}.{kind}" for kind in ("tokens", "counts", "ends")]
 
 
 def _digest(path: Path) -> str:

@@ -78,7 +78,8 @@ def test_a_file_that_is_no_text_names_the_byte(tmp_path: Path, content: bytes, w
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("", "a.txt is empty"), ("too short", "10 tokens to train .*are too few")]
+    ("content", "words"),
+    [("", "a.txt holds no UTF-8 text and no records"), ("too short", "10 tokens to train .*are too few")],
 )
 def test_an_empty_or_tiny_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "a.txt"
@@ -89,18 +90,18 @@ def test_an_empty_or_tiny_file_is_refused(tmp_path: Path, content: str, words: s
 
 def test_a_folder_without_text_says_what_it_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"holds no UTF-8 text file \(1 other files were skipped\)"):
+    with pytest.raises(
+        DataError, match=r"holds no UTF-8 text and no records \(a\.png: no UTF-8 text\); name a text file"
+    ):
         text_corpus(tmp_path)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    path = tmp_path / "a.txt"
-    path.touch()
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # a chmod would not stop the superuser
-    monkeypatch.setattr("hybridtrain.data.corpus.read_plain", refuse)
-    for corpus in (path, tmp_path):
+    (tmp_path / "a.txt").touch()
+    monkeypatch.setattr("hybridtrain.data.documents.open_plain", refuse)  # a chmod would not stop the superuser
+    for corpus in (tmp_path / "a.txt", tmp_path):
         with pytest.raises(DataError, match=r"a.txt cannot be read \(Permission denied\); check its permissions"):
             text_corpus(corpus)
