@@ -74,14 +74,24 @@ class Block(nn.Module):
     """Attention and feed-forward, each on a residual branch; what ``block_shapes`` does not name is not there."""
 
     attention_norm: nn.Module
-    attention_out_norm: nn.Module
+    qkv: Linear
+    query: Linear
+    key: Linear
+    value: Linear
     query_norm: nn.Module
     key_norm: nn.Module
-    ffn_norm: nn.Module
-    ffn_out_norm: nn.Module
     attention_out: Linear
-    ffn_out: Linear
+    attention_out_norm: nn.Module
+    ffn_norm: nn.Module
     router: nn.Parameter
+    experts_gate: nn.Parameter
+    experts_up: nn.Parameter
+    experts_out: nn.Parameter
+    ffn_gate_up: Linear
+    ffn_gate: Linear
+    ffn_up: Linear
+    ffn_out: Linear
+    ffn_out_norm: nn.Module
 
     def __init__(self, config: ModelConfig, number: int, rotary_table: RotaryTable | None, dtype: torch.dtype) -> None:
         super().__init__()

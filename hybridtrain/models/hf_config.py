@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.config.encode import JsonMapping, JsonValue
@@ -365,13 +365,15 @@ def _scaling(rope: _Keys, max_seq_len: int) -> RopeScaling | None:
         return None
     original = rope.integer("original_max_position_embeddings", missing=max_seq_len)
     factor = rope.number("factor", missing=max_seq_len / original if method == "yarn" else None)
-    settings = {name: rope.number(name) for name in _SCALING_KEYS[method] if method == "llama3" or rope.get(name)}
+    settings: dict[str, Any] = {"method": method, "factor": factor}
+    if method != "linear":
+        settings["original_max_seq_len"] = original
+    given = (name for name in _SCALING_KEYS[method] if method == "llama3" or rope.get(name))
+    settings |= {name: rope.number(name) for name in given}
     try:
         if method == "yarn":
             settings["attention_factor"] = _attention_factor(rope, factor)
-        if method == "linear":
-            return RopeScaling(method=method, factor=factor)
-        return RopeScaling(method=method, factor=factor, original_max_seq_len=original, **settings)
+        return RopeScaling(**settings)
     except ValueError as error:
         rope.refuse(key, str(error).replace("\n", "; "))
         return None

@@ -87,16 +87,13 @@ def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter
 def export_adapter(
     trainer: Trainer, folder: Path, *, base: str, tokenizer_folder: Path | None = None
 ) -> list[Path]:  # fmt: skip
-    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them.
+    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them, and return the files.
 
     Args:
         trainer: Whose adapters.
         folder: Absent or empty.
         base: Name or folder of the model that they belong to, which PEFT loads beside them.
-        tokenizer_folder: Whose tokenizer and chat template they were trained with, which is written too.
-
-    Returns:
-        The files.
+        tokenizer_folder: Whose tokenizer and chat template are written too.
 
     Raises:
         ConfigError: there are no adapters, or the folder holds something.
@@ -136,13 +133,10 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def load_adapter(trainer: Trainer, folder: Path) -> None:
-    """Give adapters the values that PEFT, or ``export_adapter``, wrote into a folder.
+    """Give adapters, before the first step, the values that PEFT, or ``export_adapter``, wrote into a folder.
 
-    They come to the bit where adapters are float32 or have masters; without one they are rounded to nearest.
-
-    Args:
-        trainer: Before its first step. Its plan has adapters of the same kind; dropout may differ.
-        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``. Nothing is unpickled.
+    They come to the bit where adapters are float32 or have masters; else they are rounded to nearest. The plan has
+    adapters of the same kind; dropout may differ. Nothing is unpickled.
 
     Raises:
         ConfigError: files are missing, damaged or pickled, or of other adapters; every difference is a fault.
@@ -155,17 +149,14 @@ def load_adapter(trainer: Trainer, folder: Path) -> None:
     places = _places(trainer)
     faults = list(_config_faults(trainer, _read_config(folder / _CONFIG)))
     tensors = open_tensor_file(folder / _FILE).tensors
-    wanted, found = _modules(name for name, _ in places.values()), _modules(tensors)
-    if set(wanted) != set(found):
-        faults.append(
-            f"adapters of {', '.join(sorted(found))}, those here are of {', '.join(sorted(wanted))}; set lora's targets"
-        )
+    shapes = dict(places.values())
+    wanted, found = sorted(_modules(shapes)), sorted(_modules(tensors))
+    if wanted != found:
+        faults.append(f"adapters of {', '.join(found)}, those here are of {', '.join(wanted)}; set lora's targets")
     else:
-        known = {theirs for theirs, _ in places.values()}
-        faults += [
-            f"{name}: no adapter of this model; take the model that it was made for" for name in {*tensors} - known
-        ]
-        for theirs, shape in places.values():
+        strange = {*tensors} - {*shapes}
+        faults += [f"{name}: no adapter of this model; take the model that it was made for" for name in strange]
+        for theirs, shape in shapes.items():
             tensor = tensors.get(theirs)
             if tensor is None:
                 faults.append(f"{theirs}: missing; it must be there with shape {shape}: save the adapter again")

@@ -31,30 +31,21 @@ Shard = list[tuple[str, tuple[int, ...]]]
 
 
 def export_folder(
-    trainer: Trainer,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    source_folder: Path | None = None,
-    tokenizer_folder: Path | None = None,
-    max_shard_bytes: int = 5 * GB,
-) -> list[Path]:
-    """Write a model's exact values as safetensors, with config.json and what else a folder of transformers holds.
+    trainer: Trainer, folder: Path, *, dtype: torch.dtype, source_folder: Path | None = None,
+    tokenizer_folder: Path | None = None, max_shard_bytes: int = 5 * GB,
+) -> list[Path]:  # fmt: skip
+    """Write a model's exact values as safetensors with config.json and tokenizer, and return the files.
 
     Values go to the files slice by slice: no shard, and no tensor but a transposed one, is in memory whole. The folder
     appears when it is complete.
 
     Args:
-        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes
-            FULL.
+        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes FULL.
         folder: Absent or empty.
         dtype: float32, which is exact, or float16 or bfloat16, rounded to nearest.
         source_folder: The one that the model began with: its config.json and tokenizer are copied.
         tokenizer_folder: Where the tokenizer is, if elsewhere, and the ids of special tokens that a run took instead.
         max_shard_bytes: Of one file, unless a single tensor is larger.
-
-    Returns:
-        The files.
 
     Raises:
         ConfigError: the folder holds something.
@@ -74,13 +65,14 @@ def export_folder(
                 writer = stack.enter_context(closing(TensorFileWriter(partial / name, heads)))
                 writers |= dict.fromkeys((tensor for tensor, _ in shard), writer)
             writing = _Writing(weights, writers, dtype)
-            values = merged_values(trainer) if has_adapters(trainer) else exact_values(trainer)
-            for our_name, part, exact_P in values:
-                writing.write(our_name, part, exact_P)
+            for values in merged_values(trainer) if has_adapters(trainer) else exact_values(trainer):
+                writing.write(*values)
         if len(shards) > 1:
             _write_json(partial / INDEX, _index(names, shards, dtype))
         config = _config(trainer, source_folder, dtype)
-        generation = {} if source_folder is None else _read_json(source_folder / _GENERATION)
+        generation: JsonMapping = {}
+        if source_folder is not None and (source_folder / _GENERATION).is_file():
+            generation = json.loads((source_folder / _GENERATION).read_bytes())
         if tokenizer := tokenizer_folder or source_folder:
             config, generation = (with_token_ids(one, tokenizer) for one in (config, generation))
             copy_tokenizer(tokenizer, partial)
@@ -108,7 +100,7 @@ class _Writing:
         if not bool(value_P.isfinite().all()):
             raise DivergenceError(
                 f"{name}: holds values that are no finite numbers of {self._dtype}; a model must have none. Export "
-                f"float32, or an older saved state."
+                f"float32, or an older checkpoint."
             )
         if weight.is_transposed:
             self._write_transposed(weight, part, value_P)
@@ -180,11 +172,6 @@ def _config(trainer: Trainer, source_folder: Path | None, dtype: torch.dtype) ->
         content.pop("quantization_config", None)
     content.pop("torch_dtype", None)  # what older versions call it
     return content | {"dtype": str(dtype).removeprefix("torch.")}
-
-
-def _read_json(path: Path) -> JsonMapping:
-    """Return a file's content, nothing of one that is not there."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _write_json(path: Path, content: JsonMapping) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -29,18 +28,10 @@ _COMPARED_ELEMENTS = 1 << 23
 
 
 class HfSource:
-    """Weights of a model, by our names for them, from tensors under transformers' names.
+    """Weights of a model, by our names for them, from ``tensors`` under transformers' names.
 
-    Everything is checked when it is made: nothing is missing, misshapen or left over.
-
-    Args:
-        origin: Named at the head of errors.
-        tensors: By their names there.
-        config: Shape of the model.
-        digest: Tells these weights from others.
-
-    Raises:
-        ConfigError: with every fault.
+    ``origin`` heads the message of the ``ConfigError`` that names every tensor that is missing, misshapen or left over;
+    ``digest`` tells these weights from others.
     """
 
     def __init__(self, origin: str, tensors: Mapping[str, SourceTensor], config: ModelConfig, digest: str = "") -> None:
@@ -67,8 +58,7 @@ class HfSource:
     def read(self, name: str, part: slice) -> Tensor:
         """Return elements ``part`` of a parameter, flat, as ``WeightSource`` says.
 
-        Only these elements are read, but of a transposed tensor, which is read whole and kept until another is asked
-        for.
+        No others are read, but those of a transposed tensor, which is kept until another parameter is asked for.
         """
         weight = self._weights[name]
         if self._whole is not None and self._whole[0] != name:
@@ -137,31 +127,21 @@ def _num_bytes(tensor: SourceTensor) -> int:
     return prod(tensor.shape) * (int(bits[0]) if bits else 8) // 8
 
 
-@dataclass(frozen=True, slots=True)
 class _HeldTensor:
     """A tensor of a state dict."""
 
-    values: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        return NAMES.get(self.values.dtype, str(self.values.dtype))
+    def __init__(self, values: Tensor) -> None:
+        self.shape = tuple(values.shape)
+        self.dtype_name = NAMES.get(values.dtype, str(values.dtype))
+        self._values = values
 
     def read(self, part: slice) -> Tensor:
-        return self.values.detach().reshape(-1)[part]
+        return self._values.detach().reshape(-1)[part]
 
 
 @torch.no_grad()
 def load_hf_weights(model: BlockModel, source: "HfSource | Mapping[str, Tensor]") -> None:
-    """Copy weights into a model that has its parameters in memory.
-
-    Args:
-        model: Filled.
-        source: An opened folder, or the state dict of a model of transformers.
+    """Copy weights of an opened folder, or of a state dict of transformers, into a model that is in memory.
 
     Raises:
         ConfigError: with every missing, misshapen or surplus weight of a state dict.
@@ -176,11 +156,7 @@ def load_hf_weights(model: BlockModel, source: "HfSource | Mapping[str, Tensor]"
 def open_folder(path: Path, config: ModelConfig) -> HfSource:
     """Open a folder's safetensors files as the first values of a model; headers are read, values when asked for.
 
-    Nothing is unpickled, whatever the folder holds.
-
-    Args:
-        path: With ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        config: Shape of the model.
+    It holds ``model.safetensors``, or shards and ``model.safetensors.index.json``. Nothing is unpickled.
 
     Raises:
         ConfigError: files are missing, damaged or pickled, or weights missing, misshapen or of another model.
@@ -191,15 +167,13 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
     elif (path / INDEX).is_file():
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
-        absent = [name for name, shard in shards.items() if name not in files[shard].tensors]
-        if absent:
-            raise ConfigError(
-                str(path / INDEX),
-                [
-                    f"{name}: said to be in {shards[name]}, which has none; take the index of these shards"
-                    for name in absent
-                ],
-            )
+        faults = [
+            f"{name}: said to be in {shard}, which has none; take the index of these shards"
+            for name, shard in shards.items()
+            if name not in files[shard].tensors
+        ]
+        if faults:
+            raise ConfigError(str(path / INDEX), faults)
         tensors = {name: files[shard].tensors[name] for name, shard in shards.items()}
     else:
         raise ConfigError(str(path), [_no_weights(path)])
@@ -233,7 +207,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _open_shards(path: Path, names: list[str]) -> dict[str, TensorFile]:
-    """Return all shards; every one that cannot be opened is a fault."""
     found, faults = {}, []
     for name in names:
         try:
