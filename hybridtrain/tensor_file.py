@@ -37,16 +37,13 @@ class SourceTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """As it is stored."""
-        ...
 
     @property
     def dtype_name(self) -> str:
         """As the format calls it."""
-        ...
 
     def read(self, part: slice) -> Tensor:
         """Return a flat range of its elements on the CPU; raises ``ConfigError`` where that fails."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,14 @@ Shard = list[tuple[str, tuple[int, ...]]]
 
 
 def export_folder(
-    trainer: Trainer, folder: Path, *, dtype: torch.dtype, source_folder: Path | None = None,
-    tokenizer_folder: Path | None = None, max_shard_bytes: int = 5 * GB,
-) -> list[Path]:  # fmt: skip
+    trainer: Trainer,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    source_folder: Path | None = None,
+    tokenizer_folder: Path | None = None,
+    max_shard_bytes: int = 5 * GB,
+) -> list[Path]:
     """Write a model's exact values as safetensors with config.json and tokenizer, and return the files.
 
     Values go to the files slice by slice: no shard, and no tensor but a transposed one, is in memory whole. The folder
