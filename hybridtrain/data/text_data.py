@@ -24,7 +24,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, to_json
 from hybridtrain.data.byte_tokens import TokenArray
-from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
+from hybridtrain.data.chat import ChatTemplate
 from hybridtrain.data.corpus import is_token_path, split_tail, token_corpus
 from hybridtrain.data.data_config import BYTES, DataConfig, Packing
 from hybridtrain.data.documents import Passage, TextSource, open_source, read_documents
@@ -66,11 +66,7 @@ class TextData:
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
     """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Args:
-        config: The [data] table.
-        vocab_size: Of the model.
-        folder: Where encoded tokens are kept; nobody else may be writing there.
-        say: Is told what is encoded, and how answers are found.
+    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found.
 
     Raises:
         DataError: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
@@ -107,7 +103,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         name=config.path.resolve().name, train=parts[0], validation=parts[1], tokenizer=tokenizer, packing=packing,
         settings=settings,
         source=f"{len(source.files)} files at {config.path}{skipped}, tokenizer {name}",
-        template=named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES) if config.chat_template else "",
+        template=named_template(tokenizer, config.chat_template) if config.chat_template else "",
     )  # fmt: skip
 
 
@@ -149,9 +145,8 @@ class _Encoding:
         """Conversations that became several documents."""
         self._template = cache(self._open_template)
         self._dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-        template = ""
-        if config.chat_template or "default" in tokenizer.templates:
-            template = named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES)
+        has_template = config.chat_template or "default" in tokenizer.templates
+        template = named_template(tokenizer, config.chat_template) if has_template else ""
         decides = [
             _FORMAT, source.digest, "" if other is None else other.digest, tokenizer.digest, template, config.loss_on,
             config.held_out_percent,
@@ -159,7 +154,7 @@ class _Encoding:
         self.key = sha256(json.dumps(decides).encode("ascii")).hexdigest()
 
     def _open_template(self) -> ChatTemplate:
-        text = named_template(self._tokenizer, self._config.chat_template, BUILTIN_TEMPLATES)
+        text = named_template(self._tokenizer, self._config.chat_template)
         return ChatTemplate(text, self._tokenizer.special_tokens)
 
     def open(self, folder: Path, say: Say) -> tuple[EncodedDocuments, EncodedDocuments | None]:
@@ -249,9 +244,8 @@ class _Encoding:
         for (passage, writer), found in zip(waiting, encoded, strict=True):
             opening = self._tokenizer.bos_ids if passage.opens else ()
             closing = self._tokenizer.eos_ids if passage.closes else ()
-            ids = np.concatenate([
-                np.array(part, dtype=self._dtype) for part in (opening, found.ids, closing)
-            ])  # fmt: skip
+            parts = [np.array(part, dtype=self._dtype) for part in (opening, found.ids, closing)]
+            ids = np.concatenate(parts)
             counted = np.ones(ids.size, dtype=np.uint8)
             counted[: len(opening)] = 0
             if passage.counted is not None:
@@ -296,12 +290,8 @@ def _tell_share(
                 "others, or text of its own by validation"
             )
         return
-    shares = [
-        100 * held_out / (held_out + rest)
-        for held_out, rest in (
-            (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
-        )
-    ]  # fmt: skip
+    pairs = (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
+    shares = [100 * held_out / (held_out + rest) for held_out, rest in pairs]
     if max(abs(share - asked) for share in shares) > asked / 2:
         say(
             f"warning: validation_percent is {asked}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % of "
@@ -399,21 +389,15 @@ def _read_parts(place: Path) -> tuple[tuple[EncodedDocuments, EncodedDocuments],
     """Return both parts and their largest token, or None unless all is there as it was written."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
-        parts = (
-            _read_part(place, "train", index.train, index.dtype),
-            _read_part(place, "validation", index.validation, index.dtype),
-        )
-        return parts, max(index.train.largest_token, index.validation.largest_token)
+        train = _read_part(place, "train", index.train, index.dtype)
+        validation = _read_part(place, "validation", index.validation, index.dtype)
+        return (train, validation), max(index.train.largest_token, index.validation.largest_token)
     except (OSError, ValueError, ConfigError):
         return None
 
 
 def _read_part(place: Path, name: str, facts: _PartFacts, dtype: str) -> EncodedDocuments:
-    """Return a part, memory-mapped.
-
-    Raises:
-        OSError, ValueError: a file is missing, or is not as it was written.
-    """
+    """Return a part; raises ``OSError`` or ``ValueError``: a file is missing, or is not as it was written."""
     paths = _paths(place, name)
     if tuple(_digest(path) for path in paths) != facts.digests:
         raise ValueError("damaged")

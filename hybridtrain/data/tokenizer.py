@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, decode_tokens, encode_bytes
+from hybridtrain.data.chat import BUILTIN_TEMPLATES
 from hybridtrain.data.data_config import BYTES
 from hybridtrain.errors import DataError, unknown_name
 from hybridtrain.plain_file import read_plain
@@ -101,14 +102,13 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text as tokens."""
-        return [self._encode(text) for text in texts]
-
-    @staticmethod
-    def _encode(text: str) -> Encoded:
-        content = text.encode()
-        # Every byte that does not continue a character begins one.
-        characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
-        return Encoded(encode_bytes(content).astype(np.uint32), np.stack([characters, characters + 1], axis=1))
+        found = []
+        for content in (text.encode() for text in texts):
+            # Every byte that does not continue a character begins one.
+            characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
+            spans = np.stack([characters, characters + 1], axis=1)
+            found.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are none are replaced."""
@@ -126,19 +126,10 @@ class FileTokenizer(Tokenizer):
     backend: "tokenizers.Tokenizer"
 
     @classmethod
-    def of(
-        cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str,
-    ) -> Self:  # fmt: skip
-        """Return a tokenizer with its special tokens.
+    def of(cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str) -> Self:
+        """Return a tokenizer whose backend's own truncation, padding and special tokens are switched off.
 
-        Args:
-            read: The backend is changed: its own truncation, padding and special tokens are switched off.
-            templates: Chat templates beside it.
-            eos_token: Instead of the one that its files name.
-            source: Named in errors.
-
-        Raises:
-            DataError: ``eos_token`` is no token.
+        Raises ``DataError`` where ``eos_token``, which stands for the one that its files name, is no token.
         """
         backend, special_tokens = read.backend, dict(read.special_tokens)
         backend.no_truncation()
@@ -185,10 +176,10 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
-    """Return the tokenizer that a training file names.
+    """Return the tokenizer that a training file names: "bytes", a tokenizer.json, or the folder that holds one.
 
     Args:
-        name: "bytes", a tokenizer.json, or the folder that holds one.
+        name: As the file has it.
         vocab_size: Of the model. Tokens at or above it may be there; none of them is put around documents.
         eos_token: Token after each document instead of the tokenizer's own.
 
@@ -271,39 +262,28 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
 
 def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
     content = _read(file)
-    texts = {name: _token_text(settings.get(name)) for name in _SPECIAL_TOKENS}
-    special_tokens = {name: text for name, text in texts.items() if text is not None}
+    special_tokens = {}
+    for name in _SPECIAL_TOKENS:
+        text = settings.get(name)
+        text = text.get("content") if isinstance(text, Mapping) else text  # plain, or the content of a table
+        special_tokens |= {name: text} if isinstance(text, str) else {}
     try:
-        return _Read(backend=_parsed(content.decode()), content=content, special_tokens=special_tokens)
-    except ValueError as error:
+        backend = import_module("tokenizers").Tokenizer.from_str(content.decode())
+        return _Read(backend=backend, content=content, special_tokens=special_tokens)
+    except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
 
 
 def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
-    """Return the class that transformers takes for a folder, and what it says; raises whatever its readers raise."""
+    """Return the class that transformers takes for a folder, and its files' content; raises what its readers raise."""
     found = import_module("transformers").AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False
     )
     texts = {name: getattr(found, name) for name in _SPECIAL_TOKENS}
     special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     content = found.backend_tokenizer.to_str()
-    # A copy: what is changed here is not what transformers keeps.
-    return type(found).__name__, _Read(
-        backend=_parsed(content), content=content.encode(), special_tokens=special_tokens
-    )
-
-
-def _parsed(text: str) -> "tokenizers.Tokenizer":
-    """Return what a tokenizer.json says.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        backend: tokenizers.Tokenizer = import_module("tokenizers").Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(str(error)) from error
-    return backend
+    backend = import_module("tokenizers").Tokenizer.from_str(content)  # a copy: it is changed here
+    return type(found).__name__, _Read(backend=backend, content=content.encode(), special_tokens=special_tokens)
 
 
 def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -321,25 +301,13 @@ def _templates(folder: Path, settings: Mapping[str, object]) -> Iterator[tuple[s
     found = settings.get("chat_template")
     if isinstance(found, str):
         yield "default", found
-    elif isinstance(found, list):
-        for entry in found:
-            if (
-                isinstance(entry, dict)
-                and isinstance(entry.get("name"), str)
-                and isinstance(entry.get("template"), str)
-            ):
-                yield entry["name"], entry["template"]
+    for entry in found if isinstance(found, list) else []:
+        if isinstance(entry, dict) and {type(entry.get("name")), type(entry.get("template"))} == {str}:
+            yield entry["name"], entry["template"]
     if (folder / "chat_template.jinja").is_file():
         yield "default", _read(folder / "chat_template.jinja").decode()
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         yield file.stem, _read(file).decode()
-
-
-def _token_text(value: object) -> str | None:
-    """Return a special token's text: plain, or the content of a table."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _json(path: Path) -> dict[str, object]:
@@ -367,18 +335,12 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def named_template(tokenizer: Tokenizer, name: str, builtin: Mapping[str, str]) -> str:
-    """Return the text of a chat template.
+def named_template(tokenizer: Tokenizer, name: str) -> str:
+    """Return the text of a chat template by its name among the tokenizer's own and those that need no file.
 
-    Args:
-        tokenizer: Whose own templates are looked at first.
-        name: A name, a .jinja file, or nothing: the tokenizer's own default.
-        builtin: Templates that need no file.
-
-    Raises:
-        DataError: there is none of that name.
+    ``name`` may also be a .jinja file, or nothing: the tokenizer's default. Raises ``DataError``: there is none of it.
     """
-    known = {**builtin, **tokenizer.templates}
+    known = {**BUILTIN_TEMPLATES, **tokenizer.templates}
     if not name and "default" in tokenizer.templates:
         return tokenizer.templates["default"]
     if name.endswith(".jinja") and name not in known:
