@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,21 +30,6 @@ _LENGTH_BYTES = 8
 _COPY_AGAIN = "copy or download it again"
 
 
-class SourceTensor(Protocol):
-    """A tensor that is read range by range."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As it is stored."""
-
-    @property
-    def dtype_name(self) -> str:
-        """As the format calls it."""
-
-    def read(self, part: slice) -> Tensor:
-        """Return a flat range of its elements on the CPU; raises ``ConfigError`` where that fails."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor of a file."""
@@ -57,16 +41,13 @@ class FileTensor:
     shape: tuple[int, ...]
     offset: int
     """Of its first byte in the file."""
+    num_bytes: int
+    """Of the values."""
 
     @property
     def dtype(self) -> torch.dtype:
         """As torch calls it; only of ``NAMES``."""
         return _READABLE[self.dtype_name]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the values."""
-        return prod(self.shape) * self.dtype.itemsize
 
     def read(self, part: slice) -> Tensor:
         """Return a flat range of its elements: these bytes of the file are read and no others."""
@@ -113,11 +94,11 @@ def open_tensor_file(path: Path) -> TensorFile:
         raise ConfigError(str(path), [f"cannot be read ({error.strerror or error}); {_COPY_AGAIN}"]) from error
     entries = json.loads(header)
     entries.pop("__metadata__", None)
-    start = _LENGTH_BYTES + length
-    tensors = {
-        name: FileTensor(path, name, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        for name, entry in entries.items()
-    }
+    tensors = {}
+    for name, entry in entries.items():
+        first, end = entry["data_offsets"]
+        place = _LENGTH_BYTES + length + first
+        tensors[name] = FileTensor(path, name, entry["dtype"], tuple(entry["shape"]), place, end - first)
     return TensorFile(tensors, sha256(header + size.to_bytes(_LENGTH_BYTES, "little")).hexdigest())
 
 

@@ -60,10 +60,6 @@ class ChatTemplate:
         """Return a whole conversation as text."""
         return next(self._render(messages, [Part(len(messages))], tools))[0]
 
-    def prompt(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
-        """Return a conversation up to where the next answer begins."""
-        return next(self._render(messages, [Part(len(messages), add_generation_prompt=True)], tools))[0]
-
     def answered(self, messages: Sequence[JsonMapping], tools: object = None) -> list[tuple[str, Spans]]:
         """Return a conversation as text and where the answers are in it that are to be learned.
 

@@ -1,7 +1,6 @@
 """A model's first values from tensors under transformers' names. P elements of a flat slice."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from math import prod
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.tensor_file import DTYPES, NAMES, SourceTensor, TensorFile, open_tensor_file
+from hybridtrain.tensor_file import DTYPES, FileTensor, TensorFile, open_tensor_file
 from hybridtrain.units import format_bytes
 from hybridtrain.weights.disk_names import DiskWeight, disk_weights, hf_text_name
 
@@ -34,7 +32,7 @@ class HfSource:
     ``digest`` tells these weights from others.
     """
 
-    def __init__(self, origin: str, tensors: Mapping[str, SourceTensor], config: ModelConfig, digest: str = "") -> None:
+    def __init__(self, origin: str, tensors: Mapping[str, FileTensor], config: ModelConfig, digest: str = "") -> None:
         self.digest = digest
         self._whole: tuple[str, Tensor] | None = None
         self._weights = disk_weights(build_model(config, torch.float32, torch.device("meta")))
@@ -50,7 +48,7 @@ class HfSource:
         """What a multimodal model has beside the text model, in a sentence; empty: nothing."""
         if not self._left_out:
             return ""
-        num_bytes = sum(_num_bytes(tensor) for tensor in self._left_out.values())
+        num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in self._left_out})
         told = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
         return f"the text part alone is read; left out: {told}"
@@ -71,7 +69,7 @@ class HfSource:
         pieces = [self._tensors[disk_name].read(inner) for disk_name, inner in weight.pieces(part)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _with_prefix(self, tensors: Mapping[str, SourceTensor]) -> Mapping[str, SourceTensor]:
+    def _with_prefix(self, tensors: Mapping[str, FileTensor]) -> Mapping[str, FileTensor]:
         """Return the tensors as a model with an output has them; one saved without has names without its prefix."""
         prefix = self._weights["embedding.token"].names[0].partition(".")[0] + "."
         if any(name.startswith(prefix) for name in tensors):
@@ -100,7 +98,7 @@ class HfSource:
             elif not self._equals_embedding(tensor):
                 yield f"{name}: must equal the embedding where tie_word_embeddings is true; set it to false"
 
-    def _equals_embedding(self, output: SourceTensor) -> bool:
+    def _equals_embedding(self, output: FileTensor) -> bool:
         embedding = self._tensors.get(self._weights["embedding.token"].names[0])
         if embedding is None or embedding.dtype_name not in DTYPES:  # told already
             return True
@@ -111,46 +109,14 @@ class HfSource:
         return all(torch.equal(output.read(part), embedding.read(part)) for part in parts)
 
 
-def _text_part(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def _text_part(config: ModelConfig, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return the tensors of the text model, as a checkpoint of it alone names them."""
-    found: dict[str, SourceTensor] = {}
+    found: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         text_name = hf_text_name(config.family, name)
         if text_name is not None:
             found[name if text_name in found else text_name] = tensor  # of two, one stays and is surplus
     return found
-
-
-def _num_bytes(tensor: SourceTensor) -> int:
-    """Return the size of a tensor of any type: its name has the bits of an element, but for BOOL, which has a byte."""
-    bits = re.search(r"\d+", tensor.dtype_name)
-    return prod(tensor.shape) * (int(bits[0]) if bits else 8) // 8
-
-
-class _HeldTensor:
-    """A tensor of a state dict."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.shape = tuple(values.shape)
-        self.dtype_name = NAMES.get(values.dtype, str(values.dtype))
-        self._values = values
-
-    def read(self, part: slice) -> Tensor:
-        return self._values.detach().reshape(-1)[part]
-
-
-@torch.no_grad()
-def load_hf_weights(model: BlockModel, source: "HfSource | Mapping[str, Tensor]") -> None:
-    """Copy weights of an opened folder, or of a state dict of transformers, into a model that is in memory.
-
-    Raises:
-        ConfigError: with every missing, misshapen or surplus weight of a state dict.
-    """
-    if not isinstance(source, HfSource):
-        held = {name: _HeldTensor(values) for name, values in source.items()}
-        source = HfSource("transformers weights", held, model.config)
-    for name, parameter in model.named_unit_parameters():
-        parameter.copy_(source.read(name, slice(0, parameter.numel())).view(parameter.shape))
 
 
 def open_folder(path: Path, config: ModelConfig) -> HfSource:
@@ -163,7 +129,7 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
     """
     if (path / ONE_FILE).is_file():
         files = {ONE_FILE: open_tensor_file(path / ONE_FILE)}
-        tensors: dict[str, SourceTensor] = dict(files[ONE_FILE].tensors)
+        tensors: dict[str, FileTensor] = dict(files[ONE_FILE].tensors)
     elif (path / INDEX).is_file():
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
