@@ -35,11 +35,7 @@ _LONGEST: Final = 100_000
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name.
-
-    Args:
-        text: The Jinja template.
-        special_tokens: Known to it by their names.
+    """A Jinja template and the special tokens that it may name.
 
     Raises:
         DataError: the package jinja2 is missing, or the template is too long or cannot be parsed.
@@ -89,7 +85,7 @@ class ChatTemplate:
             parts += (Part(index, add_generation_prompt=True), Part(index + 1))
         rendered = self._render(messages, parts, tools)
         whole, _ = next(rendered)
-        found: list[tuple[str | None, tuple[int, int]]] = []
+        found: list[tuple[str | None, tuple[int, int]]] = []  # None: a beginning of the whole, which is held once
         for index, (before, _), (text, _) in zip(learned, rendered, rendered, strict=True):
             if not text.startswith(before):
                 raise ValueError(
@@ -105,6 +101,5 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[JsonMapping], parts: Sequence[Part], tools: object, *, marks: bool = False
     ) -> Iterator[tuple[str, Spans]]:
-        return render(
-            self._template, messages, parts, tools=tools, special_tokens=self._special_tokens, marks=marks
-        )  # fmt: skip
+        tokens = self._special_tokens
+        return render(self._template, messages, parts, tools=tools, special_tokens=tokens, marks=marks)

@@ -149,14 +149,11 @@ def _raise(error: OSError) -> None:
 
 
 def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -> TextSource:
-    """Return the documents at a path, read once from end to end.
+    """Return the documents of a file or a folder, read once from end to end.
 
     Hidden and empty files are passed over. Of a folder, files that are no text, files about the records beside them and
-    records of another split are left out; where no file is of a split "train", all records are taken.
-
-    Args:
-        path: A file or a folder.
-        part: What it is for: of splits, to train takes "train", and validation takes "validation", else "test".
+    records of another split are left out; where no file is of a split "train", all records are taken. The ``part``
+    "train" takes that split, "validation" takes "validation", else "test".
 
     Raises:
         DataError: the path is missing or unreadable, a file of records or a single file is damaged, records have the
@@ -217,11 +214,7 @@ def _json_kind(path: Path) -> Kind | str:
 
 
 def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile | str:
-    """Return a file with its digest, empty for an empty one, or why it is left out.
-
-    Raises:
-        DataError: it cannot be left out.
-    """
+    """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
         raise DataError(f"{path} is compressed, which is not read; unpack it beside itself and move it away")
@@ -308,10 +301,8 @@ def read_documents(
 ) -> Iterator[list[Passage] | Iterator[Passage]]:
     """Yield the passages of each file of text, and of each record.
 
-    Args:
-        source: The files.
-        template: Returns the chat template; called where there are messages.
-        counts_all: Every token is a target, not only those of completions and answers.
+    ``template`` returns the chat template, and is called where there are messages. ``counts_all``: every token is a
+    target, not only those of completions and answers.
 
     Raises:
         DataError: records have faults; all are told, up to ten.
@@ -352,21 +343,12 @@ def _text_passages(path: Path) -> Iterator[Passage]:
 
 def _cut(text: str) -> int:
     """Return where a text may be cut, as late as possible."""
-    for border in _BORDERS:
-        last = 0
-        for found in border.finditer(text):
-            last = found.end()
-        if last:
-            return last
-    return len(text)
+    ends = (max((found.end() for found in border.finditer(text)), default=0) for border in _BORDERS)
+    return next(filter(None, ends), len(text))
 
 
 def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, counts_all: bool) -> list[Passage]:
-    """Return the document of a record, or several of one conversation.
-
-    Raises:
-        ValueError: a ``_LineError``, or of the template: what is wrong with it, what is allowed, what to do.
-    """
+    """Return the document of a record, or several of one conversation; raises ``ValueError`` with what is wrong."""
     try:
         value = json.loads(record) if isinstance(record, bytes) else record
     except ValueError as error:
@@ -380,25 +362,20 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
         found = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
         raise _LineError(f"found {found}; {_ALLOWED}, one of them")
     if kinds == ["messages"]:
-        messages = _messages(value["messages"], counts_all=counts_all)
-        return _chat_passages(messages, value.get("tools"), template(), counts_all=counts_all)
+        messages, tools = _messages(value["messages"], counts_all=counts_all), value.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise _LineError(
+                f"tools: found {type(tools).__name__}; a list of tool descriptions is allowed, or no such key"
+            )
+        if counts_all:  # the template writes what stands before and after a conversation
+            return [Passage(template().text(messages, tools), None, opens=False, closes=False)]
+        answered = template().answered(messages, tools)
+        return [Passage(text, answers, opens=False, closes=False) for text, answers in answered]
     if kinds == ["text"]:
         return [Passage(_string(value, "text"))]
     prompt, completion = _string(value, "prompt"), _string(value, "completion")
     counted = None if counts_all else ((len(prompt), len(prompt) + len(completion)),)
     return [Passage(prompt + completion, counted)]
-
-
-def _chat_passages(
-    messages: list[JsonMapping], tools: object, template: ChatTemplate, *, counts_all: bool
-) -> list[Passage]:
-    """Return a conversation; the template writes what stands before and after it."""
-    if tools is not None and not isinstance(tools, list):
-        raise _LineError(f"tools: found {type(tools).__name__}; a list of tool descriptions is allowed, or no such key")
-    if counts_all:
-        return [Passage(template.text(messages, tools), None, opens=False, closes=False)]
-    found = template.answered(messages, tools)
-    return [Passage(text, answers, opens=False, closes=False) for text, answers in found]
 
 
 def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:

@@ -24,13 +24,14 @@ class _Opened:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = open_plain(path)
-        self._seen = self._now()
+        self._seen = self.state()
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
-    def _now(self) -> tuple[int, int]:
+    def state(self) -> tuple[int, int]:
+        """Return size and time of the last change."""
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -42,7 +43,7 @@ class _Opened:
                 rest, offset = rest[count:], offset + count
         except OSError as error:
             raise DataError(f"{self.path} cannot be read ({error.strerror}); check the disk it is on") from error
-        if rest or self._now() != self._seen:
+        if rest or self.state() != self._seen:
             raise DataError(
                 f"{self.path} was changed or cut short while it was in use; a run needs its data as they were when it "
                 "began: restore the file and resume the run"
@@ -86,7 +87,7 @@ def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDAr
         OSError: it cannot be read, or is no file.
     """
     opened = _Opened(path)
-    size = (os.fstat(opened.descriptor).st_size - offset) // np.dtype(dtype).itemsize
+    size = (opened.state()[0] - offset) // np.dtype(dtype).itemsize
     if not size:
         return np.empty(0, dtype=dtype)
     array = FileArray(path, dtype=dtype, mode="r", offset=offset, shape=(size,))

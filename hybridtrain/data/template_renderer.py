@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from hybridtrain.config.encode import JsonMapping
 from hybridtrain.data.template_process import MOST_BYTES, MOST_CHARACTERS, MOST_SECONDS
@@ -41,8 +41,7 @@ class TemplateLimitError(DataError):
     """A template takes more than it may; with other messages it would too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What is to be rendered of a conversation."""
 
     count: int
@@ -65,7 +64,7 @@ def render(
         shared = json.dumps({**special_tokens, "messages": list(messages), "tools": tools, "documents": None})
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
-    names = [{"count": part.count, "add_generation_prompt": part.add_generation_prompt} for part in parts]
+    names = [part._asdict() for part in parts]
     at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
     for first in range(0, len(names), at_once):
         texts = _ask(template, shared, names[first : first + at_once], marks=marks)["texts"]
@@ -94,8 +93,7 @@ def _ask(
     template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool
 ) -> Mapping[str, object]:  # fmt: skip
     rest = json.dumps({"template": template, "names": names, "marks": marks})
-    line = f'{{"shared": {shared}, {rest[1:]}'
-    answer = _PROCESS.ask(line)
+    answer = _PROCESS.ask(f'{{"shared": {shared}, {rest[1:]}')
     fault, why = answer.get("fault"), answer.get("why")
     if fault == "syntax":
         raise DataError(f"the chat template cannot be parsed ({why}); give another one by chat_template")
@@ -123,11 +121,9 @@ class _Process:
                 running = self._started()
                 assert running.stdin is not None, "a pipe"
                 assert running.stdout is not None, "a pipe"
-                try:
+                with suppress(BrokenPipeError):
                     running.stdin.write(line.encode("ascii") + b"\n")
                     running.stdin.flush()
-                except BrokenPipeError:
-                    pass
                 answer = running.stdout.readline()
             except BaseException:
                 self.close()  # an answer that nobody read would be the next one's

@@ -34,12 +34,12 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, name: str, *, is_models: bool, eos_token: str = "", template: str = ""
 ) -> None:
-    """Write what text was trained with.
+    """Write the tokenizer of a text into an empty folder.
 
     Args:
-        folder: Is there, and empty.
-        tokenizer: Of the text.
-        name: What it was opened by: "bytes", a tokenizer.json, or the folder that holds one.
+        folder: Is there.
+        tokenizer: As ``name`` opened it: "bytes", a tokenizer.json, or the folder that holds one.
+        name: Where its files are.
         is_models: It is the one that the model came with, whose config has the ids of special tokens.
         eos_token: Instead of the tokenizer's own.
         template: Chat template instead of the tokenizer's own.
