@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Literal
@@ -23,6 +23,7 @@ from hybridtrain.config.encode import JsonMapping
 from hybridtrain.data.chat import ChatTemplate
 from hybridtrain.data.file_kinds import (
     DOCUMENT_KEYS,
+    NO_JSON,
     Kind,
     Record,
     holds_json,
@@ -44,7 +45,6 @@ _BORDERS: Final = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)"), re.c
 """Where, in order of preference: after a line's end alone between two words, which byte-level tokenizers take for a
 token of its own (the pattern of GPT-2 splits longer white space by what follows it); any line's end; any space."""
 _MOST_FAULTS: Final = 10
-_NO_JSON: Final = "no JSON"
 _MOST_NAMES: Final = 10
 """Of files that a message names."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -82,7 +82,9 @@ class SourceFile:
     path: Path
     kind: Kind = Kind.TEXT
     digest: str = ""
-    """SHA-256 in hex of its content."""
+    """SHA-256 in hex of its content; empty: it is, or is left out."""
+    left_out: str = ""
+    """Why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,25 +163,18 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
     """
     if not path.exists():
         raise DataError(f"{path} {missing_path(path)}")
-    names = [path.name]
+    files = [_opened(path, path.name, is_alone=True)] if not path.is_dir() else []
     if path.is_dir():
         names = sorted((file.relative_to(path).as_posix() for file in _visible_files(path)), key=path_hash)
-    left_out: list[tuple[str, str]] = []
-    kept: list[SourceFile] = []
-    for name in names:
-        file = _opened(path / name if path.is_dir() else path, name, is_alone=not path.is_dir())
-        if isinstance(file, SourceFile):
-            kept += [file] if file.digest else []
-        else:
-            left_out.append((name, file))
-    records = [file for file in kept if file.kind is not Kind.TEXT]
-    if records and path.is_dir():
-        if damaged := next((f"{path / name} is {why}" for name, why in left_out if why.startswith(_NO_JSON)), ""):
-            raise DataError(f"{damaged}; mend it, or move it away")
-        splits = {split_of(file.name) for file in records}
-        reasons = {file.name: _unread(file, splits, part) for file in kept}
-        left_out += [(name, why) for name, why in reasons.items() if why]
-        kept = [file for file in kept if not reasons[file.name]]
+        files = [_opened(path / name, name, is_alone=False) for name in names]
+    if path.is_dir() and (
+        splits := {split_of(file.name) for file in files if file.kind is not Kind.TEXT and file.digest}
+    ):
+        if damaged := next((file for file in files if file.left_out.startswith(NO_JSON)), None):
+            raise DataError(f"{damaged.path} is {damaged.left_out}; mend it, or move it away")
+        files = [file if file.left_out else replace(file, left_out=_unread(file, splits, part)) for file in files]
+    left_out = tuple(sorted((file.name, file.left_out) for file in files if file.left_out))
+    kept = tuple(file for file in files if file.digest and not file.left_out)
     if not kept:
         others = f" ({', '.join(_some([f'{name}: {why}' for name, why in left_out]))})" if left_out else ""
         raise DataError(
@@ -188,32 +183,21 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
     total = sha256()
     for file in kept:
         total.update(f"{len(file.name)}:{file.name}:{file.digest}".encode("utf-8", "surrogateescape"))
-    return TextSource(path=path, files=tuple(kept), digest=total.hexdigest(), left_out=tuple(sorted(left_out)))
+    return TextSource(path=path, files=kept, digest=total.hexdigest(), left_out=left_out)
 
 
 def holds_records(path: Path) -> bool:
     """Return whether a path is a file of records, or a folder with one."""
     if not path.is_dir():
         return kind_of(path) is not Kind.TEXT
+    files = ((file, kind_of(file)) for file in _visible_files(path))
     return any(
-        packed_records(file)
-        or kind_of(file) not in {Kind.TEXT, Kind.JSON}
-        or isinstance(_json_kind(file) if kind_of(file) is Kind.JSON else None, Kind)
-        for file in _visible_files(path)
+        packed_records(file) or (isinstance(json_kind(file), Kind) if kind is Kind.JSON else kind is not Kind.TEXT)
+        for file, kind in files
     )
 
 
-def _json_kind(path: Path) -> Kind | str:
-    """Return how a .json file of a folder holds documents, or why it is left out."""
-    try:
-        return json_kind(path) or "JSON without documents"
-    except DataError as error:
-        if " is no JSON" not in str(error):
-            raise
-        return f"{_NO_JSON}{str(error).partition(' is no JSON')[2].partition(';')[0]}"
-
-
-def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile | str:
+def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
@@ -221,23 +205,21 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile | str:
     digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
     if fault and (kind is not Kind.TEXT or is_alone):
         raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
-    if fault:
-        return "no UTF-8 text"
-    if not digest:
-        return SourceFile(name, path, kind)
-    if kind is Kind.JSON:
-        found = json_kind(path) if is_alone else _json_kind(path)
-        if found is None:
-            raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
-        if not isinstance(found, Kind):
-            return found
-        kind = found
-    elif kind is Kind.TEXT and holds_json(path):
+    if fault or not digest:
+        return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
+    if kind is Kind.TEXT and holds_json(path):
         raise DataError(
             f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
             ".json with a list of them, or move it away"
         )
-    return SourceFile(name, path, kind, digest)
+    found = json_kind(path) if kind is Kind.JSON else kind
+    if isinstance(found, Kind):
+        return SourceFile(name, path, found, digest)
+    if is_alone and found.startswith(NO_JSON):
+        raise DataError(f"{path} is {found}; mend it, or name a .jsonl file")
+    if is_alone:
+        raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
+    return SourceFile(name, path, kind, left_out=found)
 
 
 def _unread(file: SourceFile, splits: set[str], part: str) -> str:
