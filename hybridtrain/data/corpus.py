@@ -12,10 +12,12 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray, encode_bytes
 from hybridtrain.data.documents import open_source, path_hash
@@ -55,8 +57,6 @@ class Corpus:
     """SHA-256 in hex of everything the corpus was made from."""
     num_documents: int
     """Documents in both parts together; 0 where the source does not tell, as in token files."""
-    num_skipped_files: int = 0
-    """Files of a folder that are not UTF-8 text."""
     source: str
     """One sentence on where the tokens come from."""
 
@@ -64,13 +64,8 @@ class Corpus:
 def embedded_corpus(max_bytes: int = EMBEDDED_BYTES) -> Corpus:
     """Return the Python standard library's own sources as byte tokens, one document per file.
 
-    Files are taken in the order of a hash of their path: a part of the library is then a fair sample of it.
-
-    Args:
-        max_bytes: Upper bound of the source text taken.
-
-    Raises:
-        DataError: this Python has no sources beside it, or ``max_bytes`` is too small to split.
+    Files of ``max_bytes`` in all are taken in the order of a hash of their path: a fair sample of the library. Raises
+    ``DataError`` where this Python has no sources beside it, or ``max_bytes`` is too small to split.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, bytes] = {}
@@ -88,41 +83,33 @@ def embedded_corpus(max_bytes: int = EMBEDDED_BYTES) -> Corpus:
     return corpus_of_documents(documents, name="embedded", source=source)
 
 
-def corpus_of_documents(
-    documents: Mapping[str, bytes], *, name: str, source: str, num_skipped_files: int = 0
-) -> Corpus:
+def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: str) -> Corpus:
     """Return documents as byte tokens, a NUL byte after each, in the order of a hash of their path.
 
     A document is held out for validation when the hash of its path, of several with the same content the first one's,
     falls into the lowest tenth. When that holds for none, the one nearest to it is held out; when there is one document
     only, its last tenth.
 
-    Args:
-        documents: Relative POSIX path to content, which is not empty.
-        name: Name of the corpus.
-        source: One sentence on where the documents come from.
-        num_skipped_files: Files that were no text.
-
-    Raises:
-        DataError: too little text to split.
+    ``documents`` has contents, which are not empty, by relative POSIX path. Raises ``DataError`` for too little text.
     """
     paths = sorted(documents, key=path_hash)
     first_of: dict[bytes, str] = {}
     owners = {path: first_of.setdefault(documents[path], path) for path in paths}
     if len(paths) > 1 and len(first_of) == 1:
         raise DataError(f"{source}: all {len(paths)} have the same content, so none can be held out; name one of them")
-    chosen = _held_out(list(first_of.values()))
-    held_out = {path for path in paths if owners[path] in chosen}
-    train = _tokens([documents[path] for path in paths if path not in held_out])
-    validation = _tokens([documents[path] for path in paths if path in held_out])
+    is_held_out = held_out(np.array([path_hash(owners[path]) for path in paths], dtype=np.uint64), VALIDATION_PERCENT)
+    train, validation = (
+        encode_bytes(b"".join(documents[path] + _SEPARATOR for path in compress(paths, chosen)))
+        for chosen in (~is_held_out, is_held_out)
+    )
     if len(paths) == 1:
-        train, validation = split_tail(validation, source)
+        train, validation = split_tail(train, source)
     if min(train.size, validation.size) < 2 or train.size + validation.size < MIN_TOKENS:
         found = f"{train.size} tokens to train and {validation.size} to validate on"
         raise DataError(_too_small(found, source))
     return Corpus(
         name=name, train=train, validation=validation, digest=_digest(documents, paths), num_documents=len(paths),
-        num_skipped_files=num_skipped_files, source=source,
+        source=source,
     )  # fmt: skip
 
 
@@ -151,15 +138,15 @@ def _python_files(root: Path) -> Iterator[str]:
                 yield Path(folder, name).relative_to(root).as_posix()
 
 
-def _held_out(paths: list[str]) -> set[str]:
-    """Return the paths of the validation documents: never none, and never all of several."""
-    by_rank = sorted(paths, key=lambda path: path_hash(path) % 100)
-    count = sum(path_hash(path) % 100 < VALIDATION_PERCENT for path in paths)
-    return set(by_rank[: max(1, min(count, len(paths) - 1))])
-
-
-def _tokens(contents: list[bytes]) -> TokenArray:
-    return encode_bytes(b"".join(content + _SEPARATOR for content in contents))
+def held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
+    """Return for each document whether it is held out: those of one rank together, never none of several, nor all."""
+    distinct, first = np.unique(ranks, return_index=True)
+    if not percent or distinct.size < 2:
+        return np.zeros(ranks.size, dtype=np.bool_)
+    distinct = distinct[np.argsort(first)]
+    share = distinct % np.uint64(100)
+    count = min(int((share < percent).sum()), distinct.size - 1)
+    return np.isin(ranks, distinct[np.argsort(share, kind="stable")[: max(1, count)]])
 
 
 def _digest(documents: Mapping[str, bytes], paths: list[str]) -> str:
@@ -190,10 +177,10 @@ def text_corpus(path: Path) -> Corpus:
                 f'file: path = "{file.path}"'
             )
     documents = {file.name: read_plain(file.path) for file in files.files}
-    source, skipped = f"text file {path}", len(files.left_out)
+    source = f"text file {path}"
     if path.is_dir():
-        source = f"{len(documents)} text files below {path}, {skipped} other files skipped"
-    return corpus_of_documents(documents, name=_name(path), source=source, num_skipped_files=skipped)
+        source = f"{len(documents)} text files below {path}, {len(files.left_out)} other files skipped"
+    return corpus_of_documents(documents, name=_name(path), source=source)
 
 
 def _name(path: Path) -> str:
@@ -201,13 +188,10 @@ def _name(path: Path) -> str:
 
 
 def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
-    """Return the corpus a path stands for.
+    """Return the corpus a path stands for; every token is below ``vocab_size``.
 
-    Args:
-        path: None for the embedded corpus; a ``*.bin`` token file, whose last tenth is for validation; a
-            folder with ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte
-            tokens.
-        vocab_size: Every token is below it.
+    That is the embedded corpus for None; a ``*.bin`` token file, whose last tenth is for validation; a folder with
+    ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte tokens.
 
     Raises:
         DataError: the path is missing or cannot be used, or the vocabulary is too small for it.

@@ -134,7 +134,7 @@ def pack(
     Args:
         documents: What is packed.
         seq_len: T.
-        seed: Non-negative; of the order of rows, and of which of equally long pieces come first.
+        seed: Not negative; of the order of rows, and of which of equally long pieces come first.
         joins_documents: A row takes as many pieces as fit, attention stays inside each; else one, in their order.
         what: Named in the ``DataError`` where no document has a target that counts.
         pad_id: Token where a row has none.

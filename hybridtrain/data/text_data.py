@@ -25,7 +25,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, to_json
 from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.data.chat import ChatTemplate
-from hybridtrain.data.corpus import is_token_path, split_tail, token_corpus
+from hybridtrain.data.corpus import held_out, is_token_path, split_tail, token_corpus
 from hybridtrain.data.data_config import BYTES, DataConfig, Packing
 from hybridtrain.data.documents import Passage, TextSource, open_source, read_documents
 from hybridtrain.data.file_array import open_array
@@ -178,13 +178,13 @@ class _Encoding:
 
     def _write(self, place: Path, say: Say) -> None:
         is_masked = self._config.loss_on == "answers"
-        held_out = self._other or self._source
+        validates = self._other or self._source
         with ExitStack() as stack:
             train = stack.enter_context(_PartWriter(place, "train", is_masked=is_masked and self._source.has_records))
             validation = stack.enter_context(
-                _PartWriter(place, "validation", is_masked=is_masked and held_out.has_records)
+                _PartWriter(place, "validation", is_masked=is_masked and validates.has_records)
             )
-            is_held_out = _held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
+            is_held_out = held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
             self._encode(self._source, (validation if is_out else train for is_out in is_held_out.tolist()))
             if self._other is not None:
                 self._encode(self._other, repeat(validation))
@@ -262,20 +262,6 @@ def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[
     return counts
 
 
-def _held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
-    """Return for each document whether it is held out: those of one rank together, as in a corpus.
-
-    Never none of several ranks, and never all.
-    """
-    distinct, first = np.unique(ranks, return_index=True)
-    if not percent or distinct.size < 2:
-        return np.zeros(ranks.size, dtype=np.bool_)
-    distinct = distinct[np.argsort(first)]
-    share = distinct % np.uint64(100)
-    count = min(int((share < percent).sum()), distinct.size - 1)
-    return np.isin(ranks, distinct[np.argsort(share, kind="stable")[: max(1, count)]])
-
-
 def _tell_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
@@ -291,7 +277,7 @@ def _tell_share(
             )
         return
     pairs = (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
-    shares = [100 * held_out / (held_out + rest) for held_out, rest in pairs]
+    shares = [100 * apart / (apart + rest) for apart, rest in pairs]
     if max(abs(share - asked) for share in shares) > asked / 2:
         say(
             f"warning: validation_percent is {asked}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % of "

@@ -87,10 +87,8 @@ class TokenFile:
 def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
     """Open a token file and read it once from end to end, which takes about a second per gigabyte.
 
-    Args:
-        path: The file.
-        vocab_size: Every token must be below it.
-        dtype: Stored type of a raw file; by default uint32 for ``*.uint32.bin``, else uint16.
+    Every token must be below ``vocab_size``. A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else
+    uint16.
 
     Raises:
         DataError: the file is missing, cut short, of an unknown version or another type, or holds an unknown token.

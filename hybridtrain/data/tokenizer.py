@@ -178,10 +178,8 @@ class FileTokenizer(Tokenizer):
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
     """Return the tokenizer that a training file names: "bytes", a tokenizer.json, or the folder that holds one.
 
-    Args:
-        name: As the file has it.
-        vocab_size: Of the model. Tokens at or above it may be there; none of them is put around documents.
-        eos_token: Token after each document instead of the tokenizer's own.
+    Tokens at or above the model's ``vocab_size`` may be there; none of them is put around documents. ``eos_token`` ends
+    each document instead of the tokenizer's own.
 
     Raises:
         DataError: it is missing or damaged, a package is, or the model's vocabulary is too small for it.

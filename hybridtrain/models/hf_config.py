@@ -31,10 +31,7 @@ _SCALING_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def model_config_from_hf(source: Mapping[str, JsonValue] | Path) -> ModelConfig:
-    """Return the shape of a transformers model.
-
-    Args:
-        source: What its ``config.json`` holds, or the path of that file or of its folder.
+    """Return the shape of a transformers model by the content of its ``config.json``, that file, or its folder.
 
     Raises:
         ConfigError: the file cannot be read, or asks for what the decoder does not have; each fault names its key.
@@ -101,8 +98,7 @@ def _spellings() -> list[tuple[HfFamily | HfMultimodal, Family]]:
 def hf_config_of(model: ModelConfig) -> JsonMapping:
     """Return ``config.json`` of a shape, without the type of the weights and the tokens of a tokenizer.
 
-    Raises:
-        ConfigError: transformers' class of the family has no key for what is asked.
+    Raises ``ConfigError`` where transformers' class of the family has no key for what is asked.
     """
     hf = model.architecture.hf
     values: JsonMapping = {theirs: getattr(model, ours) for ours, theirs in _SIZES.items()}

@@ -36,7 +36,7 @@ def test_a_folder_gives_one_document_per_text_file(tmp_path: Path) -> None:
         b"sub/deep/c.py",
         b"sub/no_suffix",
     ]
-    assert (corpus.name, corpus.num_documents, corpus.num_skipped_files) == (tmp_path.name, 4, 2)
+    assert (corpus.name, corpus.num_documents) == (tmp_path.name, 4)
     assert corpus.source == f"4 text files below {tmp_path}, 2 other files skipped"
 
 
