@@ -98,6 +98,8 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
     if len(paths) > 1 and len(first_of) == 1:
         raise DataError(f"{source}: all {len(paths)} have the same content, so none can be held out; name one of them")
     is_held_out = held_out(np.array([path_hash(owners[path]) for path in paths], dtype=np.uint64), VALIDATION_PERCENT)
+    train: TokenArray
+    validation: TokenArray
     train, validation = (
         encode_bytes(b"".join(documents[path] + _SEPARATOR for path in compress(paths, chosen)))
         for chosen in (~is_held_out, is_held_out)

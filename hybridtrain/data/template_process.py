@@ -150,7 +150,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
         texts = []
         for names in request["names"]:
             given = request["shared"] | names
-            messages = given.pop("messages")[: given.pop("count")]
+            messages = given.pop("messages")[: given.pop("num_messages")]
             texts.append(template.render(given | {"messages": messages}, marks=request["marks"]))
     except _TemplateError as error:
         return {"fault": error.args[0], "why": error.args[1]}

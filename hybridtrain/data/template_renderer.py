@@ -44,8 +44,8 @@ class TemplateLimitError(DataError):
 class Part(NamedTuple):
     """What is to be rendered of a conversation."""
 
-    count: int
-    """Its first messages."""
+    num_messages: int
+    """Its first ones."""
     add_generation_prompt: bool = False
 
 

@@ -260,7 +260,7 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
 
 def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
     content = _read(file)
-    special_tokens = {}
+    special_tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         text = settings.get(name)
         text = text.get("content") if isinstance(text, Mapping) else text  # plain, or the content of a table

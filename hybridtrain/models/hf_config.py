@@ -7,7 +7,7 @@ too, the text part alone is read. Dropout of attention weights is passed over: n
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +43,11 @@ def model_config_from_hf(source: Mapping[str, JsonValue] | Path) -> ModelConfig:
 
 def read_hf_config(source: Path) -> dict[str, JsonValue]:
     """Return what a ``config.json``, or that of a folder, holds; raises ``ConfigError``: it cannot be read."""
-    path = source / "config.json" if source.is_dir() else source
+    return read_json(source / "config.json" if source.is_dir() else source, "give the file that transformers wrote")
+
+
+def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
+    """Return the JSON object in a file; raises ``ConfigError``, which tells the remedy: there is none."""
     try:
         mapping = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -51,9 +55,9 @@ def read_hf_config(source: Path) -> dict[str, JsonValue]:
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read ({error.strerror}); check its permissions"]) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), [f"is not JSON ({error}); give the file that transformers wrote"]) from error
+        raise ConfigError(str(path), [f"is not JSON ({error}); {remedy}"]) from error
     if not isinstance(mapping, dict):
-        raise ConfigError(str(path), ["holds no JSON object; give the file that transformers wrote"])
+        raise ConfigError(str(path), [f"holds no JSON object; {remedy}"])
     return mapping
 
 
@@ -126,7 +130,8 @@ def hf_config_of(model: ModelConfig) -> JsonMapping:
     blocks = range(model.num_blocks)
     if [model.window_of(block) for block in blocks] == [again.window_of(block) for block in blocks]:
         model = replace(model, window_pattern=again.window_pattern)  # a longer one of the same blocks
-    pairs = ((field.name, getattr(model, field.name), getattr(again, field.name)) for field in fields(ModelConfig))
+    names = (declared.name for declared in fields(ModelConfig))
+    pairs = ((name, getattr(model, name), getattr(again, name)) for name in names)
     faults = [
         f"{name}: {value} cannot be told in a config.json of {hf.architecture}; use {read}"
         for name, value, read in pairs
@@ -180,27 +185,24 @@ def _expert_keys(model: ModelConfig, experts: Experts) -> JsonMapping:
     }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
 class _Keys:
     """Values by LLaMA's keys; each fault is noted, and answered with a value that raises no other."""
 
-    def __init__(
-        self, mapping: Mapping[str, JsonValue], defaults: Mapping[str, JsonValue], faults: list[str], path: str = "",
-        renamed: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        self._mapping = mapping
-        self._defaults = defaults
-        self._faults = faults
-        self._path = path
-        self._renamed = renamed or {}
+    mapping: Mapping[str, JsonValue]
+    defaults: Mapping[str, JsonValue]
+    faults: list[str]
+    path: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> JsonValue:
         """Return a value, or the default of its class, or None."""
-        key = self._renamed.get(key, key)
-        return self._mapping.get(key, self._defaults.get(key))
+        key = self.renamed.get(key, key)
+        return self.mapping.get(key, self.defaults.get(key))
 
     def refuse(self, key: str, sentence: str) -> None:
-        name = self._renamed.get(key, key)
-        self._faults.append(f"{self._path}{name}: {json.dumps(self.get(key))} cannot be; {sentence}")
+        name = self.renamed.get(key, key)
+        self.faults.append(f"{self.path}{name}: {json.dumps(self.get(key))} cannot be; {sentence}")
 
     def integer(self, key: str, least: int = 1, missing: int | None = None) -> int:
         value = self.get(key)
@@ -226,10 +228,10 @@ class _Keys:
         if value is not None and not isinstance(value, dict):
             self.refuse(key, "an object or null is required")
             value = {}
-        return _Keys(value or {}, defaults, self._faults, f"{self._path}{key}.")
+        return _Keys(value or {}, defaults, self.faults, f"{self.path}{key}.")
 
     def __contains__(self, key: str) -> bool:
-        return key in self._mapping
+        return key in self.mapping
 
 
 def _read(mapping: Mapping[str, JsonValue], source: str) -> ModelConfig:

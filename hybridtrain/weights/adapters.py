@@ -19,6 +19,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.adapter import Adapter, is_adapter, without_adapters
+from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.widening import widened
 from hybridtrain.phase import Phase
@@ -147,7 +148,7 @@ def load_adapter(trainer: Trainer, folder: Path) -> None:
     if not (folder / _FILE).is_file():
         raise ConfigError(str(folder), [_no_adapter(folder)])
     places = _places(trainer)
-    faults = list(_config_faults(trainer, _read_config(folder / _CONFIG)))
+    faults = list(_config_faults(trainer, read_json(folder / _CONFIG, "save the adapter again")))
     tensors = open_tensor_file(folder / _FILE).tensors
     shapes = dict(places.values())
     wanted, found = sorted(_modules(shapes)), sorted(_modules(tensors))
@@ -191,16 +192,6 @@ def _no_adapter(folder: Path) -> str:
             "them where you trust them, by PEFT's save_pretrained"
         )
     return f"holds no {_FILE}; it must be a folder that PEFT's save_pretrained wrote: check the path"
-
-
-def _read_config(path: Path) -> Mapping[str, JsonValue]:
-    try:
-        content = json.loads(path.read_bytes())
-        if isinstance(content, dict):
-            return content
-    except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(str(path), [f"cannot be read ({error}); save the adapter again"]) from error
-    raise ConfigError(str(path), ["no table; save the adapter again"])
 
 
 def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterator[str]:

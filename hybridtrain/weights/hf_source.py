@@ -1,6 +1,5 @@
 """A model's first values from tensors under transformers' names. P elements of a flat slice."""
 
-import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from math import prod
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.build import build_model
+from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.tensor_file import DTYPES, FileTensor, TensorFile, open_tensor_file
 from hybridtrain.units import format_bytes
@@ -161,15 +161,10 @@ def _no_weights(path: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the shard of each tensor."""
-    try:
-        shards = json.loads((path / INDEX).read_bytes())["weight_map"]
-        if all(isinstance(shard, str) and Path(shard).name == shard for shard in shards.values()):
-            return dict(shards)
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            str(path / INDEX), [f"damaged ({type(error).__name__}: {error}); copy or download it again"]
-        ) from error
-    raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+    shards = read_json(path / INDEX, "copy or download it again").get("weight_map")
+    if not isinstance(shards, dict) or any(not isinstance(x, str) or Path(x).name != x for x in shards.values()):
+        raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+    return {name: str(shard) for name, shard in shards.items()}
 
 
 def _open_shards(path: Path, names: list[str]) -> dict[str, TensorFile]:

@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "pickle": (pickle_it, "adapter_model.bin is a pickle, which can run code and is never opened"),
     "nothing": (lambda folder: (folder / FILE).unlink(), f"holds no {FILE}"),
-    "no config": (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG}.*\n?.*cannot be read"),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG}.*\n?.*does not exist"),
 }
 
 
