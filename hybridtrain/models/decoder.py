@@ -145,19 +145,16 @@ class Block(nn.Module):
         """Return what the heads found, or its projection where that does not add to the residual stream itself."""
         scale, softcap = self.scale_and_softcap
         ids_BT = None if documents is None else documents.ids_BT
+        attention = partial(self.attention, scale=scale, softcap=softcap, window=self.window, document_ids_BT=ids_BT)
         if self.parts.fuses_qkv:
             q, k, v = self.qkv(normed_BTD).split(self.qkv_widths, dim=-1)
             q_BTNH, k_BTKH = self._heads(q, self.query_norm, documents), self._heads(k, self.key_norm, documents)
-            out_BTNH = self.attention(
-                q_BTNH, k_BTKH, self._split(v), scale=scale, softcap=softcap, window=self.window, document_ids_BT=ids_BT
-            )
+            out_BTNH = attention(q_BTNH, k_BTKH, self._split(v))
         else:
             q_BTNH = self._heads(self.query(normed_BTD), self.query_norm, documents)
             k_BTKH = self._heads(self.key(normed_BTD), self.key_norm, documents)
-            out_BTNH = self.attention(  # holds the values alone: they go when it is done
-                q_BTNH, k_BTKH, self._split(self.value(normed_BTD)), scale=scale, softcap=softcap, window=self.window,
-                document_ids_BT=ids_BT,
-            )  # fmt: skip
+            # It holds the values alone: they go when it is done.
+            out_BTNH = attention(q_BTNH, k_BTKH, self._split(self.value(normed_BTD)))
         out_BTD = out_BTNH.flatten(-2)
         return out_BTD if self.adds_in_matmul else self.attention_out(out_BTD)
 
