@@ -56,22 +56,22 @@ class Tokenizer(ABC):
 
     vocab_size: int
     """Every token is below it."""
-    bos_ids: tuple[int, ...]
+    bos_ids: tuple[int, ...] = ()
     """Put before each document."""
     eos_ids: tuple[int, ...]
     """Put after each document; none where no end-of-text token is known."""
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...] = ()
     """End a text that is drawn."""
-    pad_id: int
+    pad_id: int = 0
     """Fills rows; any token will do, for its prediction never counts."""
     special_tokens: Mapping[str, str]
     """What chat templates may name: bos_token, eos_token, ..."""
-    templates: Mapping[str, str]
+    templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default" is the tokenizer's own."""
     digest: str
     """SHA-256 in hex of everything that decides which tokens a text becomes."""
-    remark: str
-    """What a user should know of how it was read; nothing: it is as its files say."""
+    remark: str = ""
+    """A warning on how it was read; nothing: it is as its files say."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -91,14 +91,9 @@ class ByteTokenizer(Tokenizer):
     """A token per byte of UTF-8; NUL ends a document."""
 
     vocab_size: int = NUM_BYTE_TOKENS
-    bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = (int(encode_bytes(b"\0")[0]),)
-    stop_ids: tuple[int, ...] = ()
-    pad_id: int = 0
     special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
-    templates: Mapping[str, str] = field(default_factory=dict)
     digest: str = BYTES
-    remark: str = ""
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text as tokens."""
@@ -147,23 +142,19 @@ class FileTokenizer(Tokenizer):
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = (eos_id,) if eos_id is not None else closing
         pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
-        decides = [sha256(read.content).hexdigest(), opening, eos_ids, special_tokens]
+        decides = [sha256(read.content.encode()).hexdigest(), opening, eos_ids, special_tokens]
         return cls(
-            vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
-            bos_ids=opening, eos_ids=eos_ids, stop_ids=eos_ids,
-            pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
-            special_tokens=special_tokens, templates=templates,
-            digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(), backend=backend,
-            remark=read.remark,
+            vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1, bos_ids=opening,
+            eos_ids=eos_ids, stop_ids=eos_ids, pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
+            special_tokens=special_tokens, templates=templates, remark=read.remark, backend=backend,
+            digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(),
         )  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return each text in tokens, on all cores; special tokens that stand in a text are recognised."""
-        found = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            Encoded(np.array(one.ids, dtype=np.uint32), np.array(one.offsets, dtype=np.int64).reshape(-1, 2))
-            for one in found
-        ]
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        pairs = ((encoding.ids, encoding.offsets) for encoding in encodings)
+        return [Encoded(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text."""
@@ -204,7 +195,7 @@ class _Read:
     """What a tokenizer's files say."""
 
     backend: "tokenizers.Tokenizer"
-    content: bytes
+    content: str
     """Of a tokenizer.json that says the same."""
     special_tokens: Mapping[str, str]
     remark: str = ""
@@ -266,7 +257,7 @@ def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
         text = text.get("content") if isinstance(text, Mapping) else text  # plain, or the content of a table
         special_tokens |= {name: text} if isinstance(text, str) else {}
     try:
-        backend = import_module("tokenizers").Tokenizer.from_str(content.decode())
+        backend = import_module("tokenizers").Tokenizer.from_str(content)
         return _Read(backend=backend, content=content, special_tokens=special_tokens)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
@@ -281,7 +272,7 @@ def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
     special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     content = found.backend_tokenizer.to_str()
     backend = import_module("tokenizers").Tokenizer.from_str(content)  # a copy: it is changed here
-    return type(found).__name__, _Read(backend=backend, content=content.encode(), special_tokens=special_tokens)
+    return type(found).__name__, _Read(backend=backend, content=content, special_tokens=special_tokens)
 
 
 def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -303,9 +294,9 @@ def _templates(folder: Path, settings: Mapping[str, object]) -> Iterator[tuple[s
         if isinstance(entry, dict) and {type(entry.get("name")), type(entry.get("template"))} == {str}:
             yield entry["name"], entry["template"]
     if (folder / "chat_template.jinja").is_file():
-        yield "default", _read(folder / "chat_template.jinja").decode()
+        yield "default", _read(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield file.stem, _read(file).decode()
+        yield file.stem, _read(file)
 
 
 def _json(path: Path) -> dict[str, object]:
@@ -313,7 +304,7 @@ def _json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
+        found = json.loads(_read(path).encode())
         json.dumps(found, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); copy it again") from error
@@ -322,15 +313,13 @@ def _json(path: Path) -> dict[str, object]:
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> str:
     try:
-        content = read_plain(path)
-        content.decode()
+        return read_plain(path).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; copy it again") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    return content
 
 
 def named_template(tokenizer: Tokenizer, name: str) -> str:
@@ -345,7 +334,7 @@ def named_template(tokenizer: Tokenizer, name: str) -> str:
         path = Path(name)
         if not path.is_file():
             raise DataError(f"chat_template {path} {missing_path(path)}")
-        return _read(path).decode()
+        return _read(path)
     if not name:
         raise DataError(
             "messages need a chat template and the tokenizer has no default one; set chat_template to a .jinja file or "
