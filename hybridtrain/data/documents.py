@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.config.encode import JsonMapping
-from hybridtrain.data.chat import ChatTemplate
+from hybridtrain.data.chat import ChatTemplate, Spans
 from hybridtrain.data.file_kinds import (
     DOCUMENT_KEYS,
     NO_JSON,
@@ -34,7 +34,7 @@ from hybridtrain.data.file_kinds import (
     read_records,
     split_of,
 )
-from hybridtrain.data.template_renderer import Spans, TemplateLimitError
+from hybridtrain.data.template_renderer import TemplateLimitError
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import open_plain
 

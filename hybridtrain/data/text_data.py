@@ -371,21 +371,19 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def _read_parts(place: Path) -> tuple[tuple[EncodedDocuments, EncodedDocuments], int] | None:
+def _read_parts(place: Path) -> tuple[list[EncodedDocuments], int] | None:
     """Return both parts and their largest token, or None unless all is there as it was written."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
-        train = _read_part(place, "train", index.train, index.dtype)
-        validation = _read_part(place, "validation", index.validation, index.dtype)
-        return (train, validation), max(index.train.largest_token, index.validation.largest_token)
+        parts = []
+        for name, facts in (("train", index.train), ("validation", index.validation)):
+            paths = _paths(place, name)
+            if tuple(_digest(path) for path in paths) != facts.digests:
+                return None
+            kinds = (index.dtype, "u1", "<i8")
+            tokens, counts, ends = (open_array(path, kind) for path, kind in zip(paths, kinds, strict=True))
+            counted = counts if facts.is_masked else None
+            parts.append(EncodedDocuments(tokens=tokens, ends=np.array(ends), counted=counted))
+        return parts, max(index.train.largest_token, index.validation.largest_token)
     except (OSError, ValueError, ConfigError):
         return None
-
-
-def _read_part(place: Path, name: str, facts: _PartFacts, dtype: str) -> EncodedDocuments:
-    """Return a part; raises ``OSError`` or ``ValueError``: a file is missing, or is not as it was written."""
-    paths = _paths(place, name)
-    if tuple(_digest(path) for path in paths) != facts.digests:
-        raise ValueError("damaged")
-    tokens, counts, ends = (open_array(path, kind) for path, kind in zip(paths, (dtype, "u1", "<i8"), strict=True))
-    return EncodedDocuments(tokens=tokens, ends=np.array(ends), counted=counts if facts.is_masked else None)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from hybridtrain.config.encode import JsonMapping
-from hybridtrain.data import template_renderer
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.template_process import MOST_SECONDS
 from hybridtrain.data.template_renderer import TemplateLimitError
@@ -225,7 +224,7 @@ def test_many_turns_take_no_more_than_the_conversation(monkeypatch: pytest.Monke
         {"role": ("user", "assistant")[n % 2], "content": f"{n} " + 40_000 * "a"} for n in range(40)
     ]
     whole = ChatTemplate(PREFIX_TEMPLATE, {}).answered(turns)
-    monkeypatch.setattr(template_renderer, "_CHARACTERS_AT_ONCE", 1)
+    monkeypatch.setattr("hybridtrain.data.chat._CHARACTERS_AT_ONCE", 1)
     assert ChatTemplate(PREFIX_TEMPLATE, {}).answered(turns) == whole
     ((text, spans),) = whole
     assert [text[first : first + 2].strip() for first, _ in spans] == [str(n)[:2] for n in range(1, 40, 2)]
