@@ -315,18 +315,13 @@ def _text_passages(path: Path) -> Iterator[Passage]:
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_PIECE_CHARACTERS):
             text = rest + chunk
-            cut = _cut(text) if len(chunk) == _PIECE_CHARACTERS else 0
+            ends = (max((found.end() for found in border.finditer(text)), default=0) for border in _BORDERS)
+            cut = next(filter(None, ends), len(text)) if len(chunk) == _PIECE_CHARACTERS else 0
             if cut:
                 yield Passage(text[:cut], opens=opens, closes=False, ends=False)
                 opens = False
             rest = text[cut:]
     yield Passage(rest, opens=opens)
-
-
-def _cut(text: str) -> int:
-    """Return where a text may be cut, as late as possible."""
-    ends = (max((found.end() for found in border.finditer(text)), default=0) for border in _BORDERS)
-    return next(filter(None, ends), len(text))
 
 
 def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, counts_all: bool) -> list[Passage]:
@@ -361,7 +356,6 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
 
 
 def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:
-    """Return checked messages."""
     if not isinstance(value, list) or not value:
         raise _LineError(f"messages: found {_shown(value)}; a list of at least one message is allowed")
     for index, message in enumerate(value):

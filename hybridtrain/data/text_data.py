@@ -188,7 +188,12 @@ class _Encoding:
             self._encode(self._source, (validation if is_out else train for is_out in is_held_out.tolist()))
             if self._other is not None:
                 self._encode(self._other, repeat(validation))
-                self._tell_common(self._other, say)
+                common = np.isin(self._other.contents(), self._source.contents())
+                if common.any():
+                    say(
+                        f"warning: {common.sum()} of {common.size} documents of {self._other.path} are in "
+                        f"{self._source.path} too, so the validation loss is too low; take them out of one of the two"
+                    )
         facts = train.facts(), validation.facts()
         for source, part in ((self._source, facts[0]), (self._other, facts[1])):
             if source is not None and not part.num_tokens:
@@ -206,16 +211,7 @@ class _Encoding:
         index = _Index(dtype=self._dtype, train=facts[0], validation=facts[1])
         replace_file(place / _INDEX, to_json(index).encode("ascii"))
 
-    def _tell_common(self, other: TextSource, say: Say) -> None:
-        found = np.isin(other.contents(), self._source.contents())
-        if found.any():
-            say(
-                f"warning: {found.sum()} of {found.size} documents of {other.path} are in {self._source.path} too, "
-                "so the validation loss is too low; take them out of one of the two"
-            )
-
     def _require_known(self, token: int) -> None:
-        """Raise ``DataError`` for a token that the model does not have."""
         if token >= self._vocab_size:
             raise DataError(
                 f"{self._config.path}: token {token}, {self._tokenizer.decode([token])!r}, occurs in the text, and the "
@@ -297,7 +293,6 @@ def _one_document(tokens: TokenArray) -> EncodedDocuments:
 
 
 def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> TextData:
-    """Return token files as they are."""
     if config.chat_template:
         raise DataError(_unused_template(config))
     if config.packing not in {None, "stream"}:

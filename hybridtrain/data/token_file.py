@@ -151,7 +151,6 @@ def _detect(path: Path, dtype: TokenDtype | None, magic: int, version: int) -> T
 
 
 def _check_length(path: Path, layout: _Layout, declared: int) -> None:
-    """Refuse a length that cannot be right."""
     num_bytes = path.stat().st_size
     if layout.magic is not None:
         expected = _HEADER_BYTES + declared * layout.stored.itemsize

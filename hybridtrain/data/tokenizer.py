@@ -264,7 +264,6 @@ def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
 
 
 def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
-    """Return the class that transformers takes for a folder, and its files' content; raises what its readers raise."""
     found = import_module("transformers").AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False
     )

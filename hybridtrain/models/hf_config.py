@@ -79,7 +79,6 @@ def is_multimodal(mapping: Mapping[str, JsonValue]) -> bool:
 
 
 def _multimodal(mapping: Mapping[str, JsonValue]) -> HfFamily | None:
-    """Return the family of the text part of a multimodal model."""
     named = mapping.get("architectures") or mapping.get("model_type")
     named = named[0] if isinstance(named, list) else named
     families = (parts.hf for parts in FAMILIES.values())
@@ -235,7 +234,6 @@ class _Keys:
 
 
 def _read(mapping: Mapping[str, JsonValue], source: str) -> ModelConfig:
-    """Return the shape that a configuration tells; raises ``ConfigError``."""
     name, faults = _family(mapping, source), list[str]()
     parts, hf, path = FAMILIES[name], FAMILIES[name].hf, "text_config." if is_multimodal(mapping) else ""
     if path and not isinstance(mapping.get("text_config"), dict):

@@ -117,7 +117,6 @@ def _write_values(
 
 
 def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, most_bytes: int) -> list[Shard]:
-    """Fill one file after the other."""
     shards: list[Shard] = [[]]
     size = 0
     for name, shape in tensors:

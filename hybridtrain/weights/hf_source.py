@@ -160,7 +160,6 @@ def _no_weights(path: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the shard of each tensor."""
     shards = read_json(path / INDEX, "copy or download it again").get("weight_map")
     if not isinstance(shards, dict) or any(not isinstance(x, str) or Path(x).name != x for x in shards.values()):
         raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
