@@ -95,7 +95,7 @@ class ChatTemplate:
         parts = [(len(messages), False), *(part for index in learned for part in ((index, True), (index + 1, False)))]
         rendered = self._render(messages, parts, tools)
         whole, _ = next(rendered)
-        found: list[tuple[str | None, tuple[int, int]]] = []  # None: a beginning of the whole, which is held once
+        texts: list[tuple[str | None, tuple[int, int]]] = []  # None: a beginning of the whole, which is held once
         for index, (before, _), (text, _) in zip(learned, rendered, rendered, strict=True):
             if not text.startswith(before):
                 raise ValueError(
@@ -103,10 +103,10 @@ class ChatTemplate:
                     "the answer begins cannot be told; use a template with {% generation %} markers (chat_template "
                     "= 'chatml' or a .jinja file), or set loss_on = 'all'"
                 )
-            found.append((None if whole.startswith(text) else text, (len(before), len(text))))
-        if all(text is None for text, _ in found):
-            return [(whole, tuple(span for _, span in found))]
-        return [(whole[: span[1]] if text is None else text, (span,)) for text, span in found]
+            texts.append((None if whole.startswith(text) else text, (len(before), len(text))))
+        if all(text is None for text, _ in texts):
+            return [(whole, tuple(span for _, span in texts))]
+        return [(whole[: span[1]] if text is None else text, (span,)) for text, span in texts]
 
     def _render(
         self, messages: Sequence[JsonMapping], parts: Sequence[tuple[int, bool]], tools: object, *, marks: bool = False

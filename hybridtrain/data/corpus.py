@@ -107,8 +107,8 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
     if len(paths) == 1:
         train, validation = split_tail(train, source)
     if min(train.size, validation.size) < 2 or train.size + validation.size < MIN_TOKENS:
-        found = f"{train.size} tokens to train and {validation.size} to validate on"
-        raise DataError(_too_small(found, source))
+        sizes = f"{train.size} tokens to train and {validation.size} to validate on"
+        raise DataError(_too_small(sizes, source))
     return Corpus(
         name=name, train=train, validation=validation, digest=_digest(documents, paths), num_documents=len(paths),
         source=source,
@@ -125,8 +125,8 @@ def split_tail(
     return tokens[:first], tokens[first:]
 
 
-def _too_small(found: str, source: str) -> str:
-    return f"{source}: {found} are too few; at least {MIN_TOKENS} are needed, and thousands to learn from"
+def _too_small(sizes: str, source: str) -> str:
+    return f"{source}: {sizes} are too few; at least {MIN_TOKENS} are needed, and thousands to learn from"
 
 
 def _python_files(root: Path) -> Iterator[str]:

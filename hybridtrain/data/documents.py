@@ -105,14 +105,14 @@ class TextSource:
 
     def contents(self) -> npt.NDArray[np.uint64]:
         """Return 64 bits of each document's content, the same for equal content."""
-        found: list[int] = []
+        hashes: list[int] = []
         for file in self.files:
             if file.kind is Kind.TEXT:
-                found.append(int(file.digest[:16], 16))
+                hashes.append(int(file.digest[:16], 16))
             else:
                 records = (sha256(_content(record)) for _, record in read_records(file.path, file.kind))
-                found += (int.from_bytes(digest.digest()[:8], "big") for digest in records)
-        return np.array(found, dtype=np.uint64)
+                hashes += (int.from_bytes(digest.digest()[:8], "big") for digest in records)
+        return np.array(hashes, dtype=np.uint64)
 
     def ranks(self) -> npt.NDArray[np.uint64]:
         """Return 64 bits of each document that say which are held out, the same for equal content.
@@ -124,7 +124,7 @@ class TextSource:
         return np.array([by_path.get(content, content) for content in self.contents().tolist()], dtype=np.uint64)
 
     def as_text(self) -> str:
-        """Return which files are read and which are not, and why."""
+        """Return a sentence on the files that are read and left out."""
         read = ", ".join(_some(sorted(f"{file.name} ({file.kind})" for file in self.files)))
         left_out = ", ".join(_some([f"{name} ({why})" for name, why in self.left_out]))
         return f"{self.path}: reads {read}" + (f"; leaves out {left_out}" if left_out else "")
@@ -212,14 +212,14 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
             f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
             ".json with a list of them, or move it away"
         )
-    found = json_kind(path) if kind is Kind.JSON else kind
-    if isinstance(found, Kind):
-        return SourceFile(name, path, found, digest)
-    if is_alone and found.startswith(NO_JSON):
-        raise DataError(f"{path} is {found}; mend it, or name a .jsonl file")
+    documents = json_kind(path) if kind is Kind.JSON else kind
+    if isinstance(documents, Kind):
+        return SourceFile(name, path, documents, digest)
+    if is_alone and documents.startswith(NO_JSON):
+        raise DataError(f"{path} is {documents}; mend it, or name a .jsonl file")
     if is_alone:
         raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
-    return SourceFile(name, path, kind, left_out=found)
+    return SourceFile(name, path, kind, left_out=documents)
 
 
 def _unread(file: SourceFile, splits: set[str], part: str) -> str:
@@ -236,7 +236,7 @@ def _unread(file: SourceFile, splits: set[str], part: str) -> str:
 
 
 def _content(record: Record) -> bytes:
-    """Return what makes two records the same document."""
+    """Return the bytes that equal records share."""
     value = record
     if isinstance(record, bytes):
         try:
@@ -315,7 +315,7 @@ def _text_passages(path: Path) -> Iterator[Passage]:
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_PIECE_CHARACTERS):
             text = rest + chunk
-            ends = (max((found.end() for found in border.finditer(text)), default=0) for border in _BORDERS)
+            ends = (max((match.end() for match in border.finditer(text)), default=0) for border in _BORDERS)
             cut = next(filter(None, ends), len(text)) if len(chunk) == _PIECE_CHARACTERS else 0
             if cut:
                 yield Passage(text[:cut], opens=opens, closes=False, ends=False)
@@ -336,8 +336,8 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
         raise _LineError(f"found {type(value).__name__} {_shown(value)}; {_ALLOWED}")
     kinds = [kind for kind in DOCUMENT_KEYS if kind in value]
     if len(kinds) != 1:
-        found = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
-        raise _LineError(f"found {found}; {_ALLOWED}, one of them")
+        keys = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
+        raise _LineError(f"found {keys}; {_ALLOWED}, one of them")
     if kinds == ["messages"]:
         messages, tools = _messages(value["messages"], counts_all=counts_all), value.get("tools")
         if tools is not None and not isinstance(tools, list):
@@ -379,16 +379,16 @@ def _string(value: Mapping[str, object], key: str, *, where: str = "") -> str:
     """Return a text of a line."""
     if key not in value:
         raise _LineError(f"{where}{key} is missing; a string is required")
-    found = value[key]
-    if not isinstance(found, str):
-        raise _LineError(f"{where}{key}: found {_shown(found)}; a string is required")
+    text = value[key]
+    if not isinstance(text, str):
+        raise _LineError(f"{where}{key}: found {_shown(text)}; a string is required")
     try:
-        found.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise _LineError(
             f"{where}{key}: character {error.start} is half of a surrogate pair; write it as UTF-8"
         ) from None
-    return found
+    return text
 
 
 def _shown(value: object) -> str:

@@ -92,5 +92,5 @@ def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDAr
         return np.empty(0, dtype=dtype)
     array = FileArray(path, dtype=dtype, mode="r", offset=offset, shape=(size,))
     array._opened, array._begin, array._offset = opened, array.ctypes.data, offset
-    found: npt.NDArray[Any] = array[:]
-    return found
+    whole: npt.NDArray[Any] = array[:]
+    return whole

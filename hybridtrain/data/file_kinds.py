@@ -61,7 +61,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 def kind_of(path: Path) -> Kind:
-    """Return what a file's name says."""
+    """Return the kind of a file by its name."""
     return _KINDS.get(path.suffix.lower(), Kind.TEXT)
 
 
@@ -73,8 +73,8 @@ def packed_records(path: Path) -> bool:
 
 def split_of(name: str) -> str:
     """Return "train", "validation" or "test" if a file's name or its folder's says so, else nothing."""
-    found = _SPLIT.findall(name.lower())
-    return _SPLITS[found[-1]] if found else ""
+    names = _SPLIT.findall(name.lower())
+    return _SPLITS[names[-1]] if names else ""
 
 
 def is_about_records(path: Path) -> bool:

@@ -131,10 +131,10 @@ def _limit_time() -> None:
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MOST_SECONDS)
 
 
-def _lower(what: int, most: int) -> None:
+def _lower(resource_kind: int, most: int) -> None:
     """Set a soft limit, below the hard one, which stays."""
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    hard = resource.getrlimit(resource_kind)[1]
+    resource.setrlimit(resource_kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 _compiled: Final = lru_cache(maxsize=4)(_Compiled)

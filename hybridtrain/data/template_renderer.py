@@ -79,8 +79,8 @@ class _Process:
                 self.close()  # an answer that nobody read would be the next one's
                 raise
             if answer.endswith(b"\n"):
-                found: Mapping[str, Any] = json.loads(answer)
-                return found
+                content: Mapping[str, Any] = json.loads(answer)
+                return content
             number = running.wait()
             self.close()
             return {"fault": "time" if number == -signal.SIGXCPU else "died"}

@@ -79,9 +79,9 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         return _token_files(config, tokenizer, vocab_size)
     source = open_source(config.path)
     other = None if config.validation is None else open_source(config.validation, part="validation")
-    for one in (source, other):
-        if one is not None and one.path.is_dir():
-            say(one.as_text())
+    for texts in (source, other):
+        if texts is not None and texts.path.is_dir():
+            say(texts.as_text())
     if config.chat_template and not (source.has_records or (other is not None and other.has_records)):
         raise DataError(_unused_template(config))
     packing = config.packing or ("documents" if source.has_records else "stream")
@@ -158,17 +158,17 @@ class _Encoding:
         return ChatTemplate(text, self._tokenizer.special_tokens)
 
     def open(self, folder: Path, say: Say) -> tuple[EncodedDocuments, EncodedDocuments | None]:
-        """Return what is to train and to validate on."""
+        """Return the train and validation parts."""
         place = folder / self.key[:16]
-        found = _read_parts(place)
-        if found is None:
+        stored = _read_parts(place)
+        if stored is None:
             shutil.rmtree(place, ignore_errors=True)
             say(f"encoding {self._config.path} with tokenizer {self._config.tokenizer or BYTES} into {place}")
             place.mkdir(parents=True, exist_ok=True)
             self._write(place, say)
-            found = _read_parts(place)
-            assert found is not None, "just written"
-        (train, validation), largest = found
+            stored = _read_parts(place)
+            assert stored is not None, "just written"
+        (train, validation), largest = stored
         self._require_known(largest)
         percent = 0 if self._other else self._config.held_out_percent
         if percent and train.num_documents == 1 and not validation.num_documents and not self._source.has_records:
@@ -236,22 +236,22 @@ class _Encoding:
 
     def _flush(self, waiting: list[tuple[Passage, "_PartWriter"]]) -> None:
         encoded = self._tokenizer.encode([passage.text for passage, _ in waiting])
-        self._require_known(max((int(one.ids.max(initial=0)) for one in encoded), default=0))
-        for (passage, writer), found in zip(waiting, encoded, strict=True):
+        self._require_known(max((int(encoding.ids.max(initial=0)) for encoding in encoded), default=0))
+        for (passage, writer), tokens in zip(waiting, encoded, strict=True):
             opening = self._tokenizer.bos_ids if passage.opens else ()
             closing = self._tokenizer.eos_ids if passage.closes else ()
-            parts = [np.array(part, dtype=self._dtype) for part in (opening, found.ids, closing)]
+            parts = [np.array(part, dtype=self._dtype) for part in (opening, tokens.ids, closing)]
             ids = np.concatenate(parts)
             counted = np.ones(ids.size, dtype=np.uint8)
             counted[: len(opening)] = 0
             if passage.counted is not None:
-                counted[len(opening) : len(opening) + found.ids.size] = _counted(found, passage.counted)
+                counted[len(opening) : len(opening) + tokens.ids.size] = _counted(tokens, passage.counted)
             writer.add(ids, counted, ends=passage.ends)
         waiting.clear()
 
 
 def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Return which tokens stand for at least one character of the spans."""
+    """Return whether each token stands for a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:
         counts |= (encoded.spans[:, 0] < last) & (encoded.spans[:, 1] > first)
@@ -262,8 +262,8 @@ def _tell_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
     """Say where a share is held out that is far from what was asked for: by more than half of it."""
-    asked = config.held_out_percent
-    if config.validation is not None or not asked:
+    percent = config.held_out_percent
+    if config.validation is not None or not percent:
         return
     if validation is None:
         if train.num_documents > 1:
@@ -274,10 +274,10 @@ def _tell_share(
         return
     pairs = (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
     shares = [100 * apart / (apart + rest) for apart, rest in pairs]
-    if max(abs(share - asked) for share in shares) > asked / 2:
+    if max(abs(share - percent) for share in shares) > percent / 2:
         say(
-            f"warning: validation_percent is {asked}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % of "
-            "the tokens are held out: documents are few, of very different lengths, or many have the same content"
+            f"warning: validation_percent is {percent}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % "
+            "of the tokens are held out: documents are few, of very different lengths, or many have the same content"
         )
 
 
@@ -349,7 +349,7 @@ class _PartWriter:
             self._ends.append(self._size)
 
     def facts(self) -> _PartFacts:
-        """Return what the index keeps of this part, once its files are closed."""
+        """Return the index entry of this part, once its files are closed."""
         return _PartFacts(
             num_tokens=self._size, num_documents=len(self._ends), is_masked=self._is_masked,
             largest_token=self._largest, digests=tuple(_digest(path) for path in self._paths),

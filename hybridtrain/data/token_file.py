@@ -169,14 +169,14 @@ def _check_length(path: Path, layout: _Layout, declared: int) -> None:
         raise DataError(f"{path} holds {num_tokens} tokens; at least {_MIN_TOKENS} are needed")
 
 
-def _checked_chunks(tokens: npt.NDArray[np.integer], largest: int, what: str) -> Iterator[npt.NDArray[np.integer]]:
+def _checked_chunks(tokens: npt.NDArray[np.integer], largest: int, source: str) -> Iterator[npt.NDArray[np.integer]]:
     """Yield the tokens chunk by chunk; raises ``DataError`` for one that is negative or above ``largest``."""
     for first in range(0, tokens.size, _CHUNK_TOKENS):
         chunk = tokens[first : first + _CHUNK_TOKENS]
         if int(chunk.max()) > largest or int(chunk.min()) < 0:
             index = int(np.flatnonzero((chunk > largest) | (chunk < 0))[0])
             raise DataError(
-                f"{what} allows 0 to {largest}, but the token at position {first + index} is {chunk[index]}; "
+                f"{source} allows 0 to {largest}, but the token at position {first + index} is {chunk[index]}; "
                 "check that the tokenizer and the stored type are the right ones"
             )
         yield chunk

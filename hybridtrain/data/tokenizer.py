@@ -97,13 +97,13 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text as tokens."""
-        found = []
+        encoded = []
         for content in (text.encode() for text in texts):
             # Every byte that does not continue a character begins one.
             characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
             spans = np.stack([characters, characters + 1], axis=1)
-            found.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
-        return found
+            encoded.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
+        return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are none are replaced."""
@@ -192,7 +192,7 @@ def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokeni
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Read:
-    """What a tokenizer's files say."""
+    """A tokenizer's files."""
 
     backend: "tokenizers.Tokenizer"
     content: str
@@ -212,7 +212,7 @@ def _open(path: Path, eos_token: str) -> Tokenizer:
 
 
 def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Read:
-    """Return what transformers, if it is installed, and else what the files say."""
+    """Return a tokenizer as transformers reads it, where that is installed, else as its files have it."""
     if find_spec("tokenizers") is None:
         raise DataError(
             "a tokenizer other than 'bytes' needs the package tokenizers, which is not installed; "
@@ -242,8 +242,8 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
         return replace(ours, remark=f"warning: tokens are those of {file}, which transformers cannot open ({why})")
     if ours is None:
         return theirs
-    said, meant = json.loads(ours.backend.to_str()), json.loads(theirs.content)
-    differing = [name for name in _DECIDES if said[name] != meant[name]]
+    file_content, their_content = json.loads(ours.backend.to_str()), json.loads(theirs.content)
+    differing = [name for name in _DECIDES if file_content[name] != their_content[name]]
     if not differing:
         return replace(ours, special_tokens=theirs.special_tokens)
     return replace(theirs, remark=f"tokens are those of transformers' {kind}, with another {differing[0]} than {file}")
@@ -264,14 +264,14 @@ def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
 
 
 def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
-    found = import_module("transformers").AutoTokenizer.from_pretrained(
+    tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False
     )
-    texts = {name: getattr(found, name) for name in _SPECIAL_TOKENS}
+    texts = {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
     special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
-    content = found.backend_tokenizer.to_str()
+    content = tokenizer.backend_tokenizer.to_str()
     backend = import_module("tokenizers").Tokenizer.from_str(content)  # a copy: it is changed here
-    return type(found).__name__, _Read(backend=backend, content=content, special_tokens=special_tokens)
+    return type(tokenizer).__name__, _Read(backend=backend, content=content, special_tokens=special_tokens)
 
 
 def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -286,10 +286,10 @@ def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tup
 
 def _templates(folder: Path, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the chat templates of a folder; a file of its own goes before tokenizer_config.json."""
-    found = settings.get("chat_template")
-    if isinstance(found, str):
-        yield "default", found
-    for entry in found if isinstance(found, list) else []:
+    templates = settings.get("chat_template")
+    if isinstance(templates, str):
+        yield "default", templates
+    for entry in templates if isinstance(templates, list) else []:
         if isinstance(entry, dict) and {type(entry.get("name")), type(entry.get("template"))} == {str}:
             yield entry["name"], entry["template"]
     if (folder / "chat_template.jinja").is_file():
@@ -303,13 +303,13 @@ def _json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path).encode())
-        json.dumps(found, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
+        content = json.loads(_read(path).encode())
+        json.dumps(content, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} holds no JSON object; copy it again")
-    return found
+    return content
 
 
 def _read(path: Path) -> str:

@@ -47,7 +47,7 @@ class ModelPart:
 
 
 def model_parts(num_blocks: int, stages: int) -> list[ModelPart]:
-    """Return what each of some stages holds: as many blocks, or one more in some, the first before others."""
+    """Return the parts of some stages: as many blocks each, or one more in some, the first before others."""
     starts = [-(-stage * num_blocks // stages) for stage in range(stages + 1)]
     return [ModelPart(range(*ends), num_blocks) for ends in pairwise(starts)]
 

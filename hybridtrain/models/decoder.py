@@ -142,7 +142,7 @@ class Block(nn.Module):
         return hidden_BTD + dropout(self.ffn_out_norm(feed_forward_BTD), self.dropout, training=self.training)
 
     def _attend(self, normed_BTD: Tensor, documents: Documents | None) -> Tensor:
-        """Return what the heads found, or its projection where that does not add to the residual stream itself."""
+        """Return the heads' outputs, projected unless the projection adds to the residual stream itself."""
         scale, softcap = self.scale_and_softcap
         ids_BT = None if documents is None else documents.ids_BT
         attention = partial(self.attention, scale=scale, softcap=softcap, window=self.window, document_ids_BT=ids_BT)
@@ -185,7 +185,7 @@ class Block(nn.Module):
         return self.ffn_out(inner_BTF, computes_output=computes_output)  # type: ignore[no-any-return]
 
     def _inner(self, normed_BTD: Tensor) -> Tensor:
-        """Return what the feed-forward part's last projection multiplies."""
+        """Return the input of the feed-forward part's last projection."""
         if not self.parts.is_gated:
             return _ACTIVATIONS[self.parts.activation](self.ffn_up(normed_BTD))
         if self.parts.fuses_gate_up:

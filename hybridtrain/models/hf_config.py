@@ -42,7 +42,7 @@ def model_config_from_hf(source: Mapping[str, JsonValue] | Path) -> ModelConfig:
 
 
 def read_hf_config(source: Path) -> dict[str, JsonValue]:
-    """Return what a ``config.json``, or that of a folder, holds; raises ``ConfigError``: it cannot be read."""
+    """Return the content of a ``config.json``, or that of a folder; raises ``ConfigError``: it cannot be read."""
     return read_json(source / "config.json" if source.is_dir() else source, "give the file that transformers wrote")
 
 
@@ -275,10 +275,10 @@ def _read(mapping: Mapping[str, JsonValue], source: str) -> ModelConfig:
 
 
 def _family(mapping: Mapping[str, JsonValue], source: str) -> Family:
-    """Return which family this is; raises ``ConfigError``: no other key can be judged without it."""
+    """Return the family; raises ``ConfigError``: no other key can be judged without it."""
     wholes = [spelling.architecture for spelling, _ in _spellings() if isinstance(spelling, HfMultimodal)]
     architectures, types = hf_architectures(), {spelling.model_type: name for spelling, name in _spellings()}
-    for key, what, known in (("architectures", "architecture", architectures), ("model_type", "model type", types)):
+    for key, noun, known in (("architectures", "architecture", architectures), ("model_type", "model type", types)):
         value = mapping.get(key)
         if isinstance(value, list):
             value = value[0] if value else None
@@ -286,13 +286,13 @@ def _family(mapping: Mapping[str, JsonValue], source: str) -> Family:
             return known[value]
         if value is not None and ("text_config" in mapping or str(value).endswith("ForConditionalGeneration")):
             fault = (
-                f"{key}: {what} '{value}' has parts beside its text model and is not read; of such models "
+                f"{key}: {noun} '{value}' has parts beside its text model and is not read; of such models "
                 f"{', '.join(wholes)} is, of text models {', '.join(sorted({*architectures} - {*wholes}))}: give one "
                 "of these"
             )
             raise ConfigError(source, [fault])
         if value is not None:
-            raise ConfigError(source, [f"{key}: {unknown_name(what, str(value), known)}"])
+            raise ConfigError(source, [f"{key}: {unknown_name(noun, str(value), known)}"])
     raise ConfigError(source, ["model_type: missing; give the config.json that transformers wrote"])
 
 
@@ -315,7 +315,7 @@ def _window(keys: _Keys, hf: HfFamily, num_blocks: int) -> tuple[int, tuple[bool
 
 
 def _sliding_blocks(keys: _Keys, hf: HfFamily, num_blocks: int) -> list[bool]:
-    """Return which blocks slide: by their types, or as transformers fills in types that are missing."""
+    """Return whether each block slides: by its type, or as transformers fills in types that are missing."""
     types, known = keys.get("layer_types"), ("sliding_attention", "full_attention")
     if types is None and "sliding_window_pattern" in hf.defaults:
         every = keys.integer("sliding_window_pattern")

@@ -322,7 +322,7 @@ class BatchWorkload:
         _check_tokens(self, "batch_size", self.batch_size * self.seq_len)
 
     def micro_batch(self, plan: MemoryPlan) -> Workload:
-        """Return what one micro-batch has when the plan splits the batch; ``ConfigError``: not into equal parts."""
+        """Return a micro-batch's workload under a plan; raises ``ConfigError``: the batch has no equal parts."""
         steps = plan.for_phase(Phase.FULL).grad_accum_steps
         if self.batch_size % steps:
             fault = f"batch_size: {self.batch_size} must be a multiple of the micro-batches of a step ({steps})"

@@ -72,10 +72,10 @@ def merged_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
 
 def _trained_values(trainer: Trainer) -> dict[str, Tensor]:
     """Return the exact values of all adapters, flat, on the device: small beside what is frozen."""
-    found: dict[str, list[Tensor]] = {}
+    parts_by_name: dict[str, list[Tensor]] = {}
     for name, _, value_P in exact_values(trainer):
-        found.setdefault(name, []).append(value_P.detach().reshape(-1).clone())
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        parts_by_name.setdefault(name, []).append(value_P.detach().reshape(-1).clone())
+    return {name: torch.cat(parts) for name, parts in parts_by_name.items()}
 
 
 def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter:
@@ -151,9 +151,9 @@ def load_adapter(trainer: Trainer, folder: Path) -> None:
     faults = list(_config_faults(trainer, read_json(folder / _CONFIG, "save the adapter again")))
     tensors = open_tensor_file(folder / _FILE).tensors
     shapes = dict(places.values())
-    wanted, found = sorted(_modules(shapes)), sorted(_modules(tensors))
-    if wanted != found:
-        faults.append(f"adapters of {', '.join(found)}, those here are of {', '.join(wanted)}; set lora's targets")
+    wanted, present = sorted(_modules(shapes)), sorted(_modules(tensors))
+    if wanted != present:
+        faults.append(f"adapters of {', '.join(present)}, those here are of {', '.join(wanted)}; set lora's targets")
     else:
         strange = {*tensors} - {*shapes}
         faults += [f"{name}: no adapter of this model; take the model that it was made for" for name in strange]
@@ -205,9 +205,9 @@ def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterato
         "use_dora": (plan.adapter_magnitude, "set lora's magnitude"),
     }
     for name, (value, remedy) in wanted.items():
-        found = config.get(name, False if isinstance(value, bool) else None)
-        if found != value:
-            yield f"{name}: {json.dumps(found)}, the plan has {json.dumps(value)}; {remedy}"
+        given = config.get(name, False if isinstance(value, bool) else None)
+        if given != value:
+            yield f"{name}: {json.dumps(given)}, the plan has {json.dumps(value)}; {remedy}"
     for name in _UNKNOWN:
         if config.get(name) not in (None, False, "none", [], {}):
             yield f"{name}: {json.dumps(config[name])} is not known here; it must be off: train an adapter without it"

@@ -38,8 +38,8 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
             storage, count = states.formats.of(weight), parameter.numel()
             for start in range(0, count, SLICE_ELEMENTS):
                 part = slice(start, min(start + SLICE_ELEMENTS, count))
-                companion_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
-                yield name, part, storage.load(weight_part(weight, part), companion_P)
+                master_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
+                yield name, part, storage.load(weight_part(weight, part), master_P)
 
 
 def _read(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:

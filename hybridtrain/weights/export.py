@@ -82,7 +82,7 @@ def export_folder(
         if source_folder is not None and (source_folder / _GENERATION).is_file():
             generation = json.loads((source_folder / _GENERATION).read_bytes())
         if tokenizer := tokenizer_folder or source_folder:
-            config, generation = (with_token_ids(one, tokenizer) for one in (config, generation))
+            config, generation = (with_token_ids(table, tokenizer) for table in (config, generation))
             copy_tokenizer(tokenizer, partial)
         _write_json(partial / _CONFIG, config)
         if generation:

@@ -36,7 +36,7 @@ class HfSource:
         self.digest = digest
         self._whole: tuple[str, Tensor] | None = None
         self._weights = disk_weights(build_model(config, torch.float32, torch.device("meta")))
-        self._left_out = {name: each for name, each in tensors.items() if hf_text_name(config.family, name) is None}
+        self._left_out = {name: tensor for name, tensor in tensors.items() if hf_text_name(config.family, name) is None}
         self._tensors = self._with_prefix(_text_part(config, tensors))
         faults = [fault for weight in self._weights.values() for fault in self._weight_faults(weight)]
         faults += self._surplus_faults(is_tied=config.tied)
@@ -50,8 +50,8 @@ class HfSource:
             return ""
         num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in self._left_out})
-        told = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
-        return f"the text part alone is read; left out: {told}"
+        summary = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
+        return f"the text part alone is read; left out: {summary}"
 
     def read(self, name: str, part: slice) -> Tensor:
         """Return elements ``part`` of a parameter, flat, as ``WeightSource`` says.
@@ -111,12 +111,12 @@ class HfSource:
 
 def _text_part(config: ModelConfig, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return the tensors of the text model, as a checkpoint of it alone names them."""
-    found: dict[str, FileTensor] = {}
+    text: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         text_name = hf_text_name(config.family, name)
         if text_name is not None:
-            found[name if text_name in found else text_name] = tensor  # of two, one stays and is surplus
-    return found
+            text[name if text_name in text else text_name] = tensor  # of two, one stays and is surplus
+    return text
 
 
 def open_folder(path: Path, config: ModelConfig) -> HfSource:
@@ -167,12 +167,12 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _open_shards(path: Path, names: list[str]) -> dict[str, TensorFile]:
-    found, faults = {}, []
+    shards, faults = {}, []
     for name in names:
         try:
-            found[name] = open_tensor_file(path / name)
+            shards[name] = open_tensor_file(path / name)
         except ConfigError as error:
             faults += [f"{name}: {fault}" for fault in error.faults]
     if faults:
         raise ConfigError(str(path), faults)
-    return found
+    return shards
