@@ -135,7 +135,7 @@ def test_a_few_documents_still_give_two_parts(count: int) -> None:
     assert texts(corpus.validation)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=40))
 def test_equal_documents_are_on_one_side(numbers: list[int]) -> None:
     documents = {f"{index}.md": b"some words of text %d " % number for index, number in enumerate(numbers)}
