@@ -76,11 +76,7 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read a file's header and check it against the file's size; no value is read.
-
-    Raises:
-        ConfigError: it is no whole safetensors file.
-    """
+    """Read a file's header, and no value; raises ``ConfigError``: it is no whole safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file, safe_open(path, framework="np"):

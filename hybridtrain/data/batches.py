@@ -81,9 +81,7 @@ def validation_batches(
     """Return at most ``max_batches`` batches of consecutive windows from the start; no input token comes twice.
 
     Every batch is full: windows that do not fill one are left out, so that batches weigh alike in a mean.
-
-    Raises:
-        DataError: not even one batch, at the call and not at the first batch.
+    Raises ``DataError``: not even one batch, at the call and not at the first batch.
     """
     assert micro_batch_size > 0, "micro_batch_size must be positive"
     _check_length(tokens, seq_len, num_windows=micro_batch_size)

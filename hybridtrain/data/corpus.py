@@ -167,9 +167,7 @@ def text_corpus(path: Path) -> Corpus:
 
     A single file keeps its last tenth for validation. In a folder each file is a document, and whole documents are held
     out. What is passed over and left out is told by ``open_source``.
-
-    Raises:
-        DataError: as ``open_source``, and for records and too little text.
+    Raises ``DataError``: as ``open_source``, and for records and too little text.
     """
     files = open_source(path)
     for file in files.files:
@@ -194,9 +192,7 @@ def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
 
     That is the embedded corpus for None; a ``*.bin`` token file, whose last tenth is for validation; a folder with
     ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte tokens.
-
-    Raises:
-        DataError: the path is missing or cannot be used, or the vocabulary is too small for it.
+    Raises ``DataError``: the path is missing or cannot be used, or the vocabulary is too small for it.
     """
     if path is not None and is_token_path(path):
         return token_corpus(path, vocab_size=vocab_size)

@@ -81,11 +81,7 @@ class FileArray(np.memmap[Any, Any]):
 
 
 def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDArray[Any]:
-    """Return the values of a file from a byte offset to its end, empty where there are none.
-
-    Raises:
-        OSError: it cannot be read, or is no file.
-    """
+    """Return the values of a file from a byte offset to its end; raises ``OSError``: it cannot be read."""
     opened = _Opened(path)
     size = (opened.state()[0] - offset) // np.dtype(dtype).itemsize
     if not size:

@@ -126,11 +126,7 @@ def json_kind(path: Path) -> Kind | str:
 
 
 def read_records(path: Path, kind: Kind) -> Iterator[tuple[str, Record]]:
-    """Yield where each record is, in words, and what it is; blank lines are none.
-
-    Raises:
-        DataError: a table is damaged, or pyarrow is not installed.
-    """
+    """Yield the place of each record, in words, and its content; ``DataError``: a damaged table, or no pyarrow."""
     if kind is Kind.LINES:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

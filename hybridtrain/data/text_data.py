@@ -66,10 +66,8 @@ class TextData:
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
     """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found.
-
-    Raises:
-        DataError: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
+    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found. Raises
+    ``DataError``: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
     """
     name = config.tokenizer or BYTES
     tokenizer = open_tokenizer(name, vocab_size=vocab_size, eos_token=config.eos_token)

@@ -87,11 +87,8 @@ class TokenFile:
 def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
     """Open a token file and read it once from end to end, which takes about a second per gigabyte.
 
-    Every token must be below ``vocab_size``. A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else
-    uint16.
-
-    Raises:
-        DataError: the file is missing, cut short, of an unknown version or another type, or holds an unknown token.
+    A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is missing,
+    cut short, of an unknown version or another type, or holds a token that is not below ``vocab_size``.
     """
     if not path.is_file():
         raise DataError(f"{path} {'is no file' if path.exists() else missing_path(path)}")

@@ -171,9 +171,7 @@ def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokeni
 
     Tokens at or above the model's ``vocab_size`` may be there; none of them is put around documents. ``eos_token`` ends
     each document instead of the tokenizer's own.
-
-    Raises:
-        DataError: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
+    Raises ``DataError``: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
     """
     if name == BYTES and eos_token:
         raise DataError(

@@ -21,9 +21,7 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     A parameter's slices come in order. Values are those that an update starts from: the master's where there is one.
     They are only valid until the next are asked for. Unlike a pass over parameters this asks for no optimizer state,
     which may not exist yet. The trainer's phase becomes FULL.
-
-    Raises:
-        ConfigError: ranks have cut the model's state; none of them has all values.
+    Raises ``ConfigError``: ranks have cut the model's state; none of them has all values.
     """
     if trainer.shards.cuts_state:
         fault = "each holds its range alone; one process must have all: save the state, and hybridtrain export the run"
