@@ -7,7 +7,6 @@ with 55432 or 55713, which GPT-2's vocabulary of 50257 does not have, and as one
 vocabulary.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -87,8 +86,8 @@ class TokenFile:
 def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
     """Open a token file and read it once from end to end, which takes about a second per gigabyte.
 
-    A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is missing,
-    cut short, of an unknown version or another type, or holds a token that is not below ``vocab_size``.
+    A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is not
+    there, cut short, of an unknown version or another type, or holds a token that is not below ``vocab_size``.
     """
     if not path.is_file():
         raise DataError(f"{path} {'is no file' if path.exists() else missing_path(path)}")
@@ -126,8 +125,6 @@ def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: 
             file.write(header.tobytes())
         for chunk in _checked_chunks(tokens, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens"):
             file.write(chunk.astype(layout.stored).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _detect(path: Path, dtype: TokenDtype | None, magic: int, version: int) -> TokenFormat:
