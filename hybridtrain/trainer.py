@@ -21,7 +21,6 @@ from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepSh
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import code_format
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.stages import Stages
@@ -41,6 +40,8 @@ from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
 
+_CLIP_EPS = 1e-6
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
@@ -119,14 +120,10 @@ class Trainer:
                     attach_adapters(self.model, self.plan, compute_dtype, held_scope)
         self.stages = Stages(self.copies, self.model) if is_pipeline else None
         self.shards = self.stages or Shards(self.copies, self.plan.zero_stage)
-        self._engine = PlanEngine(
-            self.model, plan, config.optimizer, self.copies, self._observer, wants_norm=self._wants_norm,
-            shards=self.shards,
-        )  # fmt: skip
-        FirstValues(
-            self.model, self._engine.weights, self._engine.states, config.optimizer, self.copies, self._observer,
-            seed=config.seed, source=source, codes=code_format(self.plan),
-        ).write(self._engine.units)  # fmt: skip
+        self._engine = PlanEngine(self.model, plan, config.optimizer, self.shards, wants_norm=self._wants_norm)
+        FirstValues(self.model, self.weights, self.states, config.optimizer, seed=config.seed, source=source).write(
+            self._engine.units
+        )
         self.pass_tied()
 
     def pass_tied(self) -> None:
@@ -253,12 +250,11 @@ class Trainer:
         if self.loss_scale is None:
             batches.clear()
         grads = self.executor.grads
-        norm = self.parameters.norm(grads) if self._wants_norm else None
-        if norm is not None:
-            while self._has_overflowed(norm):
-                self.executor.drop()
-                losses = self._run_backward(batches, number)
-                norm = self.parameters.norm(grads)
+        norm = grads.norm() if self._wants_norm else None
+        while norm is not None and self._has_overflowed(norm):
+            self.executor.drop()
+            losses = self._run_backward(batches, number)
+            norm = grads.norm()
         factor = self._factor(norm)
         loss, grad_norm = self._checked(number, losses, norm)
         self.parameters.update(grads, self._settings(number, lr, factor))
@@ -289,9 +285,9 @@ class Trainer:
 
         losses = self._run_backward(batches, number, on_block_done=update)
         batches.clear()
-        outside = [unit for unit in self.parameters.units if not self._is_block(unit)]
+        outside = [unit for unit in self.parameters.units if block_number(unit.name) < 0]
         look(*outside)
-        norm = self.parameters.norm(grads) if self._wants_norm else None
+        norm = grads.norm() if self._wants_norm else None
         loss, grad_norm = self._checked(number, losses, norm, is_applied=True)
         self.previous_norm = norm
         self.parameters.update(grads, settings, outside)
@@ -302,7 +298,7 @@ class Trainer:
         grads = self.executor.grads
         while True:
             losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.discard(unit.name))
-            norm = self.parameters.norm(grads)
+            norm = grads.norm()
             if not self._has_overflowed(norm):
                 break
             self.executor.drop()
@@ -329,7 +325,11 @@ class Trainer:
     ) -> list[Tensor]:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return self.executor.forward_backward(
-            batches, seed=self._dropout_key(number), share=self._share, on_block_done=on_block_done, loss_scale=scale
+            batches,
+            seed=random_key(self.config.seed, number, _DROPOUT_STREAM),
+            share=self._share,
+            on_block_done=on_block_done,
+            loss_scale=scale,
         )
 
     @property
@@ -342,15 +342,16 @@ class Trainer:
             return False
         return not math.isfinite(self.transfer.read(norm)) and self.loss_scale.overflowed()
 
+    @torch.no_grad()
     def _factor(self, norm: Tensor | None) -> Tensor | None:
         """Return what gradients of this norm, loss scale included, are multiplied with; None: they stay as they are."""
-        if norm is None or self.loss_scale is None:
-            return None if norm is None else self.parameters.clip_factor(norm)
+        if norm is None:
+            return None
+        limit, scale = self.config.optimizer.max_grad_norm, self.loss_scale
         with self._observer.region(Stage.UPDATE, ""):
-            clips = self.config.optimizer.max_grad_norm > 0
-            true_norm = norm / self.loss_scale.value
-            factor = self.parameters.clip_factor(true_norm) if clips else torch.ones_like(norm)
-            return factor / self.loss_scale.value
+            norm = norm if scale is None else norm / scale.value
+            factor = torch.clamp(limit / (norm + _CLIP_EPS), max=1.0) if limit > 0 else torch.ones_like(norm)
+            return factor if scale is None else factor / scale.value
 
     def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
         return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._hook)
@@ -358,13 +359,6 @@ class Trainer:
     def border_key(self, number: int) -> int:
         """Return the key of stochastic rounding after step ``number`` and before the next one."""
         return random_key(self.config.seed, number, _BORDER_STREAM)
-
-    def _dropout_key(self, number: int) -> int:
-        return random_key(self.config.seed, number, _DROPOUT_STREAM)
-
-    @staticmethod
-    def _is_block(unit: Unit) -> bool:
-        return block_number(unit.name) >= 0
 
     def _checked(
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False

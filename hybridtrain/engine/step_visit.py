@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,14 +11,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
 from hybridtrain.engine.block_work import block_work
+from hybridtrain.engine.model_run import ModelRun
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step import StepShare
-from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
-from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.boundary_store import HEAD_INPUT
 from hybridtrain.memory.transfer import Transfer
-from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models.block_model import Documents, ModelPart, Unit
+from hybridtrain.models.block_model import Documents, Unit
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import Experts
@@ -87,7 +84,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class HeadStep:
-    """What one micro-batch leaves behind at the head."""
+    """Loss and gradients of one micro-batch at the head."""
 
     loss: Tensor
     """Scalar float32, mean over the micro-batch, on the device."""
@@ -99,15 +96,9 @@ class HeadStep:
 
 
 def differentiate_head(
-    head: Head,
-    unit: Unit,
-    hidden_BTD: Tensor,
-    batch: DeviceBatch,
-    *,
-    scale: float,
-    chunk_tokens: int,
-    wants_tied: bool,
-) -> HeadStep:
+    head: Head, unit: Unit, hidden_BTD: Tensor, batch: DeviceBatch,
+    *, scale: float, chunk_tokens: int, wants_tied: bool,
+) -> HeadStep:  # fmt: skip
     """Run the head and differentiate ``scale`` times its loss."""
     hidden_BTD = hidden_BTD.detach().requires_grad_()
     own = unit.tensors
@@ -173,65 +164,36 @@ def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
-class ModelRun(Protocol):
-    """What a visit needs of the executor."""
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The forward and backward pass of one step."""
 
-    plan: PhasePlan
-    transfer: Transfer
-    observer: MemoryObserver
-    units: tuple[Unit, ...]
-    part: ModelPart
-    """What of the model is held: all of it, or that of a stage."""
-    copies: CopyEngine
-    first_kept: int
-    """Held blocks before this number are recomputed, the others keep their graphs."""
-    width: int
-    """D."""
-    trains_tied: bool
-    """The head's weight is the token embedding, and trained."""
-    balanced: Experts | None
-    """Of blocks that add a load-balancing loss."""
-    draws: bool
-    weights: WeightStore
-    boundaries: BoundaryStore
-    grads: GradStore
-    segments: list[range]
+    batches: Sequence[DeviceBatch]
+    seed: int
+    """Key of the step's random streams (dropout)."""
+    share: StepShare
+    on_block_done: BlockDone | None
+    """Called after a block's last visit, while its weights are on the device."""
+    loss_scale: float
+    """Factor of the gradients."""
 
-    def waves(self, group: range) -> list[range]:
-        """Return the micro-batches that pass block by block."""
-        ...
-
-    def receive(self, shape: Sequence[int], rank: int) -> Tensor:
-        """Return a tensor of the compute dtype that another stage gives."""
-        ...
+    def scales(self, plan: PhasePlan) -> list[float]:
+        """Return the factor of each micro-batch's loss."""
+        counts = self.share.num_targets
+        scale = self.loss_scale * (1 if plan.normalize_gradients else len(counts))
+        return [scale * (batch.num_targets / sum(counts)) for batch in self.batches]
 
 
 class StepVisit:
     """Takes micro-batches of one step through embedding, blocks and head, and back."""
 
-    def __init__(
-        self,
-        run: ModelRun,
-        batches: Sequence[DeviceBatch],
-        group: range,
-        seed: int,
-        *,
-        share: StepShare,
-        is_last: bool,
-        on_block_done: BlockDone | None,
-        loss_scale: float,
-    ) -> None:
+    def __init__(self, run: ModelRun, work: StepWork, group: range, *, is_last: bool) -> None:
         self._run = run
-        self._batches = batches
-        self._group = group
+        self._work = work
+        self._batches = work.batches
         self._waves = run.waves(group)
-        self._seed = seed
         self._is_last = is_last
-        self._on_block_done = on_block_done
-        self._first = share.first
-        num_targets = sum(share.num_targets)
-        loss_scale *= 1 if run.plan.normalize_gradients else len(share.num_targets)
-        self._scales = [loss_scale * (batch.num_targets / num_targets) for batch in batches]
+        self._scales = work.scales(run.plan)
         self._defers_tied = run.trains_tied and len(group) > 1
         self._embedded: dict[int, GradientEdge] = {}
         self._graphs: dict[tuple[int, int], BlockGraph] = {}
@@ -270,7 +232,8 @@ class StepVisit:
                 balance.is_counting = False
             for segment in reversed(run.segments):
                 for block in reversed(segment):
-                    self._prefetch(f"block.{block}")
+                    with run.observer.region(Stage.BACKWARD, f"block.{block}"):
+                        run.grads.prefetch(f"block.{block}")
                 for micro_batch in wave:
                     self._backward_segment(micro_batch, segment)
                 for block in reversed(segment) if wave is self._waves[-1] else ():
@@ -316,7 +279,7 @@ class StepVisit:
 
     def _receive(self, micro_batch: int, step: int) -> Tensor:
         run, rank = self._run, self._run.copies.group.rank + step
-        shape = (*self._batches[micro_batch].token_ids_BT.shape, run.width)
+        shape = (*self._batches[micro_batch].token_ids_BT.shape, run.model.config.width)
         if micro_batch not in self._balance:
             return run.receive(shape, rank)
         balance, dtype = self._balance[micro_batch], run.weights.compute_dtype
@@ -337,14 +300,14 @@ class StepVisit:
 
     def _seed_unit(self, micro_batch: int, unit: int) -> None:
         if self._run.draws:
-            self._run.transfer.seed(random_key(self._seed, self._first + micro_batch, unit))
+            self._run.transfer.seed(random_key(self._work.seed, self._work.share.first + micro_batch, unit))
 
     def _embed(self, micro_batch: int) -> None:
         run, batch = self._run, self._batches[micro_batch]
         with run.observer.region(Stage.FORWARD, "embedding"):
             self._seed_unit(micro_batch, 0)
             with torch.enable_grad():
-                embedded_BTD = run.weights.acquire_embedding()(batch.token_ids_BT, batch.documents)
+                embedded_BTD = run.model.embedding(batch.token_ids_BT, batch.documents)
         if embedded_BTD.requires_grad:
             self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
         self._hidden[micro_batch] = embedded_BTD.detach()
@@ -381,7 +344,7 @@ class StepVisit:
         hidden_BTD = self._hidden.pop(micro_batch)
         with run.observer.region(Stage.BACKWARD, "head"):
             step = differentiate_head(
-                run.weights.acquire_head(), run.units[-1], hidden_BTD,
+                run.model.head, run.units[-1], hidden_BTD,
                 self._batches[micro_batch], scale=self._scales[micro_batch],
                 chunk_tokens=run.plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
             )  # fmt: skip
@@ -424,14 +387,10 @@ class StepVisit:
         run = self._run
         unit = run.units[block + 1]
         self._finish(unit.name)
-        if self._is_last and self._on_block_done is not None:
+        if self._is_last and self._work.on_block_done is not None:
             with run.observer.region(Stage.BACKWARD, unit.name):
                 run.weights.acquire(block)
-            self._on_block_done(unit)
-
-    def _prefetch(self, unit: str) -> None:
-        with self._run.observer.region(Stage.BACKWARD, unit):
-            self._run.grads.prefetch(unit)
+            self._work.on_block_done(unit)
 
     def _finish(self, unit: str) -> None:
         with self._run.observer.region(Stage.BACKWARD, unit):
@@ -464,9 +423,6 @@ class StepVisit:
             return self._tied_grads.pop(micro_batch)
         run = self._run
         return differentiate_tied_weight(
-            run.weights.acquire_head(),
-            run.boundaries.fetch(micro_batch, HEAD_INPUT),
-            self._batches[micro_batch],
-            scale=self._scales[micro_batch],
-            chunk_tokens=run.plan.loss_chunk_tokens,
-        )
+            run.model.head, run.boundaries.fetch(micro_batch, HEAD_INPUT), self._batches[micro_batch],
+            scale=self._scales[micro_batch], chunk_tokens=run.plan.loss_chunk_tokens,
+        )  # fmt: skip

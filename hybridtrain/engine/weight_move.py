@@ -4,20 +4,20 @@ Unit by unit: the old memory goes before the next unit's new memory is made, so 
 slots of both plans and one unit twice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import SLICE_ELEMENTS, StoredWeight, WeightFormat, WeightFormats, weight_part
+from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.formats import StoredWeight, WeightFormat, WeightFormats, parts, weight_part
 from hybridtrain.memory.state_store import ParameterState, StateStore
-from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, write_slice
-from hybridtrain.memory.weight_store import Visit, WeightStore
+from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, read_slice, write_slice
+from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
@@ -30,27 +30,17 @@ class WeightMove:
         states: Of all parameters; companions and formats become those of the new plan.
         formats: Of the new plan.
         master: Where companions wait from now on.
-        copies: The way to the other tiers.
-        observer: Told what new tensors are for.
     """
 
     def __init__(
-        self,
-        old: WeightStore,
-        new: WeightStore,
-        states: StateStore,
-        formats: WeightFormats,
-        master: Placement,
-        copies: CopyEngine,
-        observer: MemoryObserver,
+        self, old: WeightStore, new: WeightStore, states: StateStore, formats: WeightFormats, master: Placement
     ) -> None:
         self._old = old
         self._new = new
         self._states = states
         self._formats = formats
         self._master = master
-        self._copies = copies
-        self._observer = observer
+        self._copies = states.copies
         self._nearest = False
 
     @torch.no_grad()
@@ -66,7 +56,7 @@ class WeightMove:
         self._old.plan_visits([Visit(block) for block in range(len(units) - 2)])
         with self._copies.transfer.keyed_random():
             for number, unit in enumerate(units):
-                with self._observer.region(Stage.UPDATE, unit.name):
+                with self._copies.observer.region(Stage.UPDATE, unit.name):
                     self._copies.transfer.seed(random_key(seed, number))
                     self._move_unit(unit)
         self._old.close()
@@ -86,7 +76,7 @@ class WeightMove:
                     target_part.copy_(source_part)
                 self._carry(state, unit.name)
             else:
-                self._convert(state, old, new, source, target, unit.name)
+                self._convert(state, (old, source), (new, target), unit.name)
         del sources, targets
         self._old.give_up(unit.name)
         self._new.initialized(unit.name, unit.tensors)
@@ -97,30 +87,28 @@ class WeightMove:
         if companion is None or _place(companion) is self._master:
             return
         kept = self._make(companion.shape, companion.dtype, unit)
-        for part in _parts(companion.numel()):
-            write_slice(kept, part, self._read(companion, part), self._copies)
+        for part in parts(companion.numel()):
+            write_slice(kept, part, read_slice(companion, part, self._copies), self._copies)
         self._replace(state, kept)
 
     def _convert(
-        self,
-        state: ParameterState,
-        old: WeightFormat,
-        new: WeightFormat,
-        source: StoredWeight,
-        target: StoredWeight,
-        unit: str,
-    ) -> None:
+        self, state: ParameterState, before: tuple[WeightFormat, StoredWeight],
+        after: tuple[WeightFormat, StoredWeight], unit: str,
+    ) -> None:  # fmt: skip
         """Store the exact values anew, slice by slice."""
+        (old, source), (new, target) = before, after
         companion, kept, count = state.companion, None, state.parameter.numel()
         if companion is None:
-            self._observer.cast(source[0].dtype, torch.float32, count)
-        self._observer.cast(torch.float32, target[0].dtype, count)
+            self._copies.observer.cast(source[0].dtype, torch.float32, count)
+        self._copies.observer.cast(torch.float32, target[0].dtype, count)
         if new.companion_dtype is not None:
             stays = old.companion_dtype is new.companion_dtype is torch.float32
             stays = stays and companion is not None and _place(companion) is self._master
             kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
-        for part in [slice(0, count)] if new.needs_whole else _parts(count):
-            companion_P = None if companion is None else self._read(companion, part)
+        # Slices as in a pass: weights that come back to 16 bits are rounded by the same random numbers as if they had
+        # stayed.
+        for part in [slice(0, count)] if new.needs_whole else parts(count):
+            companion_P = None if companion is None else read_slice(companion, part, self._copies)
             value_P = old.load(weight_part(source, part), companion_P)
             created_P = self._store(new, value_P, weight_part(target, part))
             if kept is not None and created_P is not None and kept is not companion:
@@ -141,15 +129,7 @@ class WeightMove:
         state.companion = kept
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, unit: str) -> Stored:
-        return new_stored(shape, dtype, self._master, TensorClass.MASTER, unit, self._copies, self._observer)
-
-    def _read(self, stored: Stored, part: slice) -> Tensor:
-        if isinstance(stored, Tensor):
-            return stored.view(-1)[part]
-        tensor_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=self._copies.transfer.device)
-        offset = stored.offset + part.start * stored.dtype.itemsize
-        self._copies.wait(self._copies.fetch(tensor_P, stored.buffer, offset, [self._copies.mark()]))
-        return tensor_P
+        return new_stored(shape, dtype, self._master, TensorClass.MASTER, unit, self._copies)
 
 
 def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, target: StoredWeight) -> bool:
@@ -163,8 +143,3 @@ def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, targe
 
 def _place(stored: Stored) -> Placement:
     return stored.buffer.placement if isinstance(stored, TierTensor) else Placement.DEVICE
-
-
-def _parts(count: int) -> Iterator[slice]:
-    # As in a pass: weights that come back to 16 bits are rounded by the same random numbers as if they had stayed.
-    yield from (slice(start, min(start + SLICE_ELEMENTS, count)) for start in range(0, count, SLICE_ELEMENTS))

@@ -23,9 +23,9 @@ class WeightSlice:
     """A weight, or a flat slice of it.
 
     Args:
-        storage: How it is stored.
-        stored: What is stored of it, flat; of codes it begins at a multiple of 256.
-        companion: What is kept beside it, flat.
+        storage: Its format.
+        stored: Its stored tensors, flat; codes begin at a multiple of 256.
+        companion: Kept beside it, flat.
         shape: Of the parameter where this is all of it.
     """
 

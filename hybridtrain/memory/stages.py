@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other beside the steps: each has its own part of one model."""
+"""What passes between the stages of a pipeline beside the steps: each has its own part of one model."""
 
 from collections.abc import Sequence
 
@@ -41,8 +41,8 @@ class Stages(Shards):
         row = numbers.new_zeros(max(self._counts))
         row[: numbers.numel()].copy_(numbers)
         rows = row.new_empty((self.group.world, row.numel()))
-        self._copies.exchange(self.group.all_gather, rows, row)
-        return torch.cat([found[:count] for found, count in zip(rows, self._counts, strict=True)])
+        self.copies.exchange(self.group.all_gather, rows, row)
+        return torch.cat([row[:count] for row, count in zip(rows, self._counts, strict=True)])
 
     @torch.no_grad()
     def pass_tied(self) -> None:
@@ -51,7 +51,7 @@ class Stages(Shards):
         if not self._model.config.tied:
             return
         if part.has_embedding:
-            self._copies.send(self._model.head.weight.data, last)
-            self._copies.finish_sends()
+            self.copies.send(self._model.head.weight.data, last)
+            self.copies.finish_sends()
         elif part.has_head:
-            self._copies.receive(self._model.head.weight.data, 0)
+            self.copies.receive(self._model.head.weight.data, 0)

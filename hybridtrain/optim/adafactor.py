@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.memory.formats import SLICE_ELEMENTS
+from hybridtrain.memory.formats import SLICE_ELEMENTS, parts
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, faults_of
 
@@ -114,8 +114,7 @@ def _direction(rows_RC: Tensor, moments: Sequence[Tensor], part: slice) -> Tenso
 
 
 def _parts(rows_RC: Tensor) -> Iterator[slice]:
-    """Yield ranges of rows whose elements begin at multiples of a quantization group."""
-    count = len(rows_RC)
+    """Return ranges of rows whose elements begin at multiples of a quantization group."""
     multiple = GROUP_SIZE // gcd(GROUP_SIZE, rows_RC.shape[1])
     height = max(1, SLICE_ELEMENTS // rows_RC.shape[1] // multiple) * multiple
-    yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
+    return parts(len(rows_RC), height)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_, adamw_int8_rounded_
-from hybridtrain.memory.formats import SLICE_ELEMENTS, DynamicInt8State, weight_part
+from hybridtrain.memory.formats import DynamicInt8State, parts, weight_part
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of, fused_adamw
 
@@ -72,8 +72,7 @@ class AdamWConfig(Elementwise):
         self, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice], step: UpdateStep
     ) -> None:
         """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
-        for start in range(0, grad_P.numel(), SLICE_ELEMENTS):
-            part = slice(start, min(start + SLICE_ELEMENTS, grad_P.numel()))
+        for part in parts(grad_P.numel()):
             part_P = grad_P if part == slice(0, grad_P.numel()) else grad_P[part]
             (m_codes, m_scale), (v_codes, v_scale) = (moment.part(part).stored for moment in state)
             adamw_int8_rounded_(

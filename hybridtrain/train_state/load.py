@@ -13,6 +13,7 @@ from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.memory.block_places import Visit
 from hybridtrain.memory.formats import (
     STATE_FORMATS,
     Int8Codes,
@@ -26,7 +27,6 @@ from hybridtrain.memory.group import Group
 from hybridtrain.memory.shards import overlap
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored, write_slice
-from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.block_model import Unit
 from hybridtrain.phase import Phase
 from hybridtrain.tensor_file import FileTensor
