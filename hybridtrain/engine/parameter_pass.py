@@ -372,9 +372,8 @@ class ParameterPass:
         companion = None if state.companion is None else _host_tensor(state.companion)
         weight = WeightSlice(self._states.formats.of(flat), flat, companion, entry.role.shape)
         grad_P = None if entry.grad is None else _host_tensor(entry.grad)
-        held, extra = (
-            [_host_slice(slot, count) for slot in slots] for slots in (task.slots(state), task.extra_slots(state))
-        )
+        held = [_host_slice(slot, count) for slot in task.slots(state)]
+        extra = [_host_slice(slot, count) for slot in task.extra_slots(state)]
         return Operands(unit, entry, slice(0, count), weight, grad_P, held, extra, on_host=True)
 
 
