@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, check_settings, setting_claims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,7 @@ class ChunkedLoss:
     loss_chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        faults = setting_faults(self, switch="loss_chunk_tokens")
-        if faults:
-            raise ValueError("\n".join(faults))
+        check_settings(self, switch="loss_chunk_tokens")
 
     def claims(self) -> Iterable[Claim]:
         """Return the claim on the loss."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases, setting_claims
 from hybridtrain.plan.memory_plan import DynamicRange, WidenBy
 from hybridtrain.plan.placement import Codec, Placement
 
@@ -39,9 +39,7 @@ class Int8Weights:
     """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""
 
     def __post_init__(self) -> None:
-        faults = no_phase_faults(self.active_phases)
-        if faults:
-            raise ValueError("\n".join(faults))
+        check_settings(self)
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' storage."""

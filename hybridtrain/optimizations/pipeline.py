@@ -21,12 +21,8 @@ class Pipeline:
     """As many as there are ranks; each has at least one block."""
 
     def __post_init__(self) -> None:
-        faults = (
-            [] if 2 <= self.stages <= 2**16 else
-            [f"stages: {self.stages} must be from 2 to {2**16}; drop the optimization instead"]
-        )  # fmt: skip
-        if faults:
-            raise ValueError("\n".join(faults))
+        if not 2 <= self.stages <= 2**16:
+            raise ValueError(f"stages: {self.stages} must be from 2 to {2**16}; drop the optimization instead")
 
     def claims(self) -> Iterable[Claim]:
         """Return the claim on the stages."""

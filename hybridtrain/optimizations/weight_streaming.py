@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases, setting_claims
 from hybridtrain.plan.placement import Placement
 
 
@@ -32,9 +32,7 @@ class WeightStreaming:
     """Phases with streaming; in others weights are on the device."""
 
     def __post_init__(self) -> None:
-        faults = setting_faults(self) + no_phase_faults(self.active_phases)
-        if faults:
-            raise ValueError("\n".join(faults))
+        check_settings(self)
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' place and on the places of active blocks."""

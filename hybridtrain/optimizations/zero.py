@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim
 
 
@@ -23,13 +24,12 @@ class Zero:
     """Blocks of stage 3 gathered ahead of the one at work: each takes a block's memory more until it is used."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if not 1 <= self.stage <= 3:
-            faults.append(f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead")
-        if self.prefetch < 0 or (self.prefetch and self.stage != 3):
-            faults.append(f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0")
-        if faults:
-            raise ValueError("\n".join(faults))
+        may_prefetch = self.prefetch == 0 or (self.prefetch > 0 and self.stage == 3)
+        rules = {
+            f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead": 1 <= self.stage <= 3,
+            f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0": may_prefetch,
+        }
+        refuse(broken(rules))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the stage, and on what is gathered ahead."""
