@@ -68,15 +68,9 @@ class Executor(ModelRun):
     ) -> list[Tensor]:
         """Return the loss of each micro-batch; add the gradients of the mean over all their targets to ``grads``.
 
-        Args:
-            batches: The micro-batches of one optimizer step.
-            seed: Key of the step's random streams (dropout).
-            share: Which of the step's micro-batches these are; None: all of them.
-            on_block_done: Called after a block's last visit, while its weights are on the device.
-            loss_scale: Factor of the gradients.
-
-        Returns:
-            Scalars float32 on the device, mean cross entropy in nats per token; none where another stage has the head.
+        The losses are scalars float32 on the device, mean cross entropy in nats per token; there are none where another
+        stage has the head. The other arguments are those of ``StepWork``; without ``share`` the step has no other
+        micro-batches.
         """
         share = share or StepShare(0, tuple(batch.num_targets for batch in batches))
         work = StepWork(batches, seed, share, on_block_done, loss_scale)
@@ -147,7 +141,6 @@ class Executor(ModelRun):
         self.boundaries.drop()
 
     def _groups(self, count: int) -> list[range]:
-        """Return the micro-batches that are taken through the blocks together."""
         size = 1 if self.plan.schedule is Schedule.HORIZONTAL else self.plan.visit_micro_batches or count
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 

@@ -31,13 +31,7 @@ _READ_ELEMENTS = 1 << 21
 class FirstValues:
     """Writes them into the stores of a plan.
 
-    Args:
-        model: Its parameters are bound.
-        weights: Where they are stored.
-        states: Gets the state of every trained parameter.
-        optimizer: Says what state it wants.
-        seed: Keys random values, by parameter.
-        source: Values to read; None: all are random. Adapters always begin as the identity.
+    Without a ``source`` all are random, keyed by ``seed`` and parameter. Adapters always begin as the identity.
     """
 
     def __init__(
@@ -106,7 +100,6 @@ class FirstValues:
             values.view(-1)[part].copy_(value_P)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
-        """Yield float32 values of the device, slice by slice."""
         assert self._source is not None, "asked for only where there is one"
         for part in parts(parameter.numel(), _READ_ELEMENTS):
             yield part, self._source.read(name, part).to(self._transfer.device, torch.float32)

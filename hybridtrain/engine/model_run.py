@@ -18,12 +18,7 @@ from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, suited
 class ModelRun:
     """Owns gradients and boundaries, and knows the order of blocks.
 
-    Args:
-        model: Its packed blocks bound by ``weights``.
-        weights: Hands out the model's blocks.
-        plan: Of the phase.
-        shards: The device, the way to the other tiers, and what of gradients this rank keeps.
-        wants_norm: Whether the global norm of the gradients will be asked for.
+    The model's packed blocks are bound by ``weights``; ``wants_norm``: the norm of the gradients will be asked for.
     """
 
     def __init__(

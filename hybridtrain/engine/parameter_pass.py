@@ -125,13 +125,8 @@ class _Item:
 class ParameterPass:
     """Passes over all parameters of a model, or those of some units.
 
-    Args:
-        units: All of the model.
-        weights: Theirs.
-        states: Theirs.
-        optimizer: Whose updates it does.
-        on_host: Whether the processor does the work, on state and gradients in host memory.
-        numbers: Of units in the whole model, by which random numbers are keyed; None: ``units`` are the whole model.
+    With ``on_host`` the processor does the work, on state and gradients in host memory. ``numbers`` of units in the
+    whole model key random numbers; None: ``units`` are the whole model.
     """
 
     def __init__(
@@ -304,7 +299,7 @@ class ParameterPass:
     # ---- drivers
 
     def _run_on_device(self, task: _Task, units: Sequence[Unit], slot_bytes: int) -> None:
-        """Do the work on the device, with the pieces of the next item on their way."""
+        # The pieces of the next item are on their way while one is at work.
         queue: deque[_Item] = deque()
 
         def pieces() -> Iterator[list[Piece]]:
@@ -366,7 +361,6 @@ class ParameterPass:
             self._weights.refresh(unit.name, done)
 
     def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Operands:
-        """Return all of a parameter in host memory."""
         state, count = entry.state, entry.state.parameter.numel()
         flat = tuple(part.view(-1) for part in stored)
         companion = None if state.companion is None else _host_tensor(state.companion)
@@ -385,6 +379,5 @@ def _host_slice(slot: StateSlot, count: int) -> StateSlice:
 
 
 def _host_tensor(stored: Stored) -> Tensor:
-    """Return the flat tensor of something that waits in host memory."""
     assert isinstance(stored, TierTensor), "an update on the host finds everything there"
     return stored.on_host()

@@ -15,14 +15,7 @@ from hybridtrain.virtual_gpu.observer import Stage
 
 
 class PlanEngine:
-    """Begins under the plan of FULL.
-
-    Args:
-        model: Built with ``placeholder_scope`` for the packed blocks of that plan.
-        plans: Of all phases.
-        optimizer: Updates the weights.
-        shards: The device, the way to the other tiers, and what of everything this rank holds.
-        wants_norm: Whether the norm of the gradients will be asked for.
+    """Begins under the plan of FULL, for whose packed blocks the model is built with ``placeholder_scope``.
 
     Raises:
         ValueError: a phase stores weights as nothing could train them.
@@ -48,13 +41,10 @@ class PlanEngine:
         self._connect()
 
     def enter(self, phase: Phase, *, step: int, key: int) -> None:
-        """Let the plan of another phase be in force.
+        """Let the plan of another phase be in force, after so many steps.
 
-        Args:
-            phase: Another one than before.
-            step: Steps done so far.
-            key: Of stochastic rounding where storage is narrower than before; the last visit's key comes first, so
-                that its results are rounded as if it had worked on the narrower ones.
+        ``key``: of stochastic rounding where storage is narrower than before. The last visit's key comes first, so that
+        its results are rounded as if it had worked on the narrower ones.
         """
         plan = self._plans.for_phase(phase)
         moves = self._must_move(phase)
@@ -74,12 +64,7 @@ class PlanEngine:
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 
     def store_as(self, phase: Phase, *, key: int) -> Phase:
-        """Store weights as a phase does, all else staying where it is; return how they were stored.
-
-        Args:
-            phase: The one whose plan says how.
-            key: As for ``enter``.
-        """
+        """Store weights as a phase does, all else staying where it is; return how they were stored before."""
         before, plan = self._stored_as, self._plans.for_phase(phase)
         if not self._must_move(phase):
             return before

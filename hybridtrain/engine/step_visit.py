@@ -82,24 +82,16 @@ class DeviceBatch:
     """Those of ``counted_BT``; without it all count."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadStep:
-    """Loss and gradients of one micro-batch at the head."""
-
-    loss: Tensor
-    """Scalar float32, mean over the micro-batch, on the device."""
-    grad_BTD: Tensor
-    unit_grads: tuple[Tensor, ...]
-    """By the head's own parameters."""
-    tied_grad_VD: Tensor | None
-    """By the token embedding, to be added to the embedding's own gradient of the same micro-batch."""
-
-
 def differentiate_head(
     head: Head, unit: Unit, hidden_BTD: Tensor, batch: DeviceBatch,
     *, scale: float, chunk_tokens: int, wants_tied: bool,
-) -> HeadStep:  # fmt: skip
-    """Run the head and differentiate ``scale`` times its loss."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:  # fmt: skip
+    """Run the head and differentiate ``scale`` times its loss.
+
+    Returns:
+        The loss, a scalar float32 of the device, mean over the micro-batch; the gradients by the input, by the head's
+        own parameters, and by the token embedding, which is added to the embedding's own of the same micro-batch.
+    """
     hidden_BTD = hidden_BTD.detach().requires_grad_()
     own = unit.tensors
     is_owner = any(parameter is head.weight for parameter in own)
@@ -113,7 +105,7 @@ def differentiate_head(
         )  # fmt: skip
     grad_BTD, *grads = torch.autograd.grad(loss, inputs, torch.full_like(loss, scale))
     tied_grad_VD = grads.pop() if wants_tied else None
-    return HeadStep(loss.detach(), grad_BTD, tuple(grads), tied_grad_VD)
+    return loss.detach(), grad_BTD, tuple(grads), tied_grad_VD
 
 
 def differentiate_tied_weight(
@@ -343,19 +335,18 @@ class StepVisit:
         run = self._run
         hidden_BTD = self._hidden.pop(micro_batch)
         with run.observer.region(Stage.BACKWARD, "head"):
-            step = differentiate_head(
+            loss, self._grad[micro_batch], unit_grads, tied_grad_VD = differentiate_head(
                 run.model.head, run.units[-1], hidden_BTD,
                 self._batches[micro_batch], scale=self._scales[micro_batch],
                 chunk_tokens=run.plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
             )  # fmt: skip
-            run.grads.accumulate("head", step.unit_grads)
-        self._grad[micro_batch] = step.grad_BTD
-        if step.tied_grad_VD is not None:
-            self._tied_grads[micro_batch] = step.tied_grad_VD
+            run.grads.accumulate("head", unit_grads)
+        if tied_grad_VD is not None:
+            self._tied_grads[micro_batch] = tied_grad_VD
         if self._defers_tied:
             with run.observer.region(Stage.BACKWARD, "head"):
                 run.boundaries.store(micro_batch, HEAD_INPUT, hidden_BTD)
-        return step.loss
+        return loss
 
     def _backward_segment(self, micro_batch: int, segment: range) -> None:
         run, documents, balance = self._run, self._batches[micro_batch].documents, self._balance.get(micro_batch)

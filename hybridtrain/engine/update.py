@@ -60,13 +60,7 @@ class Operands:
 
 
 class Update:
-    """The updates of one step.
-
-    Args:
-        states: Of all parameters.
-        optimizer: Its settings and arithmetic.
-        settings: Of the step.
-    """
+    """The updates of one step."""
 
     def __init__(self, states: StateStore, optimizer: Optimizer, settings: StepSettings) -> None:
         self._formats = states.formats
@@ -189,7 +183,6 @@ class Update:
         return (grad_P.float() if grad_P.dtype == torch.float16 else grad_P).mul_(self.factor)
 
     def _brought(self, stored: Stored | None, fill: int | None = None) -> Tensor:
-        """Return a whole tensor on the device."""
         if not isinstance(stored, TierTensor):
             return _tensor(stored)
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.device)

@@ -22,15 +22,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class WeightMove:
-    """One passage.
-
-    Args:
-        old: Where weights are.
-        new: Where they go, empty.
-        states: Of all parameters; companions and formats become those of the new plan.
-        formats: Of the new plan.
-        master: Where companions wait from now on.
-    """
+    """One passage from ``old`` to ``new``, which is empty; companions and formats become those of the new plan."""
 
     def __init__(
         self, old: WeightStore, new: WeightStore, states: StateStore, formats: WeightFormats, master: Placement
@@ -45,13 +37,7 @@ class WeightMove:
 
     @torch.no_grad()
     def run(self, units: Sequence[Unit], *, seed: int, nearest: bool = False) -> None:
-        """Move everything.
-
-        Args:
-            units: All of the model.
-            seed: Keys stochastic rounding of values that the new storage does not hold exactly.
-            nearest: Round them to nearest instead.
-        """
+        """Move everything; ``seed`` keys stochastic rounding of values that the new storage does not hold exactly."""
         self._nearest = nearest
         self._old.plan_visits([Visit(block) for block in range(len(units) - 2)])
         with self._copies.transfer.keyed_random():
@@ -82,7 +68,6 @@ class WeightMove:
         self._new.initialized(unit.name, unit.tensors)
 
     def _carry(self, state: ParameterState, unit: str) -> None:
-        """Take a companion to its new place as it is."""
         companion = state.companion
         if companion is None or _place(companion) is self._master:
             return
@@ -133,7 +118,6 @@ class WeightMove:
 
 
 def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, target: StoredWeight) -> bool:
-    """Return whether what is stored stays the same, bit by bit."""
     return (
         type(old) is type(new)
         and old.saved_as == new.saved_as

@@ -70,12 +70,7 @@ class Visit:
 class BlockPlaces:
     """Brings what is stored of blocks to the device, ahead of its use where visits are planned, and back.
 
-    Args:
-        layout: Of what is stored of a block.
-        streamed: Blocks that wait below the device.
-        num_slots: That they share.
-        plan: Where they wait, and how many are fetched and gathered ahead.
-        shards: The way to the other tiers, and whether streamed blocks are cut among ranks.
+    ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
     """
 
     def __init__(
@@ -228,7 +223,6 @@ class BlockPlaces:
             slot.leaving = None
 
     def _fill(self, slot: WeightSlot, row: Tensor, wanted: Holds) -> None:
-        """Bring the ranges of a cut block to their place."""
         stored = self.layout.views(slot.flat)
         if slot.gather is not None:
             gather, slot.gather, wanted = slot.gather, None, Holds.WHOLE

@@ -19,10 +19,7 @@ class BoundaryStore:
     They are taken block by block from the last one back, micro-batches in order; below the device the next one is
     fetched while one is at work.
 
-    Args:
-        placement: Where they wait.
-        copies: The way there.
-        by_micro_batch: All of a micro-batch are taken before any of the next one.
+    ``by_micro_batch``: all of a micro-batch are taken before any of the next one.
     """
 
     def __init__(self, placement: Placement, copies: CopyEngine, *, by_micro_batch: bool = False) -> None:

@@ -28,12 +28,7 @@ class Gather:
 class CopyEngine:
     """Allocates buffers below the device and copies between them and device tensors.
 
-    A copy is only started here; what needs its result waits for its ticket.
-
-    Args:
-        transfer: The way between the tiers.
-        observer: Told which lane works.
-        group: The way to other ranks; None: there are none.
+    A copy is only started here; what needs its result waits for its ticket. The observer is told which lane works.
     """
 
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:

@@ -103,13 +103,7 @@ class _Staging:
 
 
 class CudaTransfer(DirectTransfer):
-    """The device is a CUDA card, made the current one; the current stream is the compute queue.
-
-    Args:
-        device: The card.
-        disk_folder: Where the disk tier may make its files.
-        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
-    """
+    """The device is a CUDA card, made the current one; the current stream is the compute queue."""
 
     def __init__(
         self, device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None

@@ -21,14 +21,10 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class GradStore:
-    """Owns every parameter gradient, unit by unit.
+    """Owns every parameter gradient, unit by unit, in the order of a unit's parameters.
 
-    Args:
-        units: The model's units; gradients of a unit come in the order of its parameters.
-        plan: Placement (DROPPED: on the device, until someone takes them within the step), element types, and the
-            micro-batches of the step on all ranks; as many sums as shards are made of them.
-        shards: The way to the other tiers, and who sums and keeps which range.
-        wants_norm: Whether ``norm`` will be asked for.
+    Dropped ones are on the device until someone takes them within the step. Of the micro-batches of a step as many sums
+    are made as there are shards.
     """
 
     def __init__(self, units: Sequence[Unit], plan: PhasePlan, shards: Shards, *, wants_norm: bool) -> None:

@@ -183,7 +183,6 @@ class Shards:
 def _fill_rows(
     given: Tensor, layout: ByteLayout, grads: Sequence[Tensor], cuts: Sequence[Sequence[slice]]
 ) -> tuple[Tensor, ...]:
-    """Fill the row of each rank with its range of each gradient."""
     for row, views in enumerate(map(layout.views, given)):
         for view, grad, cut in zip(views, grads, cuts, strict=True):
             _copy(view, grad.contiguous().view(-1)[cut[row]])
@@ -191,7 +190,6 @@ def _fill_rows(
 
 
 def _added(got: Tensor, layout: ByteLayout, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the sums of the rows of all ranks, in their order."""
     totals: list[Tensor] = []
     for row, views in enumerate(map(layout.views, got)):
         for index, (view, count) in enumerate(zip(views, counts, strict=True)):

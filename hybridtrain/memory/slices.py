@@ -22,11 +22,7 @@ class StateSpec:
 class WeightSlice:
     """A weight, or a flat slice of it.
 
-    Args:
-        storage: Its format.
-        stored: Its stored tensors, flat; codes begin at a multiple of 256.
-        companion: Kept beside it, flat.
-        shape: Of the parameter where this is all of it.
+    What is stored is flat; codes begin at a multiple of 256. ``shape``: of the parameter where this is all of it.
     """
 
     __slots__ = ("_value", "companion", "shape", "storage", "stored")

@@ -11,12 +11,7 @@ from hybridtrain.models.block_model import BlockModel, model_parts
 
 
 class Stages(Shards):
-    """One rank of several that hold different blocks: nothing is cut, nothing summed.
-
-    Args:
-        copies: Has the group, and tells the ledger.
-        model: Its part is that of this rank.
-    """
+    """One rank of several that hold different blocks: nothing is cut, nothing summed."""
 
     def __init__(self, copies: CopyEngine, model: BlockModel) -> None:
         super().__init__(copies)

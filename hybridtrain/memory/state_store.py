@@ -103,13 +103,7 @@ class ParameterState:
 
 
 class StateStore:
-    """Owns the state of every parameter; it is allocated when the first update asks for it.
-
-    Args:
-        plan: Formats and placements of master and optimizer state.
-        formats: How exact weights are kept.
-        shards: The way to the other tiers, and which range of each parameter this rank holds state of.
-    """
+    """Owns the state of every parameter; it is allocated when the first update asks for it."""
 
     def __init__(self, plan: PhasePlan, formats: WeightFormats, shards: Shards) -> None:
         self.formats = formats
@@ -174,7 +168,7 @@ class StateStore:
         self._states[unit].append(ParameterState(parameter, companion, slots, extra, own=own))
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of what is held of a parameter's state."""
+        # Of what is held of a parameter's state.
         own = self.shards.own(parameter.numel())
         return (own.stop - own.start,) if self.shards.cuts_state else tuple(parameter.shape)
 

@@ -20,10 +20,6 @@ class Transfer:
     """Moves data between host and the compute device.
 
     As it stands, nothing is computed and nothing copied: what a transfer does not override is done at once.
-
-    Args:
-        device: The compute device.
-        tiers: Counts the bytes below it.
     """
 
     def __init__(self, device: torch.device, tiers: TierAccount) -> None:
@@ -105,10 +101,8 @@ class VirtualTransfer(Transfer):
 class DirectTransfer(Transfer):
     """The device is the CPU, where copies are done at once, or a CUDA card (see ``CudaTransfer``).
 
-    Args:
-        device: The compute device.
-        disk_folder: Where the disk tier may make its files.
-        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
+    The disk tier makes its files in ``disk_folder``. Offloaded tensors may take ``host_limit_bytes`` of host memory;
+    None: what the machine has available.
     """
 
     def __init__(

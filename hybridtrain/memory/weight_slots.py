@@ -57,12 +57,7 @@ Values = tuple[Tensor, Widen | None]
 
 
 class MatrixSlot:
-    """Device memory that all coded matrices share, one at a time.
-
-    Args:
-        codes: Their format.
-        flat: uint8, as large as the largest of them.
-    """
+    """Device memory that all coded matrices share, one at a time: ``flat``, uint8, is as large as the largest."""
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
         self.codes = codes

@@ -35,13 +35,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class WeightMirror:
-    """The stored weights of one unit, once more in host memory.
-
-    Args:
-        unit: Its name.
-        weights: Stored tensors of each parameter, on the device.
-        copies: The way to the host.
-    """
+    """The stored weights of one unit, once more in host memory."""
 
     def __init__(self, unit: str, weights: Sequence[StoredWeight], copies: CopyEngine) -> None:
         self._tensors = [tensor for weight in weights for tensor in weight]
@@ -79,11 +73,8 @@ class WeightMirror:
 class WeightStore:
     """Hands out the model's blocks with their weights on the device.
 
-    Args:
-        model: Built with ``placeholder_scope`` for its packed blocks.
-        plan: Where weights live and how they are stored.
-        shards: The way to the other tiers, and whether streamed blocks are cut among ranks.
-        is_empty: Parts get memory one by one, by ``place``, while another store gives them up.
+    The model is built with ``placeholder_scope`` for its packed blocks. Where the store ``is_empty``, parts get memory
+    one by one, by ``place``, while another store gives them up.
     """
 
     def __init__(self, model: BlockModel, plan: PhasePlan, shards: Shards, *, is_empty: bool = False) -> None:
@@ -137,9 +128,7 @@ class WeightStore:
     def place(self, unit: Unit, *, keeps: bool) -> list[StoredWeight]:
         """Give a unit of another store memory; return it on the device, to be filled before ``initialized``.
 
-        Args:
-            unit: Its parameters are bound to the new memory.
-            keeps: Whether parameters that have memory of their own stay as they are.
+        Its parameters are bound to the new memory; with ``keeps`` those that have memory of their own stay as they are.
         """
         if self.is_packed(unit.name):
             block = block_number(unit.name)
@@ -219,7 +208,6 @@ class WeightStore:
             self._mirrors[unit].refresh(changed)
 
     def _waits_below(self, unit: str) -> bool:
-        """Return whether what a unit trains is stored below the device."""
         return self._places.waits_below(block_number(unit)) and not self._is_frozen
 
     def _make_value_slots(self, plan: PhasePlan) -> None:
@@ -253,7 +241,6 @@ class WeightStore:
             self._matrix_slot.holder = None
 
     def _widen(self, block: int, stored: WeightSlot) -> None:
-        """Turn codes into values of the compute dtype, unless they are there already."""
         slot = self._value_slots[block % len(self._value_slots)]
         if slot.block == block:
             return

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationOffload:
+class ActivationOffload(Optimization):
     """Move each boundary off the device; needs gradient checkpointing, which makes boundaries all that is kept."""
 
     kind: ClassVar[str] = "activation_offload"

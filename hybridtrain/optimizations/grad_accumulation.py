@@ -10,7 +10,7 @@ from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradAccumulation:
+class GradAccumulation(Optimization):
     """Split a batch into ``grad_accum_steps`` micro-batches; a step's loss is the mean over all targets that count."""
 
     kind: ClassVar[str] = "grad_accumulation"
@@ -35,7 +35,7 @@ class GradAccumulation:
 
     def __post_init__(self) -> None:
         fault = "visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one"
-        check_settings(self, *([fault] if self.visit_micro_batches and self.schedule == "horizontal" else []))
+        check_settings(self, [fault] if self.visit_micro_batches and self.schedule == "horizontal" else [])
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the step loop and the gradient's storage."""

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientCheckpointing:
+class GradientCheckpointing(Optimization):
     """Keep one block input per ``recompute_every`` blocks; costs one more forward pass of every block."""
 
     kind: ClassVar[str] = "gradient_checkpointing"
+    SWITCH: ClassVar[str] = "recompute_every"
     PRESETS: ClassVar[Presets] = {"conservative": {"recompute_every": 8}, "aggressive": {"recompute_every": 1}}
 
     recompute_every: int = 8
@@ -21,9 +23,6 @@ class GradientCheckpointing:
     """Last blocks that keep everything: their backward pass comes first, so what they hold is the cheapest to hold."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with it; in others everything is kept. PREDICT runs no backward pass and keeps nothing either way."""
-
-    def __post_init__(self) -> None:
-        check_settings(self, switch="recompute_every")
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on recomputation."""

@@ -7,11 +7,12 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.memory_plan import AdapterScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
+class Lora(Optimization):
     """Train two thin matrices beside each target; frozen weights have no gradient, no optimizer state, no master.
 
     Acts in every phase. Frozen matrices may be stored in 8 bits (int8_weights) or in 4 (nf4_weights: QLoRA).

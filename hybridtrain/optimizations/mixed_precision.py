@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec, Placement
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrecision:
+class MixedPrecision(Optimization):
     """Store and compute weights in 16 bits, and say what the optimizer updates.
 
     float16 has a loss scale that adapts itself; bfloat16, with the range of float32, needs none.
@@ -45,7 +46,7 @@ class MixedPrecision:
             faults.append("compute_dtype: float32 in every phase is plain training; drop the optimization instead")
         if "float16" in used and self.master != "float32":
             faults.append(f"master: '{self.master}' goes with bfloat16 only; float16 needs 'float32'")
-        check_settings(self, *faults)
+        check_settings(self, faults)
 
     def dtype_in(self, phase: Phase) -> ComputeDtype:
         """Return the element type of the arithmetic of a phase."""

@@ -6,11 +6,12 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOffload:
+class OptimizerOffload(Optimization):
     """Stream the optimizer's state through the device, or update where the state lives."""
 
     kind: ClassVar[str] = "optimizer_offload"

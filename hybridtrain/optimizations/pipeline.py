@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Pipeline(Optimization):
     """Let each rank be a stage that holds neighbouring blocks alone; on one card it changes nothing.
 
     In which order micro-batches pass is another's business: the horizontal schedule of grad_accumulation is 1F1B, the

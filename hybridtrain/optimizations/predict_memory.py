@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, check_settings, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec, Placement
 
 _ON_HOST = frozenset({"cpu", "pinned"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictMemory:
+class PredictMemory(Optimization):
     """Say where moments and master copy are in PREDICT; they come back, ahead of their first use, when it ends."""
 
     kind: ClassVar[str] = "predict_memory"
@@ -43,7 +44,7 @@ class PredictMemory:
             )
         if self.restore_lookahead and not self.async_restore:
             faults.append(f"restore_lookahead: {self.restore_lookahead} needs async_restore = true")
-        check_settings(self, *faults)
+        check_settings(self, faults)
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the state's place in PREDICT."""

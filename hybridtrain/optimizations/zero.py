@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
+class Zero(Optimization):
     """Let each rank hold its range alone; on one card it changes nothing.
 
     Where a range lives is another's business: with optimizer_offload it waits on the host, and with weight_streaming

@@ -32,14 +32,9 @@ def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]
             yield Claim(path, setting.read(value), phase)
 
 
-def check_settings(owner: object, *faults: str, switch: str = "") -> None:
-    """Raise ``ValueError`` if an optimization has faults, or settings out of the ranges of the plan.
-
-    Args:
-        owner: The optimization; it acts in all ``active_phases``, if it has them.
-        faults: Found by itself.
-        switch: The setting whose 0 says in a plan that there is no such optimization.
-    """
+def check_settings(owner: object, faults: Iterable[str] = ()) -> None:
+    """Raise ``ValueError`` if an optimization found faults, acts in no phase, or has settings out of range."""
+    switch = getattr(owner, "SWITCH", "")
     found = []
     for path, setting in SETTINGS.items():
         if setting.least is None or (value := getattr(owner, path, None)) is None:
