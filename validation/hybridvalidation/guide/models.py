@@ -5,14 +5,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.models.hf_config import hf_architectures
+from hybridtrain.reports.fit_report import fit_command
+from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.card import FitVerdict
-from hybridvalidation.recommend.fit_command import fit_command
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.ladder.quality import telling_of_stacks, told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
@@ -67,7 +67,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
     )  # fmt: skip
     rows = []
-    for way in report.ways:
+    for way in report.options:
         hours = way.hours(report.tokens)
         rows.append([
             way.name, fits_cell(report.verdict(way)),
@@ -87,7 +87,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         "bytes are",
     ]
     table = tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
-    question = report.question
+    question = report.request
     command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
     return (
         f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "

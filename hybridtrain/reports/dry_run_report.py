@@ -1,0 +1,268 @@
+"""``hybridtrain dry-run``: one configuration, its figures, and what to try when it does not fit."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from hybridtrain.errors import HybridTrainError
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.planning.dry_runs import DryRun, RunSetup
+from hybridtrain.planning.figures import MemoryFigures, StepPeaks, figures_of_ranks
+from hybridtrain.planning.plan_bytes import bytes_of
+from hybridtrain.planning.plan_changes import plan_changes
+from hybridtrain.planning.savings import Saving, planned_savings, savings_table
+from hybridtrain.planning.savings import as_mapping as savings_mapping
+from hybridtrain.progress import progress_bar
+from hybridtrain.reports.card_report import card_mapping, class_table, holders_text, memory_line, refusal_line
+from hybridtrain.reports.phase_table import phase_precision, phase_table
+from hybridtrain.stacks import Stack, StackFiles
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
+from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.observer import Lane
+from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
+
+_LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """The answer to: does it fit, where does the memory go, how fast would it be."""
+
+    run: DryRun
+    figures: MemoryFigures
+    stack: str
+    model: str
+    fitting_stacks: tuple[str, ...] = ()
+    """Stacks that would fit and leave the margin free; only looked for when this one does not fit."""
+    are_run_dry: bool = False
+    """Whether those were run dry; else they fit by arithmetic."""
+    phases: Mapping[str, Mapping[str, str]] | None = None
+    """How exact numbers are in each phase, where phases differ."""
+    reserved: ReservedRange
+    """By how much reserved bytes move when a run is not quite this one."""
+    ranks: tuple[DryRun, ...] = ()
+    """Of several cards those that differ, by number; ``run`` is the one that holds the most."""
+    savings: tuple[Saving, ...] | None = None
+    """What each optimization saves; only where it was asked for."""
+    changes: tuple[str, ...] = ()
+    """Settings that this run does not use as asked."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs on the card, or each of the ranks on its own."""
+        return self.figures.fits
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, and leaves the card's margin free."""
+        return self.figures.verdict(self.run.card)
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return the plain figures, bytes and seconds."""
+        figures = self.figures
+        return card_mapping(self.run, lambda step: self.run.phase_of(step).value) | {
+            "params": figures.num_params,
+            "reserved_range": self.reserved.as_mapping(),
+            "verdict": self.verdict.value,
+            "host_peak_bytes": figures.host_peak_bytes,
+            "host_by_class": dict(figures.host_by_class),
+            "disk_peak_bytes": figures.disk_peak_bytes,
+            "host_needed_bytes": self.host_needed_bytes,
+            "host_memory_bytes": self._host_memory_bytes,
+            "fits_host": figures.fits_host,
+            "fits": self.fits,
+            "step_time_s": figures.step_time_s,
+            "tokens_per_s": figures.tokens_per_s,
+            "bound": figures.bound,
+            "fitting_stacks": None
+            if figures.fits
+            else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
+            "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
+            "world": self.run.world.size,
+            "link": self.run.world.link if self.ranks else None,
+            "ranks": [_rank_mapping(run) for run in self.ranks],
+            "savings": None if self.savings is None else savings_mapping(self.savings),
+            "changes": list(self.changes),
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        """Return the same for a reader."""
+        run, figures = self.run, self.figures
+        steps = "; ".join(
+            f"step {step.step}{_phase(step, run)} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} "
+            f"{step.unit}".strip()
+            for step in figures.steps
+        )
+        title = (
+            f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, "
+            f"{figures.tokens_per_step} tokens per step\n"
+        )
+        speed = (
+            f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
+            f"{figures.bound}-bound (estimated)"
+        )
+        phases = [] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]
+        savings = [] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]
+        return "\n".join(
+            [
+                title,
+                class_table(run),
+                f"\n{memory_line(run)}",
+                *filter(None, [run.card.source_note]),
+                self.reserved.as_text(),
+                self._host_line(),
+                steps,
+                speed,
+                *self._rank_lines(),
+                *phases,
+                *savings,
+                *(f"not as asked: {change}" for change in self.changes),
+                *self._answer(),
+            ]
+        )
+
+    def _rank_lines(self) -> Iterator[str]:
+        if not self.ranks:
+            return
+        told = "; ".join(
+            f"rank {run.world.rank} {to_gib(run.device_used_bytes):.2f} GiB of its card, "
+            f"{format_bytes(run.host_peak_bytes)} of host memory"
+            for run in self.ranks
+        )
+        world = self.run.world
+        network = f", {world.network} between machines" if world.size > world.cards_per_machine else ""
+        machine = format_bytes(self.run.machine_host_bytes)
+        yield (
+            f"{world.size} ranks, a card each; rank {world.rank} is the above, it holds the most: {told}; {machine} of "
+            f"host memory for tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
+            f"{format_seconds(self.figures.busy_s.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
+        )
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """Host memory of the whole machine: tensors of all its ranks, and what system and process take beside them."""
+        return self.run.machine_host_bytes + round(self.run.host.reserved_gib * GIB)
+
+    @property
+    def _host_memory_bytes(self) -> int | None:
+        """What the machine is assumed to have; None: as much as it takes."""
+        memory = self.run.host.memory_gib
+        return None if memory is None else round(memory * GIB)
+
+    def _host_line(self) -> str:
+        host = self.run.host
+        there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
+        return (
+            f"needs {format_bytes(self.host_needed_bytes)} of host memory "
+            f"({format_bytes(self.run.machine_host_bytes)} for tensors, "
+            f"{host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
+        )
+
+    def _answer(self) -> Iterator[str]:
+        if self.fits:
+            yield self.run.card.told(self.verdict)
+            return
+        if self.figures.oom is not None:
+            yield refusal_line(self.run, before_steps="while the model is built")
+            yield holders_text(self.run)
+        host = self.run.host
+        if not self.figures.fits_host:
+            yield (
+                f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
+                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
+                f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
+                "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
+            )
+        if self.ranks:  # other stacks are tried on one card alone
+            return
+        names = ", ".join(self.fitting_stacks)
+        if self.are_run_dry:
+            yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
+        elif names:
+            yield f"stacks that fit by arithmetic, none was run dry (--suggest does that): {names}"
+        else:
+            yield f"by arithmetic no stack at hand fits (--suggest runs them dry); {_LOWER}"
+
+
+def plan_run(
+    setup: RunSetup, stack: Stack, model: str, files: StackFiles, *, accum_steps: int | None = None,
+    suggest: bool = False, savings: bool = False, progress: bool = False,
+) -> DryRunReport:  # fmt: skip
+    """Dry-run one configuration.
+
+    Args:
+        setup: What is run; of its allocator's history a snapshot can be written.
+        stack: Of which ``setup`` has the plan.
+        model: Name of the model.
+        files: Other stacks, which are tried where this one does not fit: by arithmetic, which takes no time.
+        accum_steps: Micro-batches per step; None: the stack's.
+        suggest: Run the other stacks dry too.
+        savings: Run the stack dry without each of its optimizations too.
+        progress: Show a bar.
+    """
+    world = setup.world.size
+    optimizations = with_accumulation(stack.optimizations, accum_steps)
+    runs = setup.dry_run_ranks()
+    run = runs[0]
+    others = {} if run.fits or world > 1 else _other_plans(files, stack.name, accum_steps)
+
+    def fits(name: str) -> bool:
+        plan, config = others[name]
+        if suggest:
+            return replace(setup, plan=plan, config=config).dry_run().verdict is FitVerdict.FITS
+        return bytes_of(setup.model, plan, setup.workload, config.optimizer).fits(setup.card, setup.host)
+
+    tried = progress_bar(list(others), shown=suggest and progress, unit="stack", desc="stacks run dry")
+    idle_link = world == 1 and setup.world.link != "pcie"
+    # A step that gives its cache back may end below what was reserved while the model was built.
+    reserved_bytes = None if run.trace.cache_releases else max(step.reserved_bytes for step in run.uncapped.steps)
+    return DryRunReport(
+        run=run, figures=figures_of_ranks(runs, with_timeline=False), stack=stack.name, model=model,
+        fitting_stacks=tuple(name for name in tried if fits(name)), are_run_dry=suggest,
+        reserved=reserved_range(
+            run.trace, workspace_bytes=setup.card.cublas_workspace_bytes, config=setup.allocator,
+            repeats=SETTLING_STEPS, planned_bytes=reserved_bytes,
+        ),
+        phases=phase_precision(setup.plan),
+        ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
+        savings=planned_savings(optimizations, run, setup, progress=progress) if savings else None,
+        changes=(
+            *plan_changes(
+                optimizations, setup.model, setup.workload, setup.config.optimizer, world=world,
+                phases=run.phases or (Phase.FULL,),
+            ),
+            *([f"link: {setup.world.link} asked, none used; one card has no other to reach"] * idle_link),
+        ),
+    )  # fmt: skip
+
+
+def _rank_mapping(run: DryRun) -> dict[str, object]:
+    return {
+        "rank": run.world.rank, "device_used_bytes": run.device_used_bytes,
+        "peak_allocated_bytes": run.peak.allocated_bytes, "peak_reserved_bytes": run.peak_reserved_bytes,
+        "host_peak_bytes": run.host_peak_bytes, "disk_peak_bytes": run.disk_peak_bytes,
+    }  # fmt: skip
+
+
+def _phase(step: StepPeaks, run: DryRun) -> str:
+    return f" ({step.phase})" if run.phases else ""
+
+
+def _other_plans(
+    files: StackFiles, refused: str, accum_steps: int | None
+) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
+    """Return plan and optimizer of all other stacks of one card; a faulty file is not what was asked about."""
+    plans = {}
+    for name in files.stack_names():
+        if name != refused:
+            with suppress(HybridTrainError):
+                stack = files.stack(name)
+                full = stack.plan().for_phase(Phase.FULL)
+                if not full.zero_stage and full.pipeline_stages == 1:
+                    plans[name] = stack.plan(accum_steps), stack.training()
+    return plans
