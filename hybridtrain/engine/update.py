@@ -104,8 +104,7 @@ class Update:
         weight, state, step = operands.weight, operands.state, self._step(operands.entry)
         grad_P = self._scaled(operands.grad_P)
         self._optimizer.update(weight, grad_P, state, step)
-        if self._hook is not None:
-            self._hook(self._optimizer, weight, grad_P, state, operands.extra, operands.part, step)
+        self._hooked(weight, grad_P, state, operands.extra, operands.part, step)
         write(weight, self._observer)
         self._observer.cast(grad_P.dtype, torch.float32, grad_P.numel())
 
@@ -120,13 +119,13 @@ class Update:
         moments = [[_tensor(tensor) for slot in entry.state.slots for tensor in slot.tensors] for entry in entries]
         step = self._step(entries[0])
         self._optimizer.update_group(values, grads, moments, step)
-        for entry, value, grad in zip(entries, values, grads, strict=True) if self._hook is not None else ():
-            for part in parts(value.numel(), RESIDENT_SLICE_ELEMENTS):
+        for entry, value, grad in zip(entries, values, grads, strict=True):
+            for part in parts(value.numel(), RESIDENT_SLICE_ELEMENTS) if self._hook is not None else ():
                 weight = WeightSlice(ExactWeight(), (value.view(-1)[part],), None)
                 state, extra = (
                     [whole_slice(slot).part(part) for slot in slots] for slots in (entry.state.slots, entry.state.extra)
                 )
-                self._hook(self._optimizer, weight, grad.view(-1)[part], state, extra, part, step)
+                self._hooked(weight, grad.view(-1)[part], state, extra, part, step)
         for entry, value, companion in zip(entries, values, companions, strict=True):
             storage.store(value, weights[entry.index], companion)
             self._observer.cast(torch.float32, weights[entry.index][0].dtype, value.numel())
@@ -158,7 +157,7 @@ class Update:
             slot_bytes = max(map(piece_bytes, pieces), default=0)
             for part, tensors in zip(ranges, SliceStream(self._copies).run(pieces, slot_bytes), strict=True):
                 piece, extra = weight.part(part), take_slices(state.extra, list(tensors), part.stop - part.start)
-                hook(self._optimizer, piece, grad.view(-1)[part], slices, extra, part, step)
+                self._hooked(piece, grad.view(-1)[part], slices, extra, part, step)
                 write(piece, self._observer)
             if weight.storage.needs_whole:
                 write(weight, self._observer)
@@ -167,6 +166,13 @@ class Update:
                 self._copies.wait(self._copies.store(tensor, home.buffer, home.offset))
         for slot in (*state.slots, *(state.extra if hook else ())):
             slot.is_fresh = False
+
+    def _hooked(
+        self, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice], extra: Sequence[StateSlice],
+        part: slice, step: UpdateStep,
+    ) -> None:  # fmt: skip
+        if self._hook is not None:
+            self._hook(self._optimizer, weight, grad_P, state, extra, part, step)
 
     def _step(self, entry: Entry) -> UpdateStep:
         """Return the settings for one parameter: matrices decay, norms and biases do not."""

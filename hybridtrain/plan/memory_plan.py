@@ -282,7 +282,7 @@ def describe_settings() -> Iterator[Setting]:
         allowed = declared.pop("allowed")
         is_cell = isinstance(default, Cell)
         for column in ("placement", "codec") if is_cell else ("",):
-            value = getattr(default, column) if column else default
+            value: PlanValue = getattr(default, column) if column else cast("PlanValue", default)
             members = tuple(map(str, type(value))) if isinstance(value, StrEnum) else ()
             path = f"{item.name}.{column}" if column else item.name
             yield Setting(path=path, default=value, allowed=allowed[column] or members, **declared)
