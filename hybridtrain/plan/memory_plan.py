@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter
 from typing import Final, TypeVar, cast
 
@@ -95,10 +96,7 @@ def setting(
     default: T, says: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
     placements: tuple[Placement, ...] = (), is_young: bool = False,
 ) -> T:  # fmt: skip
-    """Declare one field of the plan: its value in plain training, what it means, and what is allowed.
-
-    A young one was not known to the first records, which therefore keep it only where it is not the default.
-    """
+    """Declare one field of the plan: its value in plain training, what it means, and what is allowed."""
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
     return field(
@@ -106,119 +104,79 @@ def setting(
     )
 
 
+added = partial(setting, is_young=True)
+"""Declares a field that the first records did not know, which therefore keep it only where it is not the default."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
     """The whole table for one phase; its defaults are plain fp32 training.
+
+    Codecs of weights, gradients and boundaries are the compute dtype unless claimed.
 
     Raises:
         PlanConflictError: a value is not allowed, or the values together describe nothing that could run.
     """
 
-    weight: Cell = setting(
-        Cell(), "Weights; their codec is the compute dtype unless claimed.",
-        placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4),
-    )  # fmt: skip
+    weight: Cell = setting(Cell(), "Weights.", placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4))
     master: Cell = setting(
         Cell(codec=Codec.ABSENT), "What the update works on where stored weights are less exact than float32.",
         placements=_TIERS, codecs=(Codec.FLOAT32, Codec.SPLIT16, Codec.ABSENT),
     )  # fmt: skip
-    grad: Cell = setting(
-        Cell(), "Gradients that wait for the update; their codec is the compute dtype unless claimed.",
-        placements=_ON_DEVICE_OR_HOST, codecs=_FLOATS,
-    )  # fmt: skip
+    grad: Cell = setting(Cell(), "Gradients that wait for the update.", placements=_ON_DEVICE_OR_HOST, codecs=_FLOATS)
     optim_state: Cell = setting(
-        Cell(), "Moments of the optimizer.",
-        placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
-    )  # fmt: skip
+        Cell(), "Moments.", placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS)
+    )
     boundary: Cell = setting(
-        Cell(), "Block inputs kept for the backward pass; their codec is the compute dtype unless claimed.",
-        placements=tuple(Placement), codecs=_FLOATS,
-    )  # fmt: skip
+        Cell(), "Block inputs kept for the backward pass.", placements=tuple(Placement), codecs=_FLOATS
+    )
     compute_dtype: Codec = setting(Codec.FLOAT32, "Element type of forward and backward arithmetic.", codecs=_FLOATS)
-    recompute_every: int = setting(
-        0, "Keep one boundary per this many blocks and recompute the rest in the backward pass; 0 keeps everything.",
-        least=0,
-    )  # fmt: skip
+    recompute_every: int = setting(0, "Blocks per kept boundary, the rest is recomputed; 0: all is kept.", least=0)
     kept_blocks: int = setting(0, "Last blocks whose activations are kept where the others' are recomputed.", least=0)
     grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1, most=2**16)
     schedule: Schedule = setting(
         Schedule.HORIZONTAL, "horizontal: each micro-batch passes all blocks; vertical: all pass block by block."
     )
-    visit_micro_batches: int = setting(
-        0, "Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step.", least=0
-    )
-    normalize_gradients: bool = setting(
-        default=True, says="Gradients are the mean over a step's tokens; without, the sum of micro-batches' means.",
-        is_young=True,
-    )  # fmt: skip
-    scale_lr: bool = setting(
-        default=False, says="The learning rate is multiplied with the number of micro-batches (1706.02677).",
-        is_young=True,
-    )  # fmt: skip
+    visit_micro_batches: int = setting(0, "Micro-batches per visit of a vertical schedule; 0: all.", least=0)
+    normalize_gradients: bool = added(True, "Gradients are the mean over a step's tokens; else a sum of means.")
+    scale_lr: bool = added(False, "The learning rate is multiplied with the number of micro-batches (1706.02677).")
     loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
-    max_active_layers: int = setting(
-        2, "Blocks whose weights are on the device at a time, those on the way included, where weights live elsewhere.",
-        least=1,
-    )  # fmt: skip
+    max_active_layers: int = setting(2, "Streamed blocks on the device at a time, those on the way included.", least=1)
     prefetch_distance: int = setting(1, "Blocks fetched ahead of the one at work; below max_active_layers.", least=0)
     resident_layers: int = setting(0, "Blocks whose weights stay on the device where the others' do not.", least=0)
-    widen_by: WidenBy = setting(
-        WidenBy.BLOCK, "Coded weights are widened by block, once a visit, or by matrix: less memory, in both passes.",
-        is_young=True,
-    )  # fmt: skip
-    static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
-    symmetric: bool = setting(
-        default=True, says="Ranges of int8 weights are about zero; false: about the middle of values.", is_young=True
+    widen_by: WidenBy = added(
+        WidenBy.BLOCK, "Coded weights are widened by block, once a visit, or by matrix: less memory, in both passes."
     )
-    dynamic_range: DynamicRange = setting(
-        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a matrix.", is_young=True
+    static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
+    symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
+    dynamic_range: DynamicRange = added(
+        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a matrix."
     )
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
-    attention: Attention = setting(
-        Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
+    attention: Attention = added(
+        Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops."
     )
-    linear: LinearKind = setting(
-        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet).",
-        is_young=True,
-    )  # fmt: skip
-    zero_stage: int = setting(
-        0, "What is cut among ranks: 1 optimizer state and master, 2 gradients too, 3 streamed weights too; 0 none.",
-        least=0, most=3, is_young=True,
-    )  # fmt: skip
-    zero_prefetch: int = setting(
-        0, "Blocks whose cut weights are gathered from the ranks ahead of the one at work.", least=0, is_young=True
+    linear: LinearKind = added(
+        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."
     )
-    pipeline_stages: int = setting(
-        1, "Stages that the ranks are, each with its blocks of the model; 1: every rank has the whole model.",
-        least=1, most=2**16, is_young=True,
-    )  # fmt: skip
-    history_codec: Codec = setting(
-        Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
-        codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
-    )  # fmt: skip
-    history_tensors: int = setting(
-        0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, most=16, is_young=True
+    zero_stage: int = added(
+        0, "Cut among ranks: 1 state and master, 2 gradients too, 3 streamed weights too; 0: nothing.", least=0, most=3
     )
-    async_restore: bool = setting(
-        default=True, says="State that waits elsewhere in PREDICT comes back beside the next step.", is_young=True
-    )
-    restore_lookahead: int = setting(
-        0, "Predicted steps before the end of PREDICT after which it begins to come back; 0: at the end.",
-        least=0, is_young=True,
+    zero_prefetch: int = added(0, "Blocks whose cut weights are gathered ahead of the one at work.", least=0)
+    pipeline_stages: int = added(1, "Stages of the model, a rank each; 1: no pipeline.", least=1, most=2**16)
+    history_codec: Codec = added(
+        Codec.ABSENT, "Storage of tensors that remember a weight's trajectory, beside the optimizer state.",
+        codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
     )  # fmt: skip
-    adapter_rank: int = setting(
-        0, "Rank of what is trained beside frozen matrices of the blocks; 0: all weights are trained.",
-        least=0, most=2**16, is_young=True,
-    )  # fmt: skip
-    adapter_alpha: float = setting(0.0, "Numerator of an adapter's scale.", least=0, is_young=True)
-    adapter_scaling: AdapterScaling = setting(
-        AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).", is_young=True
-    )
-    adapter_dropout: float = setting(0.0, "Dropout probability of an adapter's input.", least=0, is_young=True)
-    adapter_targets: str = setting("", "Matrices that have an adapter, by name, separated by commas.", is_young=True)
-    adapter_magnitude: bool = setting(
-        default=False, says="Adapters learn the length of each row of a matrix by itself (DoRA).", is_young=True
-    )
+    history_tensors: int = added(0, "How many of them a parameter has; 0 without a predictor.", least=0, most=16)
+    async_restore: bool = added(True, "State that waits elsewhere in PREDICT comes back beside the next step.")
+    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT at which it comes back.", least=0)
+    adapter_rank: int = added(0, "Rank of adapters beside frozen matrices; 0: all is trained.", least=0, most=2**16)
+    adapter_alpha: float = added(0.0, "Numerator of an adapter's scale.", least=0)
+    adapter_scaling: AdapterScaling = added(AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).")
+    adapter_dropout: float = added(0.0, "Dropout probability of an adapter's input.", least=0)
+    adapter_targets: str = added("", "Matrices that have an adapter, by name, separated by commas.")
+    adapter_magnitude: bool = added(False, "Adapters learn the length of each row of a matrix by itself (DoRA).")
 
     @property
     def adapter_scale(self) -> float:
