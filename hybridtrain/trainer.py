@@ -324,12 +324,9 @@ class Trainer:
         self, batches: Sequence[DeviceBatch], number: int, *, on_block_done: BlockDone | None = None
     ) -> list[Tensor]:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        seed = random_key(self.config.seed, number, _DROPOUT_STREAM)
         return self.executor.forward_backward(
-            batches,
-            seed=random_key(self.config.seed, number, _DROPOUT_STREAM),
-            share=self._share,
-            on_block_done=on_block_done,
-            loss_scale=scale,
+            batches, seed=seed, share=self._share, on_block_done=on_block_done, loss_scale=scale
         )
 
     @property
@@ -365,8 +362,8 @@ class Trainer:
     ) -> tuple[float, float | None]:
         """Return loss and norm as numbers; raise when one of them is none."""
         count = len(self._share.num_targets) // self.data_group.world
-        found = self.data_group.gather_numbers(self._of_head(losses, count))
-        loss = mean_loss(found, self._share.num_targets)
+        gathered = self.data_group.gather_numbers(self._of_head(losses, count))
+        loss = mean_loss(gathered, self._share.num_targets)
         grad_norm = None if norm is None else self.transfer.read(norm)
         if grad_norm is not None and self.loss_scale is not None:
             grad_norm /= self.loss_scale.value
@@ -384,18 +381,16 @@ class Trainer:
         return loss, grad_norm
 
     def _refusal(
-        self, step: int, what: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
+        self, step: int, fault: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
     ) -> DivergenceError:
         """Return the error of a step that is not to be applied; its gradients are forgotten."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
-        applied = (
-            "Blocks were updated already; go on from the last saved state."
-            if is_applied
-            else "The step was not applied."
-        )
+        outcome = "The step was not applied."
+        if is_applied:
+            outcome = "Blocks were updated already; go on from the last checkpoint."
         return kind(
-            f"step {step}: {what}. {applied} "
+            f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",
             layers=layers, is_applied=is_applied,
         )  # fmt: skip

@@ -268,7 +268,7 @@ def _is_over(use: "Future[None] | torch.cuda.Event") -> bool:
 
 
 def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
-    """Wait for the end of a use, however it ends: a failed write is told by whoever asks for it."""
+    # However it ends: a failed write is told by whoever asks for it.
     if isinstance(use, Future):
         use.exception()
     else:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,12 +34,11 @@ class DiskFile:
     Threads may read and write disjoint ranges at once.
     """
 
-    def __init__(self, where: str, num_bytes: int, file: io.FileIO, on_close: "Callable[[DiskFile], None]") -> None:
+    def __init__(self, where: str, num_bytes: int, file: io.FileIO) -> None:
         self.where = where
         """Folder and purpose, for messages."""
         self.num_bytes = num_bytes
         self._file = file
-        self._on_close = on_close
 
     def read(self, offset: int, target: Tensor) -> None:
         """Fill ``target``, contiguous on the CPU, with the file's bytes from ``offset`` on.
@@ -61,10 +61,8 @@ class DiskFile:
 
     def close(self) -> None:
         """Give the space back, no read or write being under way; a second time nothing happens."""
-        if not self._file.closed:
-            self._on_close(self)
-            with _explained(self.where, "closing the file"):
-                self._file.close()
+        with _explained(self.where, "closing the file"):
+            self._file.close()
 
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: Tensor, action: str
@@ -100,7 +98,7 @@ class DiskArena:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self._files: set[DiskFile] = set()
+        self._files: WeakSet[DiskFile] = WeakSet()
         self._is_open = True
         self._lock = threading.Lock()
         with _explained(str(self.folder), "making files in this folder"):
@@ -108,11 +106,7 @@ class DiskArena:
             _nameless(self.folder).close()
 
     def allocate(self, num_bytes: int, name: str) -> DiskFile:
-        """Return a new file of ``num_bytes`` zeros whose space is reserved.
-
-        Args:
-            num_bytes: Size, 0 or more.
-            name: What the file is for; part of messages. Need not be unique.
+        """Return a new file of ``num_bytes`` zeros whose space is reserved; messages have its name.
 
         Raises:
             DiskSpaceError: the disk has less free; nothing was written.
@@ -140,7 +134,7 @@ class DiskArena:
                 except BaseException:
                     content.close()
                     raise
-            file = DiskFile(where, num_bytes, content, self._forget)
+            file = DiskFile(where, num_bytes, content)
             self._files.add(file)
         return file
 
@@ -154,13 +148,8 @@ class DiskArena:
         for file in tuple(self._files):
             file.close()
 
-    def _forget(self, file: DiskFile) -> None:
-        with self._lock:
-            self._files.discard(file)
-
 
 def _nameless(folder: Path) -> io.FileIO:
-    """Return an open file in a folder that no name leads to."""
     file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  the arena closes it
     assert isinstance(file, io.FileIO), "unbuffered"
     return file
@@ -168,7 +157,6 @@ def _nameless(folder: Path) -> io.FileIO:
 
 @contextmanager
 def _explained(where: str, action: str) -> Iterator[None]:
-    """Turn the system's errors into ours."""
     try:
         yield
     except OSError as error:

@@ -66,11 +66,7 @@ class Group:
 
 
 class DirectGroup(Group):
-    """One process on its own.
-
-    Args:
-        shares: Adds gradients, and cuts parameters, as so many ranks would: the same result to the bit on one card.
-    """
+    """One process on its own, which adds gradients and cuts parameters as so many ranks would, to the bit."""
 
     def __init__(self, shares: int = 1) -> None:
         super().__init__(0, 1, shares)
@@ -93,12 +89,7 @@ class DirectGroup(Group):
 
 
 class VirtualGroup(Group):
-    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist.
-
-    Args:
-        rank: Which one this is.
-        world: Number of ranks.
-    """
+    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist."""
 
     def __init__(self, rank: int, world: int) -> None:
         if not 0 <= rank < world:
@@ -107,11 +98,7 @@ class VirtualGroup(Group):
 
 
 class TorchGroup(Group):
-    """The default process group of torch.distributed: NCCL between cards, gloo between processors.
-
-    Args:
-        device: Of tensors that are exchanged.
-    """
+    """The default process group of torch.distributed: NCCL between cards, gloo between processors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), dist.get_world_size())
@@ -126,14 +113,9 @@ class TorchGroup(Group):
         cls, device: torch.device, *, init_method: str = "env://", rank: int = -1, world: int = -1,
         timeout_s: float = TIMEOUT_S,
     ) -> "TorchGroup":  # fmt: skip
-        """Join the group; by default the environment that torchrun makes says which.
+        """Join the group; by default the environment that torchrun makes says which, where, and as which rank.
 
-        Args:
-            device: The compute device.
-            init_method: Where ranks meet, as torch.distributed means it.
-            rank: Of this process, where the environment does not say it.
-            world: Number of ranks, likewise.
-            timeout_s: How long to wait for other ranks, here in all, and in each collective.
+        ``timeout_s``: how long to wait for other ranks, here in all, and in each collective.
 
         Raises:
             RankError: the others did not come.

@@ -24,11 +24,7 @@ _THREAD_BYTES = 80 * MIB
 
 
 class TierAccount:
-    """Live and largest bytes by tier, counted alike in a dry run and in a real one.
-
-    Args:
-        host_limit_bytes: Host memory that buffers may take in all; None: no limit.
-    """
+    """Live and largest bytes by tier, counted alike in a dry run and in a real one, up to a limit of host memory."""
 
     def __init__(self, host_limit_bytes: int | None = None) -> None:
         self.host_limit_bytes = host_limit_bytes
