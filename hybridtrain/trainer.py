@@ -10,10 +10,8 @@ from torch import Tensor
 from hybridtrain.config.encode import flat_settings
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.first_values import FirstValues
 from hybridtrain.engine.loss_scale import LossScale
-from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.ranks import require_agreement, require_ranks
@@ -24,10 +22,8 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.stages import Stages
-from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import block_number, packed_blocks, placeholder_scope
-from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.adapter import attach_adapters
 from hybridtrain.models.block_model import Unit, model_parts
 from hybridtrain.models.build import build_model
@@ -45,7 +41,7 @@ _CLIP_EPS = 1e-6
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
-class Trainer:
+class Trainer(PlanEngine):
     """Trains one model under one memory plan.
 
     Args:
@@ -76,7 +72,6 @@ class Trainer:
         has_hook = config.optimizer.step_hook(1, config.schedule.total_steps) is not None
         check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
         self.config = config
-        self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
         """Of FULL, whatever the phase."""
         self.phase = Phase.FULL
@@ -120,10 +115,8 @@ class Trainer:
                     attach_adapters(self.model, self.plan, compute_dtype, held_scope)
         self.stages = Stages(self.copies, self.model) if is_pipeline else None
         self.shards = self.stages or Shards(self.copies, self.plan.zero_stage)
-        self._engine = PlanEngine(self.model, plan, config.optimizer, self.shards, wants_norm=self._wants_norm)
-        FirstValues(self.model, self.weights, self.states, config.optimizer, seed=config.seed, source=source).write(
-            self._engine.units
-        )
+        super().__init__(self.model, plan, config.optimizer, self.shards, wants_norm=self._wants_norm)
+        FirstValues(self.model, self.weights, self.states, config.optimizer, config.seed, source).write(self.units)
         self.pass_tied()
 
     def pass_tied(self) -> None:
@@ -131,26 +124,6 @@ class Trainer:
         if self.stages is not None:
             with self._observer.region(Stage.UPDATE, "head"):
                 self.stages.pass_tied()
-
-    @property
-    def weights(self) -> WeightStore:
-        """Of the plan in force."""
-        return self._engine.weights
-
-    @property
-    def states(self) -> StateStore:
-        """Master and moments."""
-        return self._engine.states
-
-    @property
-    def executor(self) -> Executor:
-        """Runs forward and backward passes."""
-        return self._engine.executor
-
-    @property
-    def parameters(self) -> ParameterPass:
-        """Passes over weights and state: updates, and what an extension does besides."""
-        return self._engine.parameters
 
     def enter_phase(self, phase: Phase) -> None:
         """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
@@ -160,7 +133,7 @@ class Trainer:
         if phase is self.phase:
             return
         with self._observer.region(Stage.UPDATE, ""):
-            self._engine.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
+            self.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
         self.phase = phase
 
     def restore_ahead(self) -> None:
@@ -173,9 +146,9 @@ class Trainer:
     def stored_as(self, phase: Phase) -> Iterator[None]:
         """Store weights as another phase does for a while; the phase stays."""
         key = self.border_key(self.steps_done)
-        before = self._engine.store_as(phase, key=key)
+        before = self.store_as(phase, key=key)
         yield
-        self._engine.store_as(before, key=key)
+        self.store_as(before, key=key)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -214,7 +187,7 @@ class Trainer:
         self._limits = limits
         self._hook = self.config.optimizer.step_hook(number, self.config.schedule.total_steps) if hook is None else hook
         self.parameters.last = None  # what a border rounds from now on is not a visit's
-        run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
+        run = self._fused_step if self.current_plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         if self.loss_scale is not None:
             self.loss_scale.succeeded()
@@ -285,7 +258,7 @@ class Trainer:
 
         losses = self._run_backward(batches, number, on_block_done=update)
         batches.clear()
-        outside = [unit for unit in self.parameters.units if block_number(unit.name) < 0]
+        outside = [unit for unit in self.units if block_number(unit.name) < 0]
         look(*outside)
         norm = grads.norm() if self._wants_norm else None
         loss, grad_norm = self._checked(number, losses, norm, is_applied=True)

@@ -5,6 +5,7 @@ only codes whose scales depend on each other are made of whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,69 +29,64 @@ _READ_ELEMENTS = 1 << 21
 """Of a source at a time: each passes the processor twice, as it is stored and as float32."""
 
 
+@dataclass(slots=True)
 class FirstValues:
     """Writes them into the stores of a plan.
 
     Without a ``source`` all are random, keyed by ``seed`` and parameter. Adapters always begin as the identity.
     """
 
-    def __init__(
-        self, model: BlockModel, weights: WeightStore, states: StateStore, optimizer: Optimizer,
-        *, seed: int, source: WeightSource | None,
-    ) -> None:  # fmt: skip
-        self._model = model
-        self._weights = weights
-        self._states = states
-        self._optimizer = optimizer
-        self._transfer = states.copies.transfer
-        self._observer = states.copies.observer
-        self._seed = seed
-        self._source = source
+    model: BlockModel
+    weights: WeightStore
+    states: StateStore
+    optimizer: Optimizer
+    seed: int
+    source: WeightSource | None
 
     @torch.no_grad()
     def write(self, units: Sequence[Unit]) -> None:
         """Write the held units; adapters draw after all else, so that other values are those of a model without."""
-        everywhere = self._model.units(everywhere=True)
+        everywhere = self.model.units(everywhere=True)
         names = [name for unit in everywhere for name, _ in (*unit.frozen, *unit.parameters)]
         numbers = {name: number for number, name in enumerate(sorted(names, key=is_adapter))}
         for unit in units:
             if unit.frozen:
-                with self._observer.region(Stage.UPDATE, unit.name):
+                with self.states.copies.observer.region(Stage.UPDATE, unit.name):
                     self._write_frozen(unit, numbers)
-            with self._observer.region(Stage.UPDATE, unit.name):
-                weights = self._weights.acquire_stored(unit.name, unit.tensors, reads=False)
+            with self.states.copies.observer.region(Stage.UPDATE, unit.name):
+                weights = self.weights.acquire_stored(unit.name, unit.tensors, reads=False)
             for (name, parameter), weight in zip(unit.parameters, weights, strict=True):
-                if not self._weights.is_packed(unit.name):
-                    self._observer.label(parameter, TensorClass.WEIGHT, unit.name)
-                with self._observer.region(Stage.UPDATE, unit.name):
+                if not self.weights.is_packed(unit.name):
+                    self.states.copies.observer.label(parameter, TensorClass.WEIGHT, unit.name)
+                with self.states.copies.observer.region(Stage.UPDATE, unit.name):
                     self._write_trained(unit.name, name, parameter, weight, numbers[name])
-            with self._observer.region(Stage.UPDATE, unit.name):
-                self._weights.initialized(unit.name, unit.tensors)
+            with self.states.copies.observer.region(Stage.UPDATE, unit.name):
+                self.weights.initialized(unit.name, unit.tensors)
 
     def _write_trained(self, unit: str, name: str, parameter: nn.Parameter, weight: StoredWeight, number: int) -> None:
-        specs = self._optimizer.state(Role(tuple(parameter.shape), in_block=block_number(unit) >= 0))
-        reads = self._source is not None and not is_adapter(name)
-        if reads and not self._states.formats.of(weight).needs_whole:
-            self._states.initialize_slices(unit, parameter, self._read(name, parameter), weight, specs)
+        specs = self.optimizer.state(Role(tuple(parameter.shape), in_block=block_number(unit) >= 0))
+        reads = self.source is not None and not is_adapter(name)
+        if reads and not self.states.formats.of(weight).needs_whole:
+            self.states.initialize_slices(unit, parameter, self._read(name, parameter), weight, specs)
             return
         initial = weight[0]
         if initial.dtype != torch.float32 or len(weight) > 1:
-            initial = torch.empty(parameter.shape, dtype=torch.float32, device=self._transfer.device)
+            initial = torch.empty(parameter.shape, dtype=torch.float32, device=self.states.copies.device)
         self._fill(name, parameter, initial, number, reads=reads)
-        self._states.initialize(unit, parameter, initial, weight, specs)
+        self.states.initialize(unit, parameter, initial, weight, specs)
 
     def _write_frozen(self, unit: Unit, numbers: Mapping[str, int]) -> None:
-        for (name, parameter), stored in zip(unit.frozen, self._weights.acquire_frozen(unit), strict=True):
+        for (name, parameter), stored in zip(unit.frozen, self.weights.acquire_frozen(unit), strict=True):
             is_coded, target = len(stored) > 1, stored[0]
-            if is_coded or (self._source is None and target.dtype != torch.float32):
-                target = torch.empty(parameter.shape, dtype=torch.float32, device=self._transfer.device)
-            self._fill(name, parameter, target, numbers[name], reads=self._source is not None)
+            if is_coded or (self.source is None and target.dtype != torch.float32):
+                target = torch.empty(parameter.shape, dtype=torch.float32, device=self.states.copies.device)
+            self._fill(name, parameter, target, numbers[name], reads=self.source is not None)
             if is_coded:
-                assert self._weights.codes is not None, "only a code format stores several tensors"
-                self._weights.codes.encode(target.view(-1), stored)
+                assert self.weights.codes is not None, "only a code format stores several tensors"
+                self.weights.codes.encode(target.view(-1), stored)
             elif target is not stored[0]:
                 stored[0].copy_(target)
-        self._weights.write_frozen(unit)
+        self.weights.write_frozen(unit)
 
     def _fill(self, name: str, parameter: nn.Parameter, values: Tensor, number: int, *, reads: bool) -> None:
         if not reads:
@@ -100,20 +96,20 @@ class FirstValues:
             values.view(-1)[part].copy_(value_P)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
-        assert self._source is not None, "asked for only where there is one"
+        assert self.source is not None, "asked for only where there is one"
         for part in parts(parameter.numel(), _READ_ELEMENTS):
-            yield part, self._source.read(name, part).to(self._transfer.device, torch.float32)
+            yield part, self.source.read(name, part).to(self.states.copies.device, torch.float32)
 
     def _draw(self, name: str, values: Tensor, number: int) -> None:
         if name.endswith("magnitude"):
             unit, _, path = name.partition(".adapter.")[0].rpartition(".")
-            linear = self._weights.acquire(block_number(unit)).get_submodule(path)
+            linear = self.weights.acquire(block_number(unit)).get_submodule(path)
             assert isinstance(linear, Linear), "adapters stand beside linear layers"
             with widened(linear.weight):
                 values.copy_(torch.linalg.vector_norm(linear.weight.float(), dim=1))
             return
-        generator = self._transfer.generator(random_key(self._seed, number))
+        generator = self.states.copies.transfer.generator(random_key(self.seed, number))
         if is_adapter(name):
             fill_adapter(name, values, generator)
         else:
-            fill_initial(name, values, self._model.config, generator)
+            fill_initial(name, values, self.model.config, generator)

@@ -15,7 +15,9 @@ from hybridtrain.virtual_gpu.observer import Stage
 
 
 class PlanEngine:
-    """Begins under the plan of FULL, for whose packed blocks the model is built with ``placeholder_scope``.
+    """Stores, executor and passes of a model; it begins under the plan of FULL.
+
+    For the packed blocks of that plan the model is built with ``placeholder_scope``.
 
     Raises:
         ValueError: a phase stores weights as nothing could train them.
@@ -24,20 +26,19 @@ class PlanEngine:
     def __init__(
         self, model: BlockModel, plans: MemoryPlan, optimizer: Optimizer, shards: Shards, *, wants_norm: bool
     ) -> None:
-        self.plan = plans.for_phase(Phase.FULL)
+        full = self.current_plan = plans.for_phase(Phase.FULL)
         self._formats = {phase: weight_formats(plans.for_phase(phase)) for phase in Phase}
-        self._plans = plans
-        self._model = model
+        self.memory_plan = plans
+        self.model = model
         self._optimizer = optimizer
-        self._shards = shards
-        self._observer = shards.copies.observer
-        with self._observer.region(Stage.BUILD, ""):
-            self.weights = WeightStore(model, self.plan, shards)
+        self.copies = shards.copies
+        with self.copies.observer.region(Stage.BUILD, ""):
+            self.weights = WeightStore(model, full, shards)
         self.units = model.units()
-        self.states = StateStore(self.plan, self._formats[Phase.FULL], shards)
+        self.states = StateStore(full, self._formats[Phase.FULL], shards)
         self._stored_as = Phase.FULL
         """Phase whose plan says how weights are stored, and where companions are unless they were stored away."""
-        self.executor = Executor(model, self.weights, self.plan, shards, wants_norm=wants_norm)
+        self.executor = Executor(model, self.weights, full, shards, wants_norm=wants_norm)
         self._connect()
 
     def enter(self, phase: Phase, *, step: int, key: int) -> None:
@@ -46,47 +47,49 @@ class PlanEngine:
         ``key``: of stochastic rounding where storage is narrower than before. The last visit's key comes first, so that
         its results are rounded as if it had worked on the narrower ones.
         """
-        plan = self._plans.for_phase(phase)
+        plan = self.memory_plan.for_phase(phase)
         moves = self._must_move(phase)
         if moves:
             self.states.leave_master()
         if phase is Phase.PREDICT:  # first what leaves the device, then what comes
-            full = self._plans.for_phase(Phase.FULL)
+            full = self.memory_plan.for_phase(Phase.FULL)
             if plan.optim_state != full.optim_state or plan.master != full.master:
                 self.states.store_away(plan.optim_state, None if moves else plan.master, step=step)
         if moves:
             self.store_as(phase, key=key)
         if phase is not Phase.PREDICT:
             self.states.fetch_back()
-            for unit in () if self.plan.async_restore else self.units:
+            for unit in () if self.current_plan.async_restore else self.units:
                 self.states.settled(unit.name)
-        self.plan = plan
+        self.current_plan = plan
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 
     def store_as(self, phase: Phase, *, key: int) -> Phase:
         """Store weights as a phase does, all else staying where it is; return how they were stored before."""
-        before, plan = self._stored_as, self._plans.for_phase(phase)
+        before, plan = self._stored_as, self.memory_plan.for_phase(phase)
         if not self._must_move(phase):
             return before
-        with self._observer.region(Stage.UPDATE, ""):
+        with self.copies.observer.region(Stage.UPDATE, ""):
             old = self.weights
-            self.weights = WeightStore(self._model, plan, Shards(self._shards.copies), is_empty=True)
+            self.weights = WeightStore(self.model, plan, Shards(self.copies), is_empty=True)
             last = self.parameters.last or PassSettings(seed=key)
-            move = WeightMove(old, self.weights, self.states, self._formats[phase], plan.master.placement)
-            move.run(self.units, seed=last.seed, nearest=last.rounds_to_nearest)
+            WeightMove(
+                old, self.weights, self.states, self._formats[phase], plan.master.placement, last.rounds_to_nearest
+            ).run(self.units, seed=last.seed)
         self._stored_as = phase
         self._connect()
         return before
 
     def _must_move(self, phase: Phase) -> bool:
         """Return whether a phase stores weights otherwise, or keeps companions elsewhere for true steps."""
-        now, plan = self._plans.for_phase(self._stored_as), self._plans.for_phase(phase)
+        now, plan = self.memory_plan.for_phase(self._stored_as), self.memory_plan.for_phase(phase)
         stays = phase is Phase.PREDICT or plan.master.placement is now.master.placement
         return weight_storage(now) != weight_storage(plan) or not stays
 
     def _connect(self) -> None:
         self.executor.weights = self.weights
         self.parameters = ParameterPass(
-            self.units, self.weights, self.states, self._optimizer, on_host=self.plan.update_on is UpdateDevice.HOST,
-            numbers={unit.name: number for number, unit in enumerate(self._model.units(everywhere=True))},
+            self.units, self.weights, self.states, self._optimizer,
+            on_host=self.current_plan.update_on is UpdateDevice.HOST,
+            numbers={unit.name: number for number, unit in enumerate(self.model.units(everywhere=True))},
         )  # fmt: skip

@@ -5,6 +5,7 @@ slots of both plans and one unit twice.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,42 +22,39 @@ from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
+@dataclass(slots=True)
 class WeightMove:
     """One passage from ``old`` to ``new``, which is empty; companions and formats become those of the new plan."""
 
-    def __init__(
-        self, old: WeightStore, new: WeightStore, states: StateStore, formats: WeightFormats, master: Placement
-    ) -> None:
-        self._old = old
-        self._new = new
-        self._states = states
-        self._formats = formats
-        self._master = master
-        self._copies = states.copies
-        self._nearest = False
+    old: WeightStore
+    new: WeightStore
+    states: StateStore
+    formats: WeightFormats
+    master: Placement
+    nearest: bool = False
+    """Values that the new storage does not hold exactly are else rounded stochastically."""
 
     @torch.no_grad()
-    def run(self, units: Sequence[Unit], *, seed: int, nearest: bool = False) -> None:
-        """Move everything; ``seed`` keys stochastic rounding of values that the new storage does not hold exactly."""
-        self._nearest = nearest
-        self._old.plan_visits([Visit(block) for block in range(len(units) - 2)])
-        with self._copies.transfer.keyed_random():
+    def run(self, units: Sequence[Unit], *, seed: int) -> None:
+        """Move everything; ``seed`` keys stochastic rounding."""
+        self.old.plan_visits([Visit(block) for block in range(len(units) - 2)])
+        with self.states.copies.transfer.keyed_random():
             for number, unit in enumerate(units):
-                with self._copies.observer.region(Stage.UPDATE, unit.name):
-                    self._copies.transfer.seed(random_key(seed, number))
+                with self.states.copies.observer.region(Stage.UPDATE, unit.name):
+                    self.states.copies.transfer.seed(random_key(seed, number))
                     self._move_unit(unit)
-        self._old.close()
-        self._states.formats = self._formats
+        self.old.close()
+        self.states.formats = self.formats
 
     def _move_unit(self, unit: Unit) -> None:
-        states = self._states.settled(unit.name)
-        sources = self._old.acquire_stored(unit.name, unit.tensors, reads=True)
-        keeps = not any(store.is_packed(unit.name) for store in (self._old, self._new)) and all(
-            parameter.dtype == self._new.compute_dtype for parameter in unit.tensors
+        states = self.states.settled(unit.name)
+        sources = self.old.acquire_stored(unit.name, unit.tensors, reads=True)
+        keeps = not any(store.is_packed(unit.name) for store in (self.old, self.new)) and all(
+            parameter.dtype == self.new.compute_dtype for parameter in unit.tensors
         )
-        targets = self._new.place(unit, keeps=keeps)
+        targets = self.new.place(unit, keeps=keeps)
         for state, source, target in zip(states, sources, targets, strict=True):
-            old, new = self._states.formats.of(source), self._formats.of(target)
+            old, new = self.states.formats.of(source), self.formats.of(target)
             if _are_alike(old, new, source, target):
                 for source_part, target_part in zip(source, () if keeps else target, strict=not keeps):
                     target_part.copy_(source_part)
@@ -64,16 +62,16 @@ class WeightMove:
             else:
                 self._convert(state, (old, source), (new, target), unit.name)
         del sources, targets
-        self._old.give_up(unit.name)
-        self._new.initialized(unit.name, unit.tensors)
+        self.old.give_up(unit.name)
+        self.new.initialized(unit.name, unit.tensors)
 
     def _carry(self, state: ParameterState, unit: str) -> None:
         companion = state.companion
-        if companion is None or _place(companion) is self._master:
+        if companion is None or _place(companion) is self.master:
             return
         kept = self._make(companion.shape, companion.dtype, unit)
         for part in parts(companion.numel()):
-            write_slice(kept, part, read_slice(companion, part, self._copies), self._copies)
+            write_slice(kept, part, read_slice(companion, part, self.states.copies), self.states.copies)
         self._replace(state, kept)
 
     def _convert(
@@ -84,20 +82,20 @@ class WeightMove:
         (old, source), (new, target) = before, after
         companion, kept, count = state.companion, None, state.parameter.numel()
         if companion is None:
-            self._copies.observer.cast(source[0].dtype, torch.float32, count)
-        self._copies.observer.cast(torch.float32, target[0].dtype, count)
+            self.states.copies.observer.cast(source[0].dtype, torch.float32, count)
+        self.states.copies.observer.cast(torch.float32, target[0].dtype, count)
         if new.companion_dtype is not None:
             stays = old.companion_dtype is new.companion_dtype is torch.float32
-            stays = stays and companion is not None and _place(companion) is self._master
+            stays = stays and companion is not None and _place(companion) is self.master
             kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
         # Slices as in a pass: weights that come back to 16 bits are rounded by the same random numbers as if they had
         # stayed.
         for part in [slice(0, count)] if new.needs_whole else parts(count):
-            companion_P = None if companion is None else read_slice(companion, part, self._copies)
+            companion_P = None if companion is None else read_slice(companion, part, self.states.copies)
             value_P = old.load(weight_part(source, part), companion_P)
             created_P = self._store(new, value_P, weight_part(target, part))
             if kept is not None and created_P is not None and kept is not companion:
-                write_slice(kept, part, created_P, self._copies)
+                write_slice(kept, part, created_P, self.states.copies)
             del companion_P, value_P, created_P
         self._replace(state, kept)
 
@@ -105,16 +103,16 @@ class WeightMove:
         """Write a value for the first time; return its companion."""
         if codec.companion_dtype is not None or codec.in_place:
             return codec.create(value_P, weight)
-        codec.store(value_P, weight, None, nearest=self._nearest)
+        codec.store(value_P, weight, None, nearest=self.nearest)
         return None
 
     def _replace(self, state: ParameterState, kept: Stored | None) -> None:
         if isinstance(state.companion, TierTensor) and kept is not state.companion:
-            self._copies.release(state.companion.buffer)
+            self.states.copies.release(state.companion.buffer)
         state.companion = kept
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, unit: str) -> Stored:
-        return new_stored(shape, dtype, self._master, TensorClass.MASTER, unit, self._copies)
+        return new_stored(shape, dtype, self.master, TensorClass.MASTER, unit, self.states.copies)
 
 
 def _are_alike(old: WeightFormat, new: WeightFormat, source: StoredWeight, target: StoredWeight) -> bool:

@@ -73,13 +73,13 @@ class MatrixSlot:
         return view, _MatrixWidening(self, stored, view)
 
 
+@dataclass(eq=False, slots=True)
 class _MatrixWidening:
     """Brings the values of one coded matrix to the place that all share."""
 
-    def __init__(self, slot: MatrixSlot, stored: StoredWeight, view: Tensor) -> None:
-        self._slot = slot
-        self._stored = stored
-        self._view = view
+    _slot: MatrixSlot
+    _stored: StoredWeight
+    _view: Tensor
 
     @torch.no_grad()
     def __call__(self) -> None:
