@@ -1,7 +1,6 @@
 """Turn frozen dataclasses into plain JSON values, canonical JSON, a digest, or TOML.
 
-The rule a reader must not break: whatever is written here, ``hybridtrain.config.decode`` reads back to an
-equal object, and equal objects have equal digests.
+Whatever is written here, ``hybridtrain.config.decode`` reads back to an equal object; equal objects have equal digests.
 """
 
 import json

@@ -8,7 +8,6 @@ B batch, T sequence, D width, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,13 +21,8 @@ from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import BlockModel, Documents
 from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Of a group of micro-batches through the held blocks."""
-
-    group: range
-    is_backward: bool = False
+_Pass = tuple[range, bool]
+"""A group of micro-batches that pass the held blocks, and whether backward."""
 
 
 class Executor(ModelRun):
@@ -78,17 +72,17 @@ class Executor(ModelRun):
         passes = self._passes(groups)
         calls = on_block_done is not None
         self.weights.plan_visits(
-            [visit for passed in passes for visit in self._visits(passed, calls=calls and passed.group is groups[-1])]
+            [visit for passed in passes for visit in self._visits(passed, calls=calls and passed[0] is groups[-1])]
         )
         losses: list[Tensor] = []
         visits: dict[range, StepVisit] = {}
         with self.transfer.keyed_random():
-            for passed in passes:
-                if passed.is_backward:
-                    visits.pop(passed.group).backward()
+            for group, is_backward in passes:
+                if is_backward:
+                    visits.pop(group).backward()
                     continue
-                visits[passed.group] = StepVisit(self, work, passed.group, is_last=passed.group is groups[-1])
-                losses += visits[passed.group].forward()
+                visits[group] = StepVisit(self, work, group, is_last=group is groups[-1])
+                losses += visits[group].forward()
         self.copies.finish_sends()
         return losses
 
@@ -144,19 +138,20 @@ class Executor(ModelRun):
         size = 1 if self.plan.schedule is Schedule.HORIZONTAL else self.plan.visit_micro_batches or count
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def _passes(self, groups: Sequence[range]) -> list[Pass]:
+    def _passes(self, groups: Sequence[range]) -> list[_Pass]:
         """Return forward and backward passes in order: one of each in turn, the first stages some groups ahead."""
         ahead = min(self._stages_after, len(groups))
-        passes = [Pass(group) for group in groups[:ahead]]
+        passes = [(group, False) for group in groups[:ahead]]
         for number, group in enumerate(groups):
-            passes += [Pass(other) for other in groups[number + ahead : number + ahead + 1]]
-            passes.append(Pass(group, is_backward=True))
+            passes += [(other, False) for other in groups[number + ahead : number + ahead + 1]]
+            passes.append((group, True))
         return passes
 
-    def _visits(self, passed: Pass, *, calls: bool) -> Iterator[Visit]:
+    def _visits(self, passed: _Pass, *, calls: bool) -> Iterator[Visit]:
         """Yield the blocks in the order in which ``StepVisit`` asks for them; ``calls``: ``on_block_done`` is."""
-        for wave in self.waves(passed.group):
-            if not passed.is_backward:
+        group, is_backward = passed
+        for wave in self.waves(group):
+            if not is_backward:
                 yield from _whole(self.part.blocks)
                 continue
             for segment in reversed(self.segments):

@@ -16,12 +16,10 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather under way, whose memory is held here until compute waits for it."""
+    """An all-gather under way, number ``op`` of the link; ``rows`` (world, n) are held until compute waits for it."""
 
     op: int
-    """Its number on the link's lane."""
     rows: Tensor
-    """What it fills, (world, n)."""
     end: Callable[[], None]
 
 

@@ -160,13 +160,12 @@ def has_room_for_threads(count: int = 1) -> bool:
 
 @dataclass(slots=True)
 class TierBuffer:
-    """Bytes of one purpose on a tier."""
+    """Bytes of one purpose on a tier, without content in a dry run."""
 
     placement: Placement
     num_bytes: int
     tensor_class: TensorClass
     content: Bytes | None
-    """None in a dry run."""
     last_store: "Ticket | None" = None
     """The newest copy into the buffer; what reads it must wait for that."""
 
