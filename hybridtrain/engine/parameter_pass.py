@@ -75,12 +75,9 @@ class _Task:
     """What a pass brings of parameters, and does with it."""
 
     work: Callable[[Operands], None]
+    settings: PassSettings
     reads: bool
     """Stored weights are fetched; without it a slot holds what is stored in it alone."""
-    seed: int
-    uses_extra: bool
-    writes_extra: bool
-    writes_weights: bool = True
     second_names: Sequence[str] = ()
     """Of state that is brought where there is no update, which needs all."""
     update: Update | None = None
@@ -92,7 +89,7 @@ class _Task:
 
     def extra_slots(self, state: ParameterState) -> Sequence[StateSlot]:
         """Return the extra state that is brought."""
-        return state.extra if self.uses_extra else ()
+        return state.extra if self.settings.uses_extra else ()
 
     def pieces(self, entry: Entry, part: slice) -> list[Piece]:
         """Return gradient, state, extra state, then the companion, as far as they are needed."""
@@ -100,14 +97,16 @@ class _Task:
         pieces = [] if entry.grad is None else [Piece(entry.grad, part, writes=False)]
         slots = (slot for slot in self.slots(state) if slot.is_elementwise)
         pieces += [piece for slot in slots for piece in slot.pieces(part, writes=self.update is not None)]
-        pieces += [piece for slot in self.extra_slots(state) for piece in slot.pieces(part, writes=self.writes_extra)]
+        pieces += [
+            piece for slot in self.extra_slots(state) for piece in slot.pieces(part, writes=self.settings.writes_extra)
+        ]
         if state.companion is not None:
-            pieces.append(Piece(state.companion, part, writes=self.writes_weights))
+            pieces.append(Piece(state.companion, part, writes=self.settings.writes_weights))
         return pieces
 
     def written(self, state: ParameterState) -> None:
         """Say that what was brought to be changed has values."""
-        for slot in (*(state.slots if self.update else ()), *(state.extra if self.writes_extra else ())):
+        for slot in (*(state.slots if self.update else ()), *(state.extra if self.settings.writes_extra else ())):
             slot.is_fresh = False
 
 
@@ -153,10 +152,9 @@ class ParameterPass:
         """
         has_hook, update = settings.hook is not None, Update(self._states, self._optimizer, settings)
         chosen = self.units if units is None else units
-        task = _Task(
-            work=update.of_slice, reads=self._states.formats.reads_weight, seed=settings.seed, uses_extra=has_hook,
-            writes_extra=has_hook, update=update, grads=grads,
-        )  # fmt: skip
+        needs = PassSettings(uses_extra=has_hook, writes_extra=has_hook, seed=settings.seed)
+        reads = self._states.formats.reads_weight
+        task = _Task(work=update.of_slice, settings=needs, reads=reads, update=update, grads=grads)
         slot_bytes = (
             self._states.streamed_bytes(entry.state, height) + grads.streamed_bytes(unit.name, entry.index, height)
             for unit in chosen
@@ -184,14 +182,10 @@ class ParameterPass:
             if settings.writes_weights:
                 write(weight, self._observer, nearest=settings.rounds_to_nearest)
 
-        task = _Task(
-            work=visited,
-            # A slot that is not written anew must hold what is stored afterwards.
-            reads=self._states.formats.reads_weight or settings.reads_stored or not settings.writes_weights,
-            seed=settings.seed, uses_extra=settings.uses_extra, writes_extra=settings.writes_extra,
-            writes_weights=settings.writes_weights,
-            second_names=optimizer.second_moment_names if settings.reads_second_moment else (),
-        )  # fmt: skip
+        # A slot that is not written anew must hold what is stored afterwards.
+        reads = self._states.formats.reads_weight or settings.reads_stored or not settings.writes_weights
+        names = optimizer.second_moment_names if settings.reads_second_moment else ()
+        task = _Task(work=visited, settings=settings, reads=reads, second_names=names)
         slot_bytes = (
             piece_bytes(task.pieces(entry, next(self._parts(task, entry))[0]))
             for unit in self.units
@@ -219,7 +213,7 @@ class ParameterPass:
     def _acquired(self, task: _Task, unit: Unit) -> list[Entry]:
         """Return a unit's parameters; moments that never were are made only where someone looks at them."""
         wants_moments = task.update is not None or bool(task.second_names)
-        if wants_moments or task.uses_extra:
+        if wants_moments or task.settings.uses_extra:
             states = self._states.acquire(unit, wants_moments=wants_moments)
         else:
             states = self._states.settled(unit.name)
@@ -317,18 +311,18 @@ class ParameterPass:
                 if item.unit is not current:
                     self._write_back(task, current)
                     current = item.unit
-                    self._copies.transfer.seed(random_key(task.seed, self._numbers[current.name]))
+                    self._copies.transfer.seed(random_key(task.settings.seed, self._numbers[current.name]))
                     stored = self._weights.acquire_stored(current.name, current.tensors, reads=task.reads)
                     weights = [self._shards.own_weight(weight) for weight in stored]
                 if item.key:
-                    self._copies.transfer.seed(random_key(task.seed, self._numbers[item.unit.name], *item.key))
+                    self._copies.transfer.seed(random_key(task.settings.seed, self._numbers[item.unit.name], *item.key))
                 item.work(weights, tensors)
             del item, tensors
         self._write_back(task, current)
 
     def _write_back(self, task: _Task, unit: Unit | None) -> None:
         """Say that a unit's weights were changed, once all ranks have what each of them changed."""
-        if unit is None or not task.writes_weights:
+        if unit is None or not task.settings.writes_weights:
             return
         if self._shards.cuts_state and not self._weights.is_cut(unit.name):
             with self._observer.region(Stage.UPDATE, unit.name):
@@ -352,12 +346,12 @@ class ParameterPass:
         weights = self._weights.host_parts(unit.name)
         if weights is not None:
             with _disable_current_modes():
-                torch.default_generator.manual_seed(random_key(task.seed, self._numbers[unit.name]))
+                torch.default_generator.manual_seed(random_key(task.settings.seed, self._numbers[unit.name]))
                 for entry in entries:
                     task.work(self._on_host_memory(task, unit.name, entry, weights[entry.index]))
         for entry in entries:
             task.written(entry.state)
-        if task.writes_weights:
+        if task.settings.writes_weights:
             self._weights.refresh(unit.name, done)
 
     def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Operands:
