@@ -314,7 +314,7 @@ class Trainer(PlanEngine):
 
     @torch.no_grad()
     def _factor(self, norm: Tensor | None) -> Tensor | None:
-        """Return what gradients of this norm, loss scale included, are multiplied with; None: they stay as they are."""
+        """Return the factor for gradients of this norm, loss scale included; None: they stay as they are."""
         if norm is None:
             return None
         limit, scale = self.config.optimizer.max_grad_norm, self.loss_scale

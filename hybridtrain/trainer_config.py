@@ -46,7 +46,7 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """What a run does about a step whose loss or gradients are no numbers, or whose loss leaps."""
+    """Reactions to a step whose loss or gradients are no finite numbers, or whose loss leaps."""
 
     on_nan: Literal["stop", "skip", "roll_back"] = "stop"
     """skip: nothing of the batch is applied, it is left out; roll_back: to the last checkpoint, without that batch."""

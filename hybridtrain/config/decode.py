@@ -278,7 +278,7 @@ def _choices(hint: object) -> tuple[object, ...]:
 
 
 def describe_hint(hint: object) -> str:
-    """Return what an annotation allows, in words."""
+    """Describe the values that an annotation allows."""
     if isinstance(hint, type) and hint in _SCALARS:
         return _SCALARS[hint][0]
     if choices := _choices(hint):

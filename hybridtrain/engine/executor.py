@@ -116,7 +116,7 @@ class Executor(ModelRun):
         return loss
 
     def _hidden(self, token_ids_BT: Tensor, documents: Documents | None) -> Tensor:
-        """Return what the held blocks make of tokens, after it was given to the next stage if there is one."""
+        """Return the output of the held blocks, after it was sent to the next stage if there is one."""
         self.weights.plan_visits([*_whole(self.part.blocks)])
         if self.part.has_embedding:
             hidden_BTD = self.model.embedding(token_ids_BT, documents)
@@ -169,7 +169,7 @@ def _whole(blocks: Iterable[int]) -> Iterator[Visit]:
 
 
 def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:
-    """Return what decides which boundaries are kept, where, and of which size."""
+    """Return the settings that decide which boundaries are kept, where, and of which size."""
     return plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.schedule
 
 

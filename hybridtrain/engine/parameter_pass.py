@@ -35,13 +35,13 @@ from hybridtrain.virtual_gpu.repeated_work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """What a pass outside of updates needs and changes."""
+    """Inputs and outputs of a pass outside of updates."""
 
     reads_second_moment: bool = False
     uses_extra: bool = True
     writes_extra: bool = False
     reads_stored: bool = False
-    """What is stored of the weights is needed itself, whatever its format."""
+    """Stored weights are needed themselves, whatever their format."""
     loads_values: bool = True
     """Without it only what is stored is read and written."""
     writes_weights: bool = True
@@ -72,7 +72,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What a pass brings of parameters, and does with it."""
+    """Work of a pass on slices of parameters, and the tensors it needs."""
 
     work: Callable[[Operands], None]
     settings: PassSettings
@@ -105,14 +105,14 @@ class _Task:
         return pieces
 
     def written(self, state: ParameterState) -> None:
-        """Say that what was brought to be changed has values."""
+        """Mark the written state as initialized."""
         for slot in (*(state.slots if self.update else ()), *(state.extra if self.settings.writes_extra else ())):
             slot.is_fresh = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What is worked on at a time."""
+    """One unit of work."""
 
     unit: Unit
     work: Callable[[Sequence[StoredWeight], Sequence[Tensor]], None]
@@ -321,7 +321,7 @@ class ParameterPass:
         self._write_back(task, current)
 
     def _write_back(self, task: _Task, unit: Unit | None) -> None:
-        """Say that a unit's weights were changed, once all ranks have what each of them changed."""
+        """Write back a unit's changed weights, once all ranks have the ranges that others changed."""
         if unit is None or not task.settings.writes_weights:
             return
         if self._shards.cuts_state and not self._weights.is_cut(unit.name):

@@ -95,7 +95,7 @@ class Update:
         )
 
     def key(self, entry: Entry, count: int) -> Hashable:
-        """Return what decides all that the update of a slice does but values; None: a hook may do as it likes."""
+        """Return the key of equal updates of a slice; None where a hook may do as it likes."""
         return None if self._hook else (self._step(entry), count, entry.state.companion is None)
 
     def of_slice(self, operands: Operands) -> None:

@@ -24,7 +24,7 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
 
 class Holds(Enum):
-    """What a slot holds of a block that is cut among ranks."""
+    """Content of a slot whose block is cut among ranks."""
 
     ROW = 0
     """Nothing but the row of this rank."""
@@ -125,7 +125,7 @@ class BlockPlaces:
                 self._copies.wait(ticket)
 
     def forget(self, block: int | None = None) -> None:
-        """Say that what is stored of a block below the device was replaced; None: of all."""
+        """Invalidate the slot of a block whose stored weights were replaced; None: all slots."""
         for slot in self._slots:
             if block in {None, slot.block}:
                 slot.block = None
@@ -162,7 +162,7 @@ class BlockPlaces:
         return slot
 
     def load_to_change(self, visit: Visit) -> list[StoredWeight]:
-        """Return what is stored of each parameter of a block, to be changed in place before ``write_back``."""
+        """Return the stored tensors of a block by parameter, to be changed in place before ``write_back``."""
         slot = self.load(visit, Holds.OWN)
         if slot.leaving is not None:  # it is about to change
             self._copies.wait(slot.leaving)
@@ -182,11 +182,11 @@ class BlockPlaces:
         slot.leaving = self._copies.store(slot.flat if slot.row is None else slot.row, self._buffers[block])
 
     def host_parts(self, block: int) -> list[StoredWeight] | None:
-        """Return what is stored of each parameter of a block in host memory; None in a dry run."""
+        """Return the stored tensors of a block in host memory, by parameter; None in a dry run."""
         return host_parts(self.layout, self._buffers[block])
 
     def changed_on_host(self, block: int, changed: Ticket) -> None:
-        """Say that what is stored of a block in host memory changes until ``changed``."""
+        """Note that the host changes the stored weights of a block until ``changed``."""
         self._buffers[block].last_store = changed
         self.forget(block)
 
@@ -235,7 +235,7 @@ class BlockPlaces:
 
 
 def host_parts(layout: StoredLayout, buffer: TierBuffer) -> list[StoredWeight] | None:
-    """Return what is stored of each parameter in a buffer of host memory; None in a dry run."""
+    """Return the stored tensors in a buffer of host memory, by parameter; None in a dry run."""
     if buffer.content is None:
         return None
     assert isinstance(buffer.content, HostBytes), "the processor works on host memory"

@@ -136,7 +136,7 @@ class CopyEngine:
         self.transfer.wait(ticket.event)
 
     def host_work(self, num_bytes: int, after: Sequence[Ticket | None]) -> Ticket:
-        """Say that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
+        """Note that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
         tickets = [ticket for ticket in after if ticket is not None]
         for ticket in tickets:
             self.transfer.synchronize(ticket.event)

@@ -166,7 +166,7 @@ class Int8Codes:
 
     @property
     def name(self) -> str:
-        """Of the format in a saved state."""
+        """Of the format in a checkpoint."""
         return f"int8{'' if self.is_symmetric else '_affine'}{'_tensor' if self.of_tensor else ''}"
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
@@ -267,7 +267,7 @@ class Typed(Protocol):
 
 
 StoredWeight = tuple[Tensor, ...]
-"""What is stored of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
+"""Stored tensors of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
 
 
 class WeightFormat:

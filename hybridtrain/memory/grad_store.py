@@ -96,7 +96,7 @@ class GradStore:
                 total.add_(grad)
 
     def finish_visit(self, unit: str, *, is_last: bool) -> None:
-        """Say that a visit of ``unit`` has ended; after the last one of the step its gradients are complete."""
+        """End a visit of ``unit``; after the last one of the step its gradients are complete."""
         if is_last and self._folds:
             self._grads[unit] = self._sums.pop(unit)
         elif is_last and self._shards.sums and self._grads[unit]:

@@ -241,7 +241,7 @@ def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what a call returns.
+    """Call, for so long at most.
 
     It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
 

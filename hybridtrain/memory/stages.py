@@ -26,7 +26,7 @@ class Stages(Shards):
         """Trained parameters of each stage."""
 
     def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what any rank names of all parameters."""
+        """Return the parameters that any rank names."""
         named = self.group.gather_numbers([float(name in names) for name in self._names])
         count = len(self._names)
         return tuple(name for index, name in enumerate(self._names) if any(named[index::count]))

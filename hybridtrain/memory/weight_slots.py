@@ -48,7 +48,7 @@ class StoredLayout:
         return [tuple(next(rest) for _ in range(count)) for count in self.counts]
 
     def views(self, flat: Tensor) -> list[StoredWeight]:
-        """Return what is stored of each parameter in ``flat``."""
+        """Return the stored tensors of each parameter in ``flat``."""
         return self.grouped(self.layout.views(flat))
 
 

@@ -51,7 +51,7 @@ class WeightMirror:
             self._copies.wait(self._copies.store(tensor, self._buffer, field.offset))
 
     def parts(self) -> list[StoredWeight] | None:
-        """Return what is stored of each parameter, in host memory; None in a dry run."""
+        """Return the stored tensors in host memory, by parameter; None in a dry run."""
         return host_parts(self._layout, self._buffer)
 
     def refresh(self, changed: Ticket) -> None:
@@ -113,13 +113,13 @@ class WeightStore:
         return self._shards.cuts_weights and self._waits_below(unit)
 
     def stored_tensors(self, unit: str, parameters: Sequence[nn.Parameter]) -> list[tuple[Stored, ...]]:
-        """Return what is stored of each parameter where it lives, for saving and loading."""
+        """Return the stored tensors of each parameter where they live, for checkpoints."""
         if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
         return self._places.stored(block_number(unit))
 
     def reload(self) -> None:
-        """Say that what is stored was replaced: slots hold nothing, host copies are made anew."""
+        """Note that stored weights were replaced: invalidate slots, copy to the host anew."""
         self._places.forget()
         self._forget_values()
         for mirror in self._mirrors.values():
@@ -163,7 +163,7 @@ class WeightStore:
         return self._model.blocks[block]  # a ModuleList's item
 
     def acquire_stored(self, unit: str, parameters: Sequence[nn.Parameter], *, reads: bool) -> list[StoredWeight]:
-        """Return what is stored of each trained parameter of a unit, on the device, to be changed in place."""
+        """Return the stored tensors of each trained parameter of a unit, on the device, to be changed in place."""
         if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
         return self._places.load_to_change(Visit(block_number(unit), reads))
@@ -177,29 +177,29 @@ class WeightStore:
         return [(parameter.data,) for _, parameter in unit.frozen]
 
     def write_frozen(self, unit: Unit) -> None:
-        """Say that frozen parameters got their values."""
+        """Write back frozen parameters."""
         self._forget_values(block_number(unit.name))
         self._places.write_back(block_number(unit.name))
 
     def initialized(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Say that what is stored of a unit got its first values."""
+        """Write back the first values of a unit, and copy them to the host where it updates."""
         self.write_back(unit)
         if self._updates_on_host and not self._waits_below(unit):
             weights = self.acquire_stored(unit, parameters, reads=True)
             self._mirrors[unit] = WeightMirror(unit, weights, self._copies)
 
     def write_back(self, unit: str) -> None:
-        """Say that what is stored of a unit was changed on the device."""
+        """Write back the stored weights of a unit, changed on the device."""
         if not self._is_frozen:
             self._forget_values(block_number(unit))
             self._places.write_back(block_number(unit))
 
     def host_parts(self, unit: str) -> list[StoredWeight] | None:
-        """Return what is stored of each parameter in host memory, where an update on the host works; None if dry."""
+        """Return the stored tensors of each parameter in host memory, for updates there; None in a dry run."""
         return self._places.host_parts(block_number(unit)) if self._waits_below(unit) else self._mirrors[unit].parts()
 
     def refresh(self, unit: str, changed: Ticket) -> None:
-        """Say that what is stored in host memory changes until ``changed``; the device is brought up to date."""
+        """Bring the device up to date with stored weights that the host changes until ``changed``."""
         if not self._is_frozen:
             self._forget_values(block_number(unit))
         if self._waits_below(unit):
@@ -233,7 +233,7 @@ class WeightStore:
         return [(view, None) for view in self._values.views(place.flat)]
 
     def _forget_values(self, block: int | None = None) -> None:
-        """Say that what is stored of a block changes; None: of all."""
+        """Invalidate the widened values of a block; None: of all."""
         for slot in self._value_slots:
             if block in {None, slot.block}:
                 slot.block = None

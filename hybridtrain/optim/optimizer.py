@@ -1,4 +1,4 @@
-"""What an optimizer is: the state it keeps of a parameter, and the update of a slice. P elements of a slice.
+"""Base of optimizers: the state of a parameter, and the update of a slice. P elements of a slice.
 
 Where state and weights live and how they are stored is the memory plan's business: an optimizer loads float32 values,
 changes them and stores them back, and so runs resident, streamed or on the host, in any format.
@@ -16,7 +16,7 @@ from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an optimizer may want to know of a parameter."""
+    """Place and shape of a parameter, for an optimizer."""
 
     shape: tuple[int, ...]
     in_block: bool
@@ -110,11 +110,11 @@ class Optimizer:
         return 0.0
 
     def correction(self, number: int) -> float:  # noqa: ARG002
-        """Return what the second moment is divided by after ``number`` updates."""
+        """Return the divisor of the second moment after ``number`` updates."""
         return 1.0
 
     def step_hook(self, number: int, total_steps: int) -> "StepHook | None":  # noqa: ARG002
-        """Return what is done to every slice after its update, beside the update; None: nothing."""
+        """Return the work on every slice right after its update; None: none."""
         return None
 
 

@@ -223,7 +223,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """Return what is allowed, in words."""
+        """Describe the allowed values."""
         if isinstance(self.default, bool):
             return "true or false"
         if type(self.default) is str:
@@ -481,7 +481,7 @@ def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
 
 
 def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, object], tuple[Codec, object]]:
-    """Return what is kept of matrices and of vectors, and how its ranges are taken."""
+    """Return the codec of exact values of matrices and of vectors, and how ranges are taken."""
     exact: tuple[Codec, object] = (Codec.FLOAT32, None)
     has_master = plan.master.codec is not Codec.ABSENT
     is_int8 = plan.weight.codec is Codec.INT8_BLOCKS
