@@ -33,7 +33,7 @@ def ranges_of(count: int, shares: int) -> list[slice]:
 
 
 def overlap(part: slice, own: slice) -> tuple[slice, slice]:
-    """Return the overlap of ``part`` and ``own``: as a range within the first, and within the second; empty if nothing."""
+    """Return the overlap of two ranges: as a range within the first, and within the second; empty if there is none."""
     start, stop = max(part.start, own.start), min(part.stop, own.stop)
     stop = max(start, stop)
     return slice(start - part.start, stop - part.start), slice(start - own.start, stop - own.start)
