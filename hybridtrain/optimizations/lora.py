@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.plan.memory_plan import AdapterScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +18,7 @@ class Lora(Optimization):
     """
 
     kind: ClassVar[str] = "lora"
+    PATHS: ClassVar = {name: f"adapter_{name}" for name in ("rank", "alpha", "scaling", "dropout", "magnitude")}
 
     rank: int = 16
     """Rows of the thin matrices: what they can learn grows with it, and what is trained."""
@@ -44,10 +44,6 @@ class Lora(Optimization):
         refuse(broken(rules))
 
     def claims(self) -> Iterable[Claim]:
-        """Return the claims on what is trained."""
-        yield Claim("adapter_rank", self.rank)
-        yield Claim("adapter_alpha", float(self.alpha))
-        yield Claim("adapter_scaling", AdapterScaling(self.scaling))
-        yield Claim("adapter_dropout", float(self.dropout))
+        """Yield the claims on what is trained."""
+        yield from Optimization.claims(self)
         yield Claim("adapter_targets", ",".join(self.targets))
-        yield Claim("adapter_magnitude", self.magnitude)

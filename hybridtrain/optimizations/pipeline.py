@@ -1,10 +1,8 @@
 """Pipeline parallelism: the blocks of a model one after the other on several cards (1811.06965, 1806.03377)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization
 
 
@@ -17,6 +15,7 @@ class Pipeline(Optimization):
     """
 
     kind: ClassVar[str] = "pipeline"
+    PATHS: ClassVar = {"stages": "pipeline_stages"}
 
     stages: int = 2
     """As many as there are ranks; each has at least one block."""
@@ -24,7 +23,3 @@ class Pipeline(Optimization):
     def __post_init__(self) -> None:
         if not 2 <= self.stages <= 2**16:
             raise ValueError(f"stages: {self.stages} must be from 2 to {2**16}; drop the optimization instead")
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claim on the stages."""
-        yield Claim("pipeline_stages", self.stages)

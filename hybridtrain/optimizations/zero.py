@@ -1,11 +1,9 @@
 """ZeRO: what every rank would hold alike is cut among them (Rajbhandari et al., 1910.02054)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.config.rules import broken, refuse
-from hybridtrain.plan.claim import Claim
 from hybridtrain.plan.compose import Optimization
 
 
@@ -18,6 +16,7 @@ class Zero(Optimization):
     """
 
     kind: ClassVar[str] = "zero"
+    PATHS: ClassVar = {"stage": "zero_stage", "prefetch": "zero_prefetch"}
 
     stage: int = 2
     """1: optimizer state and master. 2: gradients too, once they are summed. 3: weights of streamed blocks too."""
@@ -31,8 +30,3 @@ class Zero(Optimization):
             f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0": may_prefetch,
         }
         refuse(broken(rules))
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claims on the stage, and on what is gathered ahead."""
-        yield Claim("zero_stage", self.stage)
-        yield Claim("zero_prefetch", self.prefetch)

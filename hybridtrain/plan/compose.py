@@ -7,7 +7,7 @@ from typing import ClassVar
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, check_settings, setting_claims
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, PlanValue, resolve
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan, PhasePlan, PlanValue, resolve
 from hybridtrain.plan.placement import Placement
 
 
@@ -23,6 +23,8 @@ class Optimization:
     """The setting whose 0 says in a plan that there is no such optimization."""
     CELLS: ClassVar[Mapping[str, PlanValue]] = {}
     """Values that it always claims, by path."""
+    PATHS: ClassVar[Mapping[str, str]] = {}
+    """Paths of fields that have other names than what they claim."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -30,6 +32,7 @@ class Optimization:
     def claims(self) -> Iterable[Claim]:
         """Yield the cells and settings this optimization asks for."""
         yield from (Claim(path, value) for path, value in self.CELLS.items())
+        yield from (Claim(path, SETTINGS[path].read(getattr(self, name))) for name, path in self.PATHS.items())
         yield from setting_claims(self)
 
 
