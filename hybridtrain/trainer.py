@@ -270,7 +270,7 @@ class Trainer(PlanEngine):
         """Run the step's forward and backward pass for the norm of its gradients; same random numbers, same sums."""
         grads = self.executor.grads
         while True:
-            losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.discard(unit.name))
+            losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.take(unit.name))
             norm = grads.norm()
             if not self._has_overflowed(norm):
                 break
@@ -284,7 +284,7 @@ class Trainer(PlanEngine):
 
             def look(unit: Unit) -> None:
                 layers.extend(grads.non_finite([unit.name]))
-                grads.discard(unit.name)
+                grads.take(unit.name)
 
             self._run_backward(batches, number, on_block_done=look)
             error.layers = (*layers, *grads.non_finite())

@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -239,9 +239,7 @@ class _Decoder:
         chosen = presets[name] if isinstance(name, str) else {}
         return {**chosen, **{key: item for key, item in value.items() if key != "preset"}}
 
-    def _check_keys(
-        self, cls: type, known: Mapping[str, Field[object]], value: Mapping[str, object], path: str
-    ) -> None:
+    def _check_keys(self, cls: type, known: Mapping[str, object], value: Mapping[str, object], path: str) -> None:
         """Note unknown keys, and a ``kind`` that is not the one of this class."""
         tag = tag_of(cls)
         if tag is not None and "kind" in value:

@@ -16,9 +16,8 @@ from hybridtrain.engine.model_run import ModelRun
 from hybridtrain.engine.step import StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, StepVisit, StepWork
 from hybridtrain.memory.block_places import Visit
-from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models.block_model import BlockModel, Documents
+from hybridtrain.models.block_model import Documents
 from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 
 _Pass = tuple[range, bool]
@@ -28,22 +27,13 @@ _Pass = tuple[range, bool]
 class Executor(ModelRun):
     """Runs forward and backward passes of one model under one plan; gradients end up in ``grads``."""
 
-    def __init__(
-        self, model: BlockModel, weights: WeightStore, plan: PhasePlan, shards: Shards, *, wants_norm: bool
-    ) -> None:
-        super().__init__(model, weights, plan, shards, wants_norm=wants_norm)
-        self._stages_after = 0 if self.part.is_whole else self.copies.group.world - 1 - self.copies.group.rank
-        """Of a pipeline; the last one has the head."""
-        self._served = plan
-        """Plan that gradients and boundaries are stored by: the last one with backward passes."""
-
     def enter(self, plan: PhasePlan, weights: WeightStore, *, runs_backward: bool) -> None:
         """Go on under another plan, between two steps; without backward passes the stores for them are left alone."""
         self.plan, self.weights = plan, weights
         self.arrange(plan)
         if not runs_backward:
             return
-        before, self._served = self._served, plan
+        before, self.served = self.served, plan
         if _boundary_storage(before) != _boundary_storage(plan):
             self.boundaries.release()
             self.boundaries = self.new_boundaries()
@@ -140,7 +130,8 @@ class Executor(ModelRun):
 
     def _passes(self, groups: Sequence[range]) -> list[_Pass]:
         """Return forward and backward passes in order: one of each in turn, the first stages some groups ahead."""
-        ahead = min(self._stages_after, len(groups))
+        ranks = self.copies.group
+        ahead = 0 if self.part.is_whole else min(ranks.world - 1 - ranks.rank, len(groups))  # the last has the head
         passes = [(group, False) for group in groups[:ahead]]
         for number, group in enumerate(groups):
             passes += [(other, False) for other in groups[number + ahead : number + ahead + 1]]

@@ -46,6 +46,8 @@ class ModelRun:
         self.segments: list[range] = []
         """Blocks that are recomputed together."""
         self.arrange(plan)
+        self.served = plan
+        """Plan that gradients and boundaries are stored by: the last one with backward passes."""
         self.boundaries = self.new_boundaries()
         self.grads = self.new_grads()
 

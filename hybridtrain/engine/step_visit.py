@@ -128,7 +128,7 @@ def differentiate_tied_weight(
     return grad_VD
 
 
-BlockDone = Callable[[Unit], None]
+BlockDone = Callable[[Unit], object]
 
 
 def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool = False) -> DeviceBatch:
@@ -395,9 +395,7 @@ class StepVisit:
             run.grads.accumulate(unit.name, ())
             return
         with run.observer.region(Stage.BACKWARD, unit.name):
-            grads = list(
-                torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))
-            )
+            grads = [*torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))]
             if run.trains_tied:
                 grads[0] = self._tied_grad(micro_batch).add_(grads[0])
             run.grads.accumulate(unit.name, grads)

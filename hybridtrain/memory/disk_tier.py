@@ -64,18 +64,16 @@ class DiskFile:
         with _explained(self.where, "closing the file"):
             self._file.close()
 
-    def _move(
-        self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: Tensor, action: str
-    ) -> None:
-        """Repeat ``call`` until all of ``memory`` has been moved; each may do less than it is asked for."""
+    def _move(self, call: Callable[[int, list[memoryview], int], int], offset: int, data: Tensor, action: str) -> None:
+        """Repeat ``call`` until all of ``data`` has been moved; each may do less than it is asked for."""
         if self._file.closed:
             raise DiskTierError(f"{self.where}: the file is closed; use it before it or its arena is closed.")
-        if offset < 0 or offset + memory.nbytes > self.num_bytes:
+        if offset < 0 or offset + data.nbytes > self.num_bytes:
             raise ValueError(
-                f"{self.where}: bytes {offset} to {offset + memory.nbytes} are not inside the file; allowed: 0 to "
+                f"{self.where}: bytes {offset} to {offset + data.nbytes} are not inside the file; allowed: 0 to "
                 f"{self.num_bytes}; allocate a larger file."
             )
-        view = memory.view(-1).view(torch.uint8).numpy().data
+        view = data.view(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
             start = offset + done

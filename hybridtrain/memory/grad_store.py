@@ -63,9 +63,7 @@ class GradStore:
         for stored in self._away.pop(unit, ()):
             grad = self._copies.empty(stored.shape, stored.dtype, TensorClass.GRAD, unit)
             self._grads[unit].append(grad)
-            self._arriving[unit].append(
-                self._copies.fetch(grad, stored.buffer, stored.offset, after=[self._copies.mark()])
-            )
+            self._arriving[unit].append(self._copies.fetch(grad, stored.buffer, stored.offset, [self._copies.mark()]))
 
     def accumulate(self, unit: str, grads: Sequence[Tensor]) -> None:
         """Add one micro-batch's gradients; the first ones are kept as they are, not copied."""
@@ -155,13 +153,9 @@ class GradStore:
         return self._shards.agree_on(names, everything)
 
     def take(self, unit: str) -> list[Stored]:
-        """Return the gradients of ``unit`` and forget them; raises ``KeyError`` when there are none."""
+        """Return the gradients of ``unit`` and forget them, not their norm; raises ``KeyError`` when there are none."""
         held: list[Stored] = list(self._away.pop(unit)) if unit in self._away else list(self._grads.pop(unit))
         return held if self._shards.cuts_grads else [self._own(grad) for grad in held]
-
-    def discard(self, unit: str) -> None:
-        """Forget the gradients of ``unit``; their norm stays known."""
-        self.take(unit)
 
     def streamed_bytes(self, unit: str, index: int, num_elements: int) -> int:
         """Return the bytes of ``num_elements`` of a gradient in a slot of a stream; 0 when it waits on the device."""

@@ -61,9 +61,7 @@ class TierAccount:
 
     def by_class(self, placement: Placement) -> dict[TensorClass, int]:
         """Return the live bytes of each class that holds any."""
-        return {
-            tensor_class: size for (place, tensor_class), size in self._by_class.items() if place is placement and size
-        }
+        return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
 class Bytes(Protocol):

@@ -218,9 +218,7 @@ class WeightStore:
             self._matrix_slot = MatrixSlot(self.codes, WeightSlot.new(self._copies, size, "values.0").flat)
             return
         size = self._values.num_bytes
-        self._value_slots = [
-            WeightSlot.new(self._copies, size, f"values.{number}") for number in range(plan.max_active_layers)
-        ]
+        self._value_slots = [WeightSlot.new(self._copies, size, f"values.{i}") for i in range(plan.max_active_layers)]
 
     def _give_memory(self, block: int) -> list[Values]:
         """Make the place where a block is stored; return what its parameters are bound to."""

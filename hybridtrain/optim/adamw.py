@@ -53,12 +53,10 @@ class AdamWConfig(Optimizer):
         first.store(first_P)
         second.store(second_P)
 
-    def _update_rounded(
-        self, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice], step: UpdateStep
-    ) -> None:
+    def _update_rounded(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
         """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
-        for part in parts(grad_P.numel()):
-            part_P = grad_P if part == slice(0, grad_P.numel()) else grad_P[part]
+        for part in parts(grad.numel()):
+            part_P = grad if part == slice(0, grad.numel()) else grad[part]
             (m_codes, m_scale), (v_codes, v_scale) = (moment.part(part).stored for moment in state)
             adamw_int8_rounded_(
                 weight_part(weight.stored, part), part_P, (m_codes, m_scale, v_codes, v_scale), lr=step.lr,

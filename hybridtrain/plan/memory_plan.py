@@ -127,9 +127,7 @@ class PhasePlan:
     optim_state: Cell = setting(
         Cell(), "Moments.", placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS)
     )
-    boundary: Cell = setting(
-        Cell(), "Block inputs kept for the backward pass.", placements=tuple(Placement), codecs=_FLOATS
-    )
+    boundary: Cell = setting(Cell(), "Block inputs kept for the backward.", placements=tuple(Placement), codecs=_FLOATS)
     compute_dtype: Codec = setting(Codec.FLOAT32, "Element type of forward and backward arithmetic.", codecs=_FLOATS)
     recompute_every: int = setting(0, "Blocks per kept boundary, the rest is recomputed; 0: all is kept.", least=0)
     kept_blocks: int = setting(0, "Last blocks whose activations are kept where the others' are recomputed.", least=0)
