@@ -122,9 +122,8 @@ class Update:
         for entry, value, grad in zip(entries, values, grads, strict=True):
             for part in parts(value.numel(), RESIDENT_SLICE_ELEMENTS) if self._hook is not None else ():
                 weight = WeightSlice(ExactWeight(), (value.view(-1)[part],), None)
-                state, extra = (
-                    [whole_slice(slot).part(part) for slot in slots] for slots in (entry.state.slots, entry.state.extra)
-                )
+                state = [whole_slice(slot).part(part) for slot in entry.state.slots]
+                extra = [whole_slice(slot).part(part) for slot in entry.state.extra]
                 self._hooked(weight, grad.view(-1)[part], state, extra, part, step)
         for entry, value, companion in zip(entries, values, companions, strict=True):
             storage.store(value, weights[entry.index], companion)

@@ -149,10 +149,8 @@ class StateStore:
             created_P = storage.create(value_P, weight_part(weight, part))
             if created_P is not None:
                 if companion is None:
-                    place = self._plan.master.placement
-                    companion = new_stored(
-                        self._shape(parameter), created_P.dtype, place, TensorClass.MASTER, unit, self.copies
-                    )
+                    shape, place = self._shape(parameter), self._plan.master.placement
+                    companion = new_stored(shape, created_P.dtype, place, TensorClass.MASTER, unit, self.copies)
                 found, kept = overlap(part, self.shards.own(parameter.numel()))
                 if kept.stop > kept.start:
                     write_slice(companion, kept, created_P[found], self.copies)

@@ -142,24 +142,16 @@ class PhasePlan:
     max_active_layers: int = setting(2, "Streamed blocks on the device at a time, those on the way included.", least=1)
     prefetch_distance: int = setting(1, "Blocks fetched ahead of the one at work; below max_active_layers.", least=0)
     resident_layers: int = setting(0, "Blocks whose weights stay on the device where the others' do not.", least=0)
-    widen_by: WidenBy = added(
-        WidenBy.BLOCK, "Coded weights are widened by block, once a visit, or by matrix: less memory, in both passes."
-    )
+    widen_by: WidenBy = added(WidenBy.BLOCK, "block: coded weights are widened once a visit; matrix: less memory.")
     static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
     symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
-    dynamic_range: DynamicRange = added(
-        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a matrix."
-    )
+    dynamic_range: DynamicRange = added(DynamicRange.GROUP, "Elements of an int8 range: group, 256; tensor, a matrix.")
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
-    attention: Attention = added(
-        Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops."
-    )
+    attention: Attention = added(Attention.FLASH, "flash: never holds the scores of all pairs; unfused: plain ops.")
     linear: LinearKind = added(
         LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."
     )
-    zero_stage: int = added(
-        0, "Cut among ranks: 1 state and master, 2 gradients too, 3 streamed weights too; 0: nothing.", least=0, most=3
-    )
+    zero_stage: int = added(0, "Cut among ranks: 1 state, 2 gradients too, 3 weights too; 0: none.", least=0, most=3)
     zero_prefetch: int = added(0, "Blocks whose cut weights are gathered ahead of the one at work.", least=0)
     pipeline_stages: int = added(1, "Stages of the model, a rank each; 1: no pipeline.", least=1, most=2**16)
     history_codec: Codec = added(
