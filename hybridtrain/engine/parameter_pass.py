@@ -29,8 +29,8 @@ from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from hybridtrain.memory.tier_tensor import SliceStream, Stored, TierTensor, piec
 from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 RESIDENT_SLICE_ELEMENTS = 1 << 24
 """Elements updated at a time where nothing is streamed and fp32 temporaries are needed: 64 MiB each."""

@@ -20,7 +20,7 @@ from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.weight_slots import StoredLayout
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class Holds(Enum):

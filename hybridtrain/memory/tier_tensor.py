@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 ALIGNMENT = 512
 """Bytes; torch's CUDA allocator and vectorised kernels ask for as much."""

@@ -31,7 +31,7 @@ from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.widening import set_widening
 from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice, WidenBy, suited
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMirror:

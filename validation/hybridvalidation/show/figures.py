@@ -20,7 +20,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.judge.roll_up import Row as TargetRow
