@@ -21,10 +21,12 @@ from hybridvalidation.guide.models import architectures, ways
 from hybridvalidation.guide.settings import file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.results import Results
 from hybridvalidation.troubles import troubles_page
 
 ROOT = Path(__file__).parents[1]
-FILES, RESULTS = ScenarioFiles(ROOT / "scenarios"), ROOT / "results"
+RESULTS = ROOT / "results"
+RECORDED = Results(ScenarioFiles(ROOT / "scenarios"), RESULTS)
 CACHE = ROOT / "build" / "guide"
 FUNCTIONS = {
     "architectures": architectures,
@@ -82,7 +84,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         example = EXAMPLE.search(text)
         assert example is not None, f"{place}: a technique's page needs a ```toml example"
         step = cached(step_table, place.stem, example.group(1))
-        text += "\n" + technique_sections(place.stem, step, FILES, RESULTS)
+        text += "\n" + technique_sections(place.stem, step, RECORDED)
     up = "../" * (len(place.parts) - 1)
     return re.sub(r"\]\((?:\.\./)+results/", f"]({up}results/", text)
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hybridvalidation.show.figures import Figures, filled
 
 from hybridtrain.config.aliases import KINDS, OPTIONS
 from hybridvalidation.guide.departures import DEFAULTS, Default, defaults_table, names_table
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.figures import Figures, filled
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/departures.md"

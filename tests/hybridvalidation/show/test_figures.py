@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hybridvalidation.show.figures import Figures, filled
 
 from hybridtrain.errors import ConfigError
 from hybridvalidation.cli.main import main
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.figures import Figures, filled
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hybridvalidation.show.kinds import Page, Plot, Section, kinds_in
+from hybridvalidation.show.pictures import write_plots
 
 from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.record import Record
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.show.kinds import Page, Plot, Section, kinds_in
-from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.report import report_text
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, made_by
 from tiny_runs import SCENARIO, record

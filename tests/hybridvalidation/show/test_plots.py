@@ -3,6 +3,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hybridvalidation.show.pictures import write_plots
+from hybridvalidation.show.plots import timeline
+from hybridvalidation.show.plots.peak import PLOT, plot_peak
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -18,9 +21,6 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario
-from hybridvalidation.show.pictures import write_plots
-from hybridvalidation.show.plots import timeline
-from hybridvalidation.show.plots.peak import PLOT, plot_peak
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(

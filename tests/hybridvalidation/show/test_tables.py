@@ -2,6 +2,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hybridvalidation.show.sections.measured import measured_table
+from hybridvalidation.show.sections.memory import class_table, outcome_lines, phase_table
+from hybridvalidation.show.sections.summary import summary_table
 
 from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, Workload
@@ -25,9 +28,6 @@ from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
-from hybridvalidation.show.sections.measured import measured_table
-from hybridvalidation.show.sections.memory import class_table, outcome_lines, phase_table
-from hybridvalidation.show.sections.summary import summary_table
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, verdict_table
 from tiny_models import GPT2_UNTIED
 

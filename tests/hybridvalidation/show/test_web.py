@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hybridvalidation.show.charts import memory, timeline
+from hybridvalidation.show.drawing import Drawing
+from hybridvalidation.show.kinds import Chart, PageChart, kinds_in
 from plotly.graph_objects import Figure
 
 from hybridtrain.dry_runs import dry_run
@@ -20,9 +23,6 @@ from hybridvalidation.records.stack_run import Timeline
 from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.charts import memory, timeline
-from hybridvalidation.show.drawing import Drawing
-from hybridvalidation.show.kinds import Chart, PageChart, kinds_in
 from hybridvalidation.show.web import site
 from hybridvalidation.show.web.environment import environment_text
 from hybridvalidation.show.web.markdown import render
