@@ -15,14 +15,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hybridvalidation import guide, recommend
+from hybridtrain.diagnoses import troubles_page
+from hybridvalidation import guide
 from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import architectures, ways
 from hybridvalidation.guide.settings import file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.results import Results
-from hybridvalidation.troubles import troubles_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -49,7 +49,7 @@ EXAMPLE = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 @cache
 def program() -> bytes:
     """Return a digest of what dry runs depend on."""
-    folders = (ROOT / "hybridtrain", ROOT / "kernels", Path(guide.__file__).parent, Path(recommend.__file__).parent)
+    folders = (ROOT / "hybridtrain", ROOT / "kernels", Path(guide.__file__).parent)
     digest = sha256()
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".toml"}):
         digest.update(path.read_bytes())

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hybridvalidation.show.figures import Figures, filled
 
 from hybridtrain.config.aliases import KINDS, OPTIONS
 from hybridvalidation.guide.departures import DEFAULTS, Default, defaults_table, names_table
+from hybridvalidation.guide.figures import Figures, filled
 from hybridvalidation.scenario_files import ScenarioFiles
 
 ROOT = Path(__file__).parents[3]

@@ -15,6 +15,7 @@ from statistics import median
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.guide.departures import defaults_table, names_table
@@ -28,7 +29,6 @@ from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import stale_pages
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import method_figures
 from hybridvalidation.study.ladder.equivalence import Finding, Judged
 from hybridvalidation.study.ladder.quality import all_judged
@@ -80,14 +80,14 @@ class Figures(Results):
         return recommendations(self)
 
     def ladder(self, rung: str, word: str) -> str:
-        """Return of a model size of the quality ladder its parameters, or how many configurations have which verdict."""
+        """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
         judged = [found for found in self._ladder if found.comparison.rung.name == rung]
         number = Counter(found.finding for found in judged)
-        told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}  # type: ignore[misc]
+        told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}
         return _chosen(word, {"size": lambda: format_count(judged[0].comparison.size[0]), **told})
 
     def arms(self, rung: str, *names: str) -> str:
-        """Return the smallest and the largest mean difference of loss of some configurations at a model size, in nats."""
+        """Return the smallest and the largest mean difference of loss of configurations at a model size, in nats."""
         means = [
             found.comparison.interval.mean
             for found in self._ladder

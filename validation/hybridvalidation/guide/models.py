@@ -3,12 +3,11 @@
 from tabulate import tabulate
 
 from hybridtrain.models.hf_config import hf_architectures
+from hybridtrain.reports.fit_report import fit_command
+from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.card import FitVerdict
-from hybridvalidation.recommend.fit_command import fit_command
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table
-from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.ladder.quality import told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}

@@ -1,7 +1,7 @@
 """What a picture shows, whatever library draws it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, floor, log10
 from typing import Literal
 
@@ -70,7 +70,7 @@ class View:
     """Shaded values of x."""
     has_diagonal: bool = False
     """A line where x and y are equal, with a band of 5 % around it."""
-    labels: Mapping[str, tuple[float, str]] = {}
+    labels: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     """Words at the end of a category's bar, with the bar's length: for who cannot point at it."""
     only_page: bool = False
     """Left out of the PNG where it has another view."""
@@ -78,7 +78,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One picture: a PNG has a panel for each view, a page of HTML shows the view that is chosen, the first at first."""
+    """One picture: a PNG has a panel for each view, a page of HTML shows the chosen one."""
 
     name: str
     """Unlike those of the page's other pictures; letters, digits and dashes."""

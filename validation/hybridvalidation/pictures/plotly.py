@@ -35,7 +35,8 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
         marker["opacity"] = list(series.opacity)
     trace: dict[str, Any] = {
         **_MARKS[series.mark], "name": series.name, "x": _rounded(series.x, series.digits),
-        "y": _rounded(series.y, series.digits), "hovertemplate": f"{place}<br>{series.name}: {shown}{notes}<extra></extra>",
+        "y": _rounded(series.y, series.digits),
+        "hovertemplate": f"{place}<br>{series.name}: {shown}{notes}<extra></extra>",
     }  # fmt: skip
     if series.mark == "area":
         trace |= {"line": {"width": 0.5, "color": series.color, "shape": "hv"}, "fillcolor": series.color}

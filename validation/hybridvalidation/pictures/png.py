@@ -1,8 +1,8 @@
 """A picture as a PNG beside a page of Markdown."""
 
-from collections.abc import Sequence
 from io import BytesIO
 from textwrap import fill
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -32,16 +32,24 @@ def figure_of(picture: Picture) -> Figure:
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         size = (_WIDTH_INCHES, min(_MOST_INCHES, 0.7 + sum(heights)))
         figure = Figure(figsize=size, layout="constrained")
-        column: Sequence[Axes] = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
-        named: list[str] = []
+        has_areas = any(series.mark == "area" for view in shown.values() for series in view.series)
+        column: list[Axes] = list(figure.subplots(
+            len(shown), 1, squeeze=False, height_ratios=heights, sharey=has_areas
+        )[:, 0])  # fmt: skip
+        named: set[str] = set()
         for axes, (name, view) in zip(column, shown.items(), strict=True):
             _draw(axes, view)
             if title := view.title or (name if len(shown) > 1 else ""):
                 axes.set_title(title, fontsize=10, loc="left")
-            handles, labels = axes.get_legend_handles_labels()
-            if len(labels) > 1 and labels != named:  # panels with the same series need one legend
-                axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False)
-                named = labels
+            if has_areas and axes is not column[-1]:
+                axes.set_xlabel("")
+            found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+            new = {label: handle for label, handle in found.items() if label not in named}
+            if new and len(found) > 1:
+                axes.legend(
+                    new.values(), new, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False
+                )  # fmt: skip
+                named |= {*new}
         left_out = f"; not shown, for they do not fit: {', '.join(absent)}" if absent else ""
         title = fill(f"{picture.title} ({picture.evidence}{left_out})", int(_LETTERS_PER_INCH * _WIDTH_INCHES))
         figure.suptitle(title, fontsize=11)
@@ -56,7 +64,7 @@ def _inches(view: View, count: int) -> float:
 
 def _draw(axes: Axes, view: View) -> None:
     bases: dict[str | float, float] = {}
-    places = {name: place for place, name in enumerate(view.y.names or view.x.names)}
+    places: dict[Any, int] = {name: place for place, name in enumerate(view.y.names or view.x.names)}
     areas = [series for series in view.series if series.mark == "area"]
     if areas:
         axes.stackplot(
@@ -69,12 +77,14 @@ def _draw(axes: Axes, view: View) -> None:
         elif series.mark == "line":
             axes.plot(series.x, series.y, color=series.color, marker="o", label=series.name)
         elif series.mark == "point":
-            y = [places.get(value, value) for value in series.y]  # type: ignore[call-overload]
-            ends = [[float(x) - low for x, low in zip(series.x, series.low, strict=True)],
-                    [high - float(x) for x, high in zip(series.x, series.high, strict=True)]]  # fmt: skip
+            y = [places.get(value, value) for value in series.y]
+            ends = [
+                (float(x) - low, high - float(x))
+                for x, low, high in zip(series.x, series.low, series.high, strict=False)
+            ]
             axes.errorbar(
-                series.x, y, xerr=ends if series.low else None, color=series.color, alpha=0.8, capsize=4, markersize=5,
-                fmt=_MARKERS[series.symbol % len(_MARKERS)], label=series.name,
+                series.x, y, xerr=list(zip(*ends, strict=True)) or None, color=series.color, alpha=0.8, capsize=4,
+                markersize=5, fmt=_MARKERS[series.symbol % len(_MARKERS)], label=series.name,
             )  # fmt: skip
     for line in view.lines:
         draw = axes.axvline if line.axis == "x" else axes.axhline
@@ -82,26 +92,27 @@ def _draw(axes: Axes, view: View) -> None:
     if view.band is not None:
         axes.axvspan(*view.band, color="#009e73", alpha=0.15, linewidth=0)
     if view.has_diagonal:
-        ends = diagonal_ends(view)
-        axes.plot(ends, ends, color="#444444", linewidth=0.8)
-        low, high = ([share * end for end in ends] for share in (0.95, 1.05))
-        axes.fill_between(ends, low, high, color="#eeeeee", zorder=0, label="within 5 %")
+        line_ends = diagonal_ends(view)
+        axes.plot(line_ends, line_ends, color="#444444", linewidth=0.8)
+        low, high = ([share * end for end in line_ends] for share in (0.95, 1.05))
+        axes.fill_between(line_ends, low, high, color="#eeeeee", zorder=0, label="within 5 %")
     _axes(axes, view)
 
 
 def _bars(
-    axes: Axes, view: View, series: Series, number: int, places: dict[str, int], bases: dict[str | float, float]
+    axes: Axes, view: View, series: Series, number: int, places: dict[Any, int], bases: dict[str | float, float]
 ) -> None:
     is_lying = bool(view.y.names)
     sizes, names = (series.x, series.y) if is_lying else (series.y, series.x)
     width = 0.8 / (len(view.series) if view.is_grouped else 1)
     shift = (number - (len(view.series) - 1) / 2) * width if view.is_grouped else 0.0
     starts = [bases.get(name, 0.0) for name in names]
-    where = [places[str(name)] + shift for name in names]
-    bars = (axes.barh if is_lying else axes.bar)(
-        where, [float(size) for size in sizes], width, **{"left" if is_lying else "bottom": starts},
-        color=series.color, label=series.name,
-    )  # fmt: skip
+    where = [places[name] + shift for name in names]
+    values, look = [float(size) for size in sizes], dict[str, Any](color=series.color, label=series.name)
+    if is_lying:
+        bars = axes.barh(where, values, width, left=starts, **look)
+    else:
+        bars = axes.bar(where, values, width, bottom=starts, **look)
     for bar, opacity in zip(bars, series.opacity, strict=False):
         bar.set_alpha(opacity)
     if not view.is_grouped:
@@ -114,9 +125,9 @@ def _axes(axes: Axes, view: View) -> None:
     if not view.y.names:
         return
     axes.set_ylim(len(view.y.names) - 0.5, -0.5)
-    edge = axes.get_xlim()[1]
+    low, edge = axes.get_xlim()
     for name, (end, words) in view.labels.items():
-        is_cut = end > 0.92 * edge
+        is_cut = end > low + 0.92 * (edge - low)
         axes.annotate(
             f" {words} ", (min(end, edge), view.y.names.index(name)), ha="right" if is_cut else "left", va="center",
             fontsize=9,

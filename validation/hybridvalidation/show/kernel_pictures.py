@@ -26,7 +26,8 @@ def kernel_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
         views[op] = View(
             series=[
                 Series(
-                    name=name, color=color, unit="us", digits=1, x=[us for provider, _, us in timed if provider == name],
+                    name=name, color=color, unit="us", digits=1,
+                    x=[us for provider, _, us in timed if provider == name],
                     y=[case for provider, case, _ in timed if provider == name],
                 )
                 for name, color in colors.items()

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.reports.tables import write_page
 from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.tables import write_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,7 @@ def rebuild(files: ScenarioFiles, names: Sequence[str], folder: Path) -> list[Pa
     results = Results(files, folder)
     pages: Iterable[Page] = all_pages(results)
     if names:
-        elsewhere, quality = results.elsewhere, results.quality
-        pages = (scenario_page(results.run(name), results.targets, elsewhere, quality) for name in names)
+        pages = (scenario_page(results.run(name), results) for name in names)
     return [path for page in pages for path in page.write(folder)]
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.metrics import accuracy_retention
 from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View, rounded_gib
-from hybridvalidation.records.stack_run import MemoryFigures, Timeline
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 
@@ -20,7 +20,7 @@ _CLASSES = tuple(TensorClass(name) for name in list(CLASS_COLORS)[: len(TensorCl
 _LARGEST_SHARE = 1.5
 """Of what is there; bars are cut off above, lest they squeeze those that fit."""
 _LEAST_SHOWN_GIB = 0.1
-"""Less on the host is the batch on its way, and needs no picture."""
+"""Less on the host is the batch on its way, and needs no bar."""
 _MOST_POINTS = 1200
 """More than a screen has columns."""
 
@@ -43,11 +43,11 @@ def _peak(run: ScenarioRun, stacks: Stacks) -> Picture:
     card, host = run.scenario.card.resolve(), run.rank_host
     on_card = [_on_card(memory, card.context_bytes) for _, memory in stacks]
     views = {"on the card": _bars(stacks, on_card, card.memory_bytes, card.name.removeprefix("NVIDIA GeForce "))}
-    if any(to_gib(memory.host_peak_bytes) >= _LEAST_SHOWN_GIB for _, memory in stacks):
+    offloaded = [(stack, memory) for stack, memory in stacks if to_gib(memory.host_peak_bytes) >= _LEAST_SHOWN_GIB]
+    if offloaded:
         limit = None if host.memory_gib is None else int(host.tensor_bytes)
-        of_rank = " of a rank" if run.scenario.world > 1 else ""
-        on_host = [_on_host(memory) for _, memory in stacks]
-        views[f"in host memory{of_rank}"] = _bars(stacks, on_host, limit, "host memory for tensors")
+        place = f"in host memory{' of a rank' if run.scenario.world > 1 else ''}"
+        views[place] = _bars(offloaded, [_on_host(memory) for _, memory in offloaded], limit, "host memory for tensors")
     told = ". ".join(
         f"GiB {place}: " + ", ".join(f"{stack} {words}" for stack, (_, words) in view.labels.items())
         + "".join(f"; {line.text}" for line in view.lines)
@@ -74,6 +74,7 @@ def _on_host(memory: MemoryFigures) -> dict[str, int]:
 def _bars(stacks: Stacks, parts: Sequence[Mapping[str, int]], limit_bytes: int | None, limit: str) -> View:
     names = [stack for stack, _ in stacks]
     totals = [to_gib(sum(sizes.values())) for sizes in parts]
+    card = [] if limit_bytes is None else [Line(at=to_gib(limit_bytes), text=f"{limit}: {to_gib(limit_bytes):.2f} GiB")]
     ceiling = float("inf") if limit_bytes is None else _LARGEST_SHARE * to_gib(limit_bytes)
     return View(
         series=[
@@ -85,11 +86,10 @@ def _bars(stacks: Stacks, parts: Sequence[Mapping[str, int]], limit_bytes: int |
             if any(sizes[part] > 0 for sizes in parts)
         ],
         x=Axis(title="GiB", range=(0, ceiling) if max(totals) > ceiling else None), y=Axis(names=names),
-        lines=[] if limit_bytes is None else [Line(at=to_gib(limit_bytes), text=f"{limit}: {to_gib(limit_bytes):.2f} GiB")],
+        lines=card,
         labels={
             stack: (total, f"{total:.1f}{'' if memory.fits else ' (does not fit)'}")
             for (stack, memory), total in zip(stacks, totals, strict=True)
-            if total >= _LEAST_SHOWN_GIB
         },
     )  # fmt: skip
 
@@ -195,7 +195,8 @@ def _speed(_run: ScenarioRun, stacks: Stacks) -> Picture:
     series = [
         Series(
             name=name, color=color, unit="tokens/s", digits=0, y=[stack for stack, _ in of_group],
-            x=[memory.tokens_per_s for _, memory in of_group], notes=[f"{memory.bound}-bound" for _, memory in of_group],
+            x=[memory.tokens_per_s for _, memory in of_group],
+            notes=[f"{memory.bound}-bound" for _, memory in of_group],
         )
         for name, (color, fits) in groups.items()
         if (of_group := [(stack, memory) for stack, memory in ranked if memory.fits is fits])

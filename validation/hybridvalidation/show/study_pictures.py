@@ -25,7 +25,7 @@ _HOW = "executed on the CPU; bars: 95 % interval over paired seeds"
 
 def study_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
     """Return the picture of every study that has one, by the page's name."""
-    found = {}
+    found: dict[str, Sequence[Picture]] = {}
     for study in results.studies():
         made = read_study(results.folder, study.name)
         picture = (_factors if study.largest_harm_pct is None else _harm)(study, made) if made else None
@@ -35,7 +35,7 @@ def study_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
 
 def ladder_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
     """Return the picture of every ladder that has one, by the page's name."""
-    found = {}
+    found: dict[str, Sequence[Picture]] = {}
     for name in ladder_names(results.files.folder):
         made = read_ladder(results.folder, name)
         picture = _sizes(read_ladder_file(results.files.folder, name), made) if made else None
@@ -61,7 +61,8 @@ def _harm(study: StudyFile, made: Made) -> Picture | None:
     found = [harm for harm in harms(study, made) if harm.percents]
     bound = study.largest_harm_pct or 0.0
     series = Series(
-        name="one seed", mark="point", color=COLORS[0], unit="%", x=[value for harm in found for value in harm.percents],
+        name="one seed", mark="point", color=COLORS[0], unit="%",
+        x=[value for harm in found for value in harm.percents],
         y=[harm.method.name for harm in found for _ in harm.percents],
     )  # fmt: skip
     view = View(

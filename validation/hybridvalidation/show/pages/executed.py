@@ -5,13 +5,12 @@ from statistics import median
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.pictures.picture import Axis, Picture, Series, View
 from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source
-from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table
-from hybridvalidation.show.tables import MARKDOWN, made_by
 
 _HEADERS = (
     "model", "stack", "tokens/step", "steps", "loss", "step s", "dry run equals execution", "device GiB", "host GiB",
@@ -127,8 +126,9 @@ def _picture(runs: Sequence[ExecutedRun]) -> Picture:
     )  # fmt: skip
 
 
-def _pages(results: Results) -> Iterator[Page]:
-    newest = list({run.key: run for run in read_executed(results.records)}.values())
+def executed_pages(runs: Sequence[ExecutedRun]) -> Iterator[Page]:
+    """Yield the page of the newest run of each subject; nothing without runs."""
+    newest = list({run.key: run for run in runs}.values())
     if newest:
         parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
         parts += [part for run in newest for part in _of_run(run)]
@@ -136,4 +136,4 @@ def _pages(results: Results) -> Iterator[Page]:
         yield Page(name="executed", group="Evidence", text=text, pictures=[_picture(newest)])
 
 
-SOURCE = Source(order=10, pages=_pages)
+SOURCE = Source(order=10, pages=lambda results: executed_pages(read_executed(results.records)))

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from hybridvalidation.faults.record import FaultRecord, read_faults
+from hybridtrain.reports.tables import MARKDOWN, table
+from hybridvalidation.records.faults import FaultRecord, read_faults
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table
-from hybridvalidation.show.tables import MARKDOWN, made_by
 
 _HOW = (
     "Executed on the processor, the newest run of each campaign. Failed: a traceback, a hang, a signal, "

@@ -4,17 +4,18 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from statistics import stdev
 
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.peers.figures import PeerFigures, Row, read_peer_records, rows_of
 from hybridvalidation.peers.scenario import PeerScenario, read_peers
 from hybridvalidation.peers.table import peer_table, versions_lines
 from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, Series, View, colored
 from hybridvalidation.recorded.planned import recipe_errors
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.tables import MARKDOWN, made_by
 
 _HOW = (
     "Planned: the engine's own trainer, run for two steps on a virtual card; nothing was computed and no card was "

@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridvalidation.judge.case import Decider, Metric
+from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfilerRecord, read_profiled
 from hybridvalidation.scenario import Target
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table
 
 TARGET = "profiler-overhead"
 _HEADERS = (

@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import GB
 from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
 from hybridvalidation.recorded.command import score_table
 from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, scores
 from hybridvalidation.recorded.source import Role, read_sources
 from hybridvalidation.recorded.source import Source as PublishedSource
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table_with_notes
-from hybridvalidation.show.tables import MARKDOWN, made_by
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "

@@ -1,9 +1,11 @@
 """A scenario's page: what fits, where the memory goes, what it costs in quality, what was stated."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tabulate import tabulate
 
+from hybridtrain.planning.figures import MemoryFigures
+from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridtrain.virtual_gpu.roofline import efficiency_of
@@ -11,17 +13,14 @@ from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
-from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere
+from hybridvalidation.judge.tables import joint_table, verdict_table
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import Target
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results
 from hybridvalidation.show.scenario_pictures import scenario_pictures
-from hybridvalidation.show.table import table
-from hybridvalidation.show.tables import MARKDOWN, fits_cell, joint_table, made_by, verdict_table
-from hybridvalidation.study.ladder.quality import NO_QUALITY, Quality
+from hybridvalidation.study.ladder.quality import Quality
 
 _PLANNED: Mapping[str, Callable[[MemoryFigures], str]] = {
     "device GiB": lambda memory: f"{to_gib(memory.device_used_bytes):.2f}",
@@ -62,13 +61,7 @@ def headline(run: ScenarioRun) -> str:
     )
 
 
-def report_text(
-    run: ScenarioRun,
-    targets: Mapping[str, Target],
-    style: str,
-    elsewhere: Elsewhere = NOWHERE_ELSE,
-    quality: Quality = NO_QUALITY,
-) -> str:
+def report_text(run: ScenarioRun, results: Results, style: str) -> str:
     """Return headline, tables and sentences of a scenario, for a terminal or as Markdown."""
     is_markdown = style == MARKDOWN
     sections: dict[str, Sequence[str]] = {
@@ -76,8 +69,8 @@ def report_text(
         "Where the memory goes, GiB allocated at the peak (planned)": [class_table(run, style)],
         "Phase by phase through a cycle, GiB allocated at the peak (planned)": [phase_table(run, style)],
         "Planned / measured under the card's cap": [measured_table(run, style)],
-        "What it costs in quality, on small models": _quality(run, quality, style),
-        "Stated targets": _targets(run, targets, elsewhere, style),
+        "What it costs in quality, on small models": _quality(run, results.quality, style),
+        "Stated targets": _targets(run, results, style),
     }
     outcomes = [f"{'- ' if is_markdown else ''}{line}" for line in outcome_lines(run)]
     parts = [f"{'# ' if is_markdown else ''}{headline(run)}"]
@@ -89,10 +82,10 @@ def report_text(
     return "\n\n".join([*parts, made_by((kind, record) for (kind, _), record in sorted(run.records.items()))])
 
 
-def scenario_page(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere, quality: Quality) -> Page:
+def scenario_page(run: ScenarioRun, results: Results) -> Page:
     """Return a scenario's page with its pictures."""
     name, pictures = run.scenario.name, scenario_pictures(run)
-    text = f"{report_text(run, targets, MARKDOWN, elsewhere, quality)}\n\n## Pictures\n\n{png_links(name, pictures)}"
+    text = f"{report_text(run, results, MARKDOWN)}\n\n## Pictures\n\n{png_links(name, pictures)}"
     return Page(name=name, group="Scenarios", text=text, pictures=pictures)
 
 
@@ -234,18 +227,13 @@ def _quality(run: ScenarioRun, quality: Quality, style: str) -> list[str]:
     return [tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True), _HOW_QUALITY] if rows else []
 
 
-def _targets(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere, style: str) -> list[str]:
+def _targets(run: ScenarioRun, results: Results, style: str) -> list[str]:
     """Return verdicts: those about the scenario together, those about single stacks one by one."""
     if not run.scenario.targets:
         return []
-    joint = judge_jointly(run, targets, elsewhere)
+    joint = judge_jointly(run, results.targets, results.elsewhere)
     together = [] if joint is None else [joint.sentence, joint_table(joint, style), _TOGETHER]
-    return [*together, verdict_table(judge_all(run, targets, elsewhere), style)]
+    return [*together, verdict_table(judge_all(run, results.targets, results.elsewhere), style)]
 
 
-def _pages(results: Results) -> Iterator[Page]:
-    for run in results.runs():
-        yield scenario_page(run, results.targets, results.elsewhere, results.quality)
-
-
-SOURCE = Source(order=0, pages=_pages)
+SOURCE = Source(order=0, pages=lambda results: (scenario_page(run, results) for run in results.runs()))

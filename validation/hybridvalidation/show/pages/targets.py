@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
-from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
+from hybridvalidation.judge.time_error import LEAST_WAITING
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
@@ -14,8 +16,6 @@ from hybridvalidation.kernel_bench.table import judge_kernels
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.pages.profiler import judge_profiler
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.table import table_with_notes
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import judge_study
 from hybridvalidation.study.ladder.equivalence import Finding
 from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict
