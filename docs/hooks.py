@@ -17,9 +17,8 @@ from mkdocs.structure.pages import Page
 
 from hybridtrain.diagnoses import troubles_page
 from hybridvalidation import guide
-from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import architectures, ways
-from hybridvalidation.guide.settings import file_settings, optimizers
+from hybridvalidation.guide.reference import commands, file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.results import Results

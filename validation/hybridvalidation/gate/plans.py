@@ -104,8 +104,8 @@ def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: O
     begin, fresh = time.perf_counter(), dict[str, StackRun]()
     longest_first = sorted(jobs.values(), key=lambda job: -took.get(job.key, 0))
     with progress_bar(longest_first, desc="plan", unit="run", shown=order.progress) as bar:
-        for job, run in plan_all(longest_first, processes=order.processes):
-            fresh[job.key] = run
+        for job, planned in plan_all(longest_first, processes=order.processes):
+            fresh[job.key] = planned
             bar.set_postfix_str(f"{job.scenario} {job.stack.name}")
             bar.update()
     seconds = time.perf_counter() - begin

@@ -1,7 +1,5 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
 
-from tabulate import tabulate
-
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
@@ -17,7 +15,7 @@ _ABOUT_OTHERS = {"hybrid", "techniques"}
 def architectures() -> str:
     """Return the architectures of Hugging Face folders that are read, and the families that they are here."""
     rows = [[f"`{name}`", family] for name, family in hf_architectures().items()]
-    return tabulate(rows, headers=["`architectures` in config.json", "family"], tablefmt=MARKDOWN)
+    return table(["`architectures` in config.json", "family"], rows, MARKDOWN)
 
 
 def recommendations(results: Results) -> str:
@@ -44,7 +42,7 @@ def recommendations(results: Results) -> str:
         "parameters, card", "stack", "tokens per step", "device GiB", "host GiB", "tokens/s (bottleneck)",
         "loss above float32's, executed small",
     ]  # fmt: skip
-    return tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+    return table(headers, rows, MARKDOWN)
 
 
 def ways(model: str, card: str, host_memory: str = "64GiB") -> str:

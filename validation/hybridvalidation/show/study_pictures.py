@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from hybridvalidation.judge.statistics import Interval
-from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View
+from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View, intervals
 from hybridvalidation.show.results import Results
 from hybridvalidation.study.figures import method_figures
 from hybridvalidation.study.harm import harms
@@ -45,10 +44,10 @@ def ladder_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
 
 def _factors(study: StudyFile, made: Made) -> Picture | None:
     found = [figures for method in study.methods if (figures := method_figures(study, made, method.name)) is not None]
-    points = [(figures.name, figures.factor) for figures in found]
+    points = {figures.name: figures.factor for figures in found}
     view = View(
-        series=[_intervals("compute factor", points, COLORS[0], digits=2)], x=Axis(title="compute factor"),
-        y=Axis(names=[name for name, _ in points]), lines=[Line(at=1.0, text="AdamW")],
+        series=[intervals("compute factor", points, COLORS[0], digits=2)], x=Axis(title="compute factor"),
+        y=Axis(names=list(points)), lines=[Line(at=1.0, text="AdamW")],
     )  # fmt: skip
     picture = Picture(
         name="factor", title="Compute factor against AdamW", says=verdict_sentence(study, made), views={"": view},
@@ -85,12 +84,14 @@ def _sizes(ladder: LadderFile, made: LadderMade) -> Picture | None:
             if one.comparison.interval is not None
         ]
         of_finding = {
-            finding: [(row, interval) for found, row, interval in points if found is finding] for finding in _COLORS
+            finding: {row: interval for found, row, interval in points if found is finding} for finding in _COLORS
         }
         if points:
             views[f"{rung.name}, {rung.tokens_per_param:.0f} tokens per parameter"] = View(
                 series=[
-                    _intervals(finding.value, mine, _COLORS[finding]) for finding, mine in of_finding.items() if mine
+                    intervals(finding.value, mine, _COLORS[finding], digits=4)
+                    for finding, mine in of_finding.items()
+                    if mine
                 ],
                 x=Axis(title="nats per token above the compared configuration's loss"), band=(-margin, margin),
                 y=Axis(names=[row for _, row, _ in points]), lines=[Line(at=0, text="")],
@@ -101,12 +102,3 @@ def _sizes(ladder: LadderFile, made: LadderMade) -> Picture | None:
         views=views, says=ladder_sentence(ladder, made),
     )  # fmt: skip
     return picture if views else None
-
-
-def _intervals(name: str, points: Sequence[tuple[str, Interval]], color: str, *, digits: int = 4) -> Series:
-    return Series(
-        name=name, mark="point", color=color, digits=digits, x=[interval.mean for _, interval in points],
-        y=[row for row, _ in points], low=[interval.low for _, interval in points],
-        high=[interval.high for _, interval in points],
-        notes=[f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]" for _, interval in points],
-    )  # fmt: skip

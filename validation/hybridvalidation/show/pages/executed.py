@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tabulate import tabulate
-
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.pictures.picture import Axis, Picture, Series, View
@@ -43,7 +41,7 @@ def step_table(run: ExecutedRun, style: str) -> str:
         for step in run.steps
     ]  # fmt: skip
     headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    return table(headers, rows, style)
 
 
 def equality_line(run: ExecutedRun) -> str:
@@ -64,7 +62,7 @@ def rank_table(run: ExecutedRun, style: str) -> str:
         for rank in run.ranks
     ]  # fmt: skip
     headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    return table(headers, rows, style)
 
 
 def _row(run: ExecutedRun) -> list[str]:
