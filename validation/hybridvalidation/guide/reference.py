@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Final, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 
@@ -118,12 +118,13 @@ def _meanings(cls: type) -> dict[str, str]:
     return told
 
 
-def _default(field: "Field[Any]") -> str:
+def _default(field: "Field[object]") -> str:
     if field.default_factory is not MISSING:
         value = field.default_factory()
         if not value:
             return "[]" if isinstance(value, tuple) else "{}"
-        return f'kind = "{tag}"' if (tag := tag_of(type(value))) else "the table's defaults"
+        cls: type = type(value)
+        return f'kind = "{tag}"' if (tag := tag_of(cls)) else "the table's defaults"
     return "" if field.default is MISSING else _toml(field.default)
 
 

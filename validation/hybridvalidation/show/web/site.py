@@ -29,12 +29,7 @@ _TARGETS = "targets"
 
 
 def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> list[Path]:
-    """Write all pages into a folder, from records alone; nothing is run, and the folder of results stays as it is.
-
-    Args:
-        files: Scenarios, stacks, targets.
-        folder_of_results: Folder with records.
-        folder: Made if need be; files of the same names are replaced.
+    """Write all pages into a folder, made if need be, from records alone; the folder of results stays as it is.
 
     Raises:
         ConfigError: a package of the extra ``html`` is missing, or there are no records.
