@@ -93,8 +93,6 @@ class Picture:
     """What is chosen."""
     is_png: bool = False
     """Whether the Markdown page shows it."""
-    replaces: str = ""
-    """End of the name of another PNG that shows no more than this picture."""
 
 
 def colored(names: Iterable[str]) -> dict[str, str]:

@@ -69,7 +69,7 @@ def _harm(study: StudyFile, made: Made) -> Picture | None:
         lines=[Line(at=bound, text=f"registered bound: {bound:g} %")],
     )  # fmt: skip
     picture = Picture(
-        name="harm", replaces="-harm", title="Loss above AdamW's under the same circumstances", views={"": view},
+        name="harm", title="Loss above AdamW's under the same circumstances", views={"": view},
         says=verdict_sentence(study, made), evidence="executed on the CPU, one point per seed; below 0: better",
     )  # fmt: skip
     return picture if found else None
@@ -97,7 +97,7 @@ def _sizes(ladder: LadderFile, made: LadderMade) -> Picture | None:
                 y=Axis(names=[row for _, row, _ in points]), lines=[Line(at=0, text="")],
             )  # fmt: skip
     picture = Picture(
-        name="sizes", replaces=ladder.name, title="Loss of every configuration beside the one it is compared with",
+        name=f"study-{ladder.name}", title="Loss of every configuration beside the one it is compared with",
         evidence=f"{_HOW}, without correction; band: registered margin of {margin:g} nats", choice="model size",
         views=views, says=ladder_sentence(ladder, made),
     )  # fmt: skip

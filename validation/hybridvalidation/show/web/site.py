@@ -13,7 +13,7 @@ from hybridvalidation.judge.verdict import Status
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.page import Page
+from hybridvalidation.show.page import Page, png_name
 from hybridvalidation.show.pages.scenario import headline
 from hybridvalidation.show.report import all_pages
 from hybridvalidation.show.results import Results
@@ -106,17 +106,17 @@ class _Writer:
     def _render(self, page: Page) -> "Rendered":
         from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  of an extra
 
-        shown = tuple(picture.replaces or picture.name for picture in page.pictures)
+        shown = {png_name(page.name, picture) for picture in page.pictures}
         return render(page.text, lambda target: self._locate(target, shown))
 
-    def _locate(self, target: str, shown: tuple[str, ...]) -> str | None:
+    def _locate(self, target: str, shown: set[str]) -> str | None:
         """Return where a link of the Markdown leads within the folder; pictures come along, but for those shown."""
         if target.startswith(("https://", "http://", "#")):
             return target
         path = Path(target.partition("#")[0])
         if path.suffix == ".md" and path.stem in self._names:
             return f"{path.stem}.html"
-        if path.suffix == ".png" and not path.stem.endswith(shown):
+        if path.suffix == ".png" and path.name not in shown:
             kept = self._plots / path.name
             content = self._drawn.get(path.name) or (kept.read_bytes() if kept.is_file() else b"")
             if content:
