@@ -145,7 +145,7 @@ def _timeline(run: ScenarioRun, stacks: Stacks) -> Picture | None:
             series=[
                 Series(
                     name=name.value.replace("_", " "), mark="area", unit="GiB", color=CLASS_COLORS[name],
-                    x=[round(memory.timeline.times_s[index], 6) for index in kept],
+                    x=[float(f"{memory.timeline.times_s[index]:.6g}") for index in kept],
                     y=[rounded_gib(memory.timeline.by_class[name][index]) for index in kept],
                 )
                 for name in _CLASSES
