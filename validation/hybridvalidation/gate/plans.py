@@ -150,10 +150,8 @@ def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification
         return []
     count = sum(len(found.jobs) for found in plans if found.scenario.name in verified)
     newest = max(done.started_at for done in verified.values())
-    return [
-        f"{count} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}; "
-        "--verify plans them once more"
-    ]
+    told = f"{count} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}"
+    return [f"{told}; --verify plans them once more"]
 
 
 def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:
