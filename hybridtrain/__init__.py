@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hybridtrain.planning.dry_runs import dry_run as dry_run
     from hybridtrain.planning.fitting import TrainingOption as TrainingOption
     from hybridtrain.planning.fitting import fit as fit
-    from hybridtrain.planning.recommendation import recommend as recommend
+    from hybridtrain.planning.fitting import recommend as recommend
     from hybridtrain.trainer import Trainer as Trainer
     from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
     from hybridtrain.training_file import TrainFile as TrainFile
@@ -53,13 +53,12 @@ if TYPE_CHECKING:
 _NAMES = {
     "planning.candidates": ("FitRequest",),
     "planning.dry_runs": ("DryRun", "dry_run"),
-    "planning.fitting": ("TrainingOption", "fit"),
+    "planning.fitting": ("TrainingOption", "fit", "recommend"),
     "memory.transfer": ("DirectTransfer",),
     "models.find_model": ("find_model",),
     "models.model_config": ("ModelConfig", "Workload", "model_preset"),
     "plan.compose": ("compose",),
     "plan.memory_plan": ("MemoryPlan",),
-    "planning.recommendation": ("recommend",),
     "trainer": ("Trainer",),
     "trainer_config": ("TrainerConfig",),
     "training_file": ("TrainFile", "load_config"),

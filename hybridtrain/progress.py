@@ -13,12 +13,7 @@ LINE_SECONDS = 30.0
 
 
 class LineFile:
-    """Takes what a bar draws and passes on a line now and then.
-
-    Args:
-        out: Where lines go.
-        clock: Returns seconds, monotonic.
-    """
+    """Receives the drawings of a bar and writes one as a line to ``out`` now and then; ``clock`` returns seconds."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out
@@ -26,7 +21,7 @@ class LineFile:
         self._last_s = clock()
 
     def write(self, drawn: str) -> None:
-        """Pass a drawing on as a line, if the last one is long enough ago."""
+        """Write a drawing as a line, if the last one is long enough ago."""
         line = drawn.strip()
         if line and self._clock() - self._last_s >= LINE_SECONDS:
             self._last_s = self._clock()
@@ -40,12 +35,7 @@ class LineFile:
 def progress_bar(items: Sequence[T], *, shown: bool, unit: str, desc: str = "", initial: int = 0) -> "tqdm[T]":
     """Return ``items`` with a bar on standard error, or with lines where that is no terminal; nothing unless ``shown``.
 
-    Args:
-        items: What is gone through, or, for a bar that is updated by hand, anything of the same length.
-        shown: False: never.
-        unit: What one item is.
-        desc: Text before the bar.
-        initial: Items that were done before.
+    A bar that is updated by hand takes anything of the same length. ``initial`` items were done before.
     """
     is_terminal = sys.stderr.isatty()
     return tqdm(

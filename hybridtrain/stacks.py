@@ -33,9 +33,9 @@ class Stack:
     """One stack file: a named list of optimizations."""
 
     name: str
-    """What commands and tables call it."""
+    """Of commands and tables."""
     says: str
-    """What it is, in a line."""
+    """A description in a line."""
     optimizer: str = "adamw"
     """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()

@@ -62,19 +62,19 @@ class TrainFile:
     num_steps: int = 1000
     """True steps."""
     save_every: int = 200
-    """True steps between saved states; one is always written at the end."""
+    """True steps between checkpoints; one is always written at the end."""
     save_minutes: float = 30.0
     """Minutes after which a state is saved besides; 0: only by steps."""
     keep_last: int = 2
-    """Newest saved states that are kept."""
+    """Newest checkpoints that are kept."""
     keep_hourly: int = 24
-    """Hours of which one saved state is kept besides, as long as there is room."""
+    """Hours of which one checkpoint is kept besides, as long as there is room."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """What happens to a step that is no number, and to one whose loss leaps."""
+    """Action on a step that is no number, and on one whose loss spikes."""
     data: DataConfig | None = None
     """What to train on; None: what the command names."""
     eval_every: int = 0
-    """True steps between looks at what is held out; 0: one at the end, where there is a [data] table."""
+    """True steps between evaluations on held-out text; 0: one at the end, where there is a [data] table."""
     sample_prompt: str = "\n"
     """What the sample at the end begins with."""
     sample_tokens: Annotated[int, Most(2**16)] = 200
@@ -85,12 +85,8 @@ class TrainFile:
             self, ("sample_tokens", "seed", "eval_every", "keep_hourly", "save_minutes"), least=0
         )
         faults += above_most(self)
-        if (
-            self.eval_every
-            and self.data is not None
-            and self.data.validation is None
-            and not self.data.held_out_percent
-        ):
+        holds_out = self.data is None or self.data.validation is not None or self.data.held_out_percent
+        if self.eval_every and not holds_out:
             faults.append(
                 f"eval_every: {self.eval_every} needs something to validate on; set data.validation, a "
                 "data.validation_percent above 0, or eval_every = 0"
@@ -120,13 +116,16 @@ class TrainFile:
                     f"guard.on_spike: '{self.guard.on_spike}' is for plain runs, a hybrid one has a guard of its own; "
                     "set 'say'"
                 )
-            faults += _budget_faults(self.hybrid, self.seed)
+            try:
+                LossWatch(self.hybrid, self.seed, lambda _: 0.0)
+            except ValueError as error:  # the forecaster does not fit its budget
+                faults.append(f"hybrid.predictor_{error}")
         if faults:
             raise ValueError("\n".join(faults))
 
 
 def _state_faults(file: TrainFile) -> Iterator[str]:
-    """Yield a sentence unless the stack keeps what jumps, or AdEMAMix, remember of the trajectory."""
+    """Yield a fault unless the stack keeps the state that jumps, or AdEMAMix, need."""
     if file.hybrid is not None:
         owner = f"hybrid.predictor: '{file.hybrid.predictor}'"
         wanted = "slow_gradient" if file.hybrid.follows_slow else file.hybrid.predictor
@@ -136,16 +135,8 @@ def _state_faults(file: TrainFile) -> Iterator[str]:
         return
     kept = [stage.predictor for stage in file.optimizations if isinstance(stage, PredictorState)]
     if wanted not in kept:
-        found = f"that of '{kept[0]}'" if kept else "none"
+        state = f"that of '{kept[0]}'" if kept else "none"
         yield (
-            f"{owner} needs the state of predictor '{wanted}', the stack keeps {found}; set [[optimizations]] with "
+            f"{owner} needs the state of predictor '{wanted}', the stack keeps {state}; set [[optimizations]] with "
             f"kind = 'predictor_state' and predictor = '{wanted}'"
         )
-
-
-def _budget_faults(config: HybridConfig, seed: int) -> Iterator[str]:
-    """Yield a sentence unless the forecaster fits its budget."""
-    try:
-        LossWatch(config, seed, lambda _: 0.0)
-    except ValueError as error:
-        yield f"hybrid.predictor_{error}"

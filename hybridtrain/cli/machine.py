@@ -1,4 +1,4 @@
-"""Verbs that tell: names, this machine, a log."""
+"""Verbs about names, this machine and logs."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -24,8 +24,8 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
         if kind is not None and kind in extension.listings:
             answer: Answer = extension.listings[kind](common)
             return answer
-    kinds = [each for each in get_args(Kind) if each != "optimizers"] if kind is None else [kind]
-    names = {each: known_names(each, common.scenarios) for each in kinds}
+    kinds = [kind] if kind else [other for other in get_args(Kind) if other != "optimizers"]
+    names = {name: known_names(name, common.scenarios) for name in kinds}
     if kind is not None:
         about = described(kind)
         return Answer(text="\n".join(f"{n}: {about[n]}" if n in about else n for n in names[kind]), content=names)

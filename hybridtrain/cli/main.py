@@ -53,9 +53,9 @@ EXIT_CODES = (
 _TERMINATED = 143
 """By SIGTERM."""
 _AGAIN_S = 0.001
-"""Later a stop is asked for again that came in a destructor or a weak reference's callback: Python drops it there."""
+"""Delay until a signal is sent again whose exception Python dropped: in a destructor or a weak reference's callback."""
 _UNREAD = 141
-"""The verb did what it was asked, and nobody was there to read what it found; shells say so of SIGPIPE."""
+"""The answer had no reader; shells use this code for SIGPIPE."""
 _PLAIN = Parameter(negative=(), allow_repeating=True)
 """No --no-flag; of an option that is given twice the last counts."""
 APP = App(
@@ -91,14 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = 0 if answer is None else answer.show(as_json=as_json)  # None: help has been printed
             return _UNREAD if nobody_reads() and not code else code
     except KeyboardInterrupt:
-        return _show_stopped()
+        return _show_interruption()
     except BrokenPipeError:
         return _UNREAD
     except Exception as error:  # noqa: BLE001  the last resort: nobody is to see a traceback
-        stop = _stop_before(error)
-        if stop is not None:
-            return _show_stopped() if isinstance(stop, KeyboardInterrupt) else _TERMINATED
-        return _show(*(_tell(error) or _report(error, arguments)), as_json=as_json)
+        if interruption := _interruption_before(error):
+            return _show_interruption() if isinstance(interruption, KeyboardInterrupt) else _TERMINATED
+        return _show(*(_message_of(error) or _report(error, arguments)), as_json=as_json)
 
 
 @contextmanager
@@ -107,27 +106,27 @@ def _orderly_end() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, tell = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    before, report = signal.getsignal(signal.SIGTERM), sys.unraisablehook
 
-    def stop_again(lost: "sys.UnraisableHookArgs") -> None:
+    def send_again(lost: "sys.UnraisableHookArgs") -> None:
         number = _signal_of(lost.exc_value)
         if number is None:
-            tell(lost)
+            report(lost)
         while number is not None:
             try:
                 threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
-            except (KeyboardInterrupt, SystemExit) as stop:  # asked already: Python would drop it here as well
-                number = _signal_of(stop)
+            except (KeyboardInterrupt, SystemExit) as interruption:  # Python would drop it here as well
+                number = _signal_of(interruption)
             else:
                 return
 
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
-    sys.unraisablehook = stop_again
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
-        sys.unraisablehook = tell
+        sys.unraisablehook = report
         if before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, before)
 
@@ -143,19 +142,19 @@ def _terminate(_number: int, _frame: object) -> None:
     raise SystemExit(_TERMINATED)
 
 
-def _stop_before(error: BaseException) -> BaseException | None:
-    """Return the stop that an error came after: it may come anywhere, in torch's own context managers too."""
+def _interruption_before(error: BaseException) -> BaseException | None:
+    """Return the interruption before an error: it may come anywhere, in torch's own context managers too."""
     before = error.__context__
-    return before if before is None or _signal_of(before) is not None else _stop_before(before)
+    return before if before is None or _signal_of(before) is not None else _interruption_before(before)
 
 
-def _show_stopped() -> int:
+def _show_interruption() -> int:
     sys.stderr.write("hybridtrain: stopped; what was written whole is kept\n")
     return 130
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> tuple[str, str, Sequence[str], int]:
-    """Keep the traceback of a fault of ours in a file; return what is said of it, as ``_tell`` does."""
+    """Write the traceback of a fault of ours to a file; return as ``_message_of``."""
     what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}".rstrip(": ")
     content = [
         f"hybridtrain {version('hybridtrain')}, Python {sys.version}\n", f"hybridtrain {shlex.join(arguments)}\n\n",
@@ -172,8 +171,8 @@ def _report(error: Exception, arguments: Sequence[str]) -> tuple[str, str, Seque
     return "InternalError", f"the program is at fault, not what it was given ({what}); {where}", (), _OUR_FAULT
 
 
-def _tell(error: Exception) -> tuple[str, str, Sequence[str], int] | None:
-    """Return name, message, faults and exit code of what is the user's to mend; None: it is ours."""
+def _message_of(error: Exception) -> tuple[str, str, Sequence[str], int] | None:
+    """Return name, message, faults and exit code of a fault of the user's; None: it is ours."""
     name = type(error).__name__
     if isinstance(error, CycloptsError):
         message = _explain(error)
@@ -203,7 +202,6 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _memory_message(error: Exception) -> str:
-    """Return a message: bytes requested (where torch says so), the limits in force, and what to do."""
     from hybridtrain.units import format_bytes
 
     asked = _ASKED_BYTES.search(str(error))
@@ -229,7 +227,6 @@ def _show(name: str, message: str, faults: Sequence[str], code: int, *, as_json:
 
 
 def _explain(error: CycloptsError) -> str:
-    """Return a message for wrong arguments: the fault, the allowed values, and the usage line."""
     if isinstance(error, UnknownCommandError):
         verb = (error.unused_tokens or [""])[0]
         if not verb:

@@ -9,13 +9,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from hybridtrain.cli.verb import (
+    ALLOCATION,
     COMMON,
     RECORDED,
+    Allocation,
     Answer,
     CardName,
     Common,
     Count,
     Flag,
+    HostMemory,
+    Link,
     ModelName,
     Names,
     Recorded,
@@ -25,9 +29,6 @@ from hybridtrain.cli.verb import (
 )
 
 _HOST_MEMORY = "64GiB"
-"""What both verbs assume unless they are told."""
-
-
 _RARELY = (50_000, 20, 20)
 """``gc.set_threshold``: nearly all objects of a plan go by themselves, and looking for the others takes a tenth of its
 time."""
@@ -52,14 +53,12 @@ def dry_run(
     micro_batch: Count,
     seq: Count,
     accum: Count | None = None,
-    host_memory: str = _HOST_MEMORY,
-    expandable_segments: Flag = False,
-    snapshot: Path | None = None,
-    trace: Path | None = None,
+    host_memory: HostMemory = _HOST_MEMORY,
     suggest: Flag = False,
     savings: Flag = False,
     world: Count = 1,
-    link: str = "pcie",
+    link: Link = "pcie",
+    allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
 ) -> Answer:
     """Plan one model, stack and card without a GPU.
@@ -69,29 +68,19 @@ def dry_run(
     Example: hybridtrain dry-run --model gpt2-1b --stack tight --card rtx-4080 --micro-batch 1 --seq 1024
 
     Args:
-        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
-        stack: Name of a stack, or a .toml file.
-        card: Name of a card, or a .toml file with its figures.
         micro_batch: Sequences per micro-batch.
         seq: Tokens per sequence.
         accum: Micro-batches per step; default: the stack's.
-        host_memory: Of the machine around the card, as 64GiB or 128GB.
-        expandable_segments: Plan with torch's expandable_segments:True.
-        snapshot: Write a memory_viz snapshot (.pickle).
-        trace: Write a Chrome trace (.json).
         suggest: Where it does not fit, run all other stacks dry too.
         savings: Run it dry without each optimization too, and tell what each saves.
         world: Cards that train together, a rank each; the stack's zero says what is cut among them.
-        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
     """
     from hybridtrain.models.find_model import find_model
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.planning.dry_runs import RunSetup
     from hybridtrain.reports.dry_run_report import plan_run
-    from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
-    from hybridtrain.reports.recommend_report import parse_host
+    from hybridtrain.reports.fit_report import parse_host
     from hybridtrain.stacks import stack_folder
-    from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
     from hybridtrain.virtual_gpu.cards.card import find_card
     from hybridtrain.virtual_gpu.cards.links import World
 
@@ -100,15 +89,12 @@ def dry_run(
     setup = RunSetup(
         model=shape, plan=chosen.plan(accum), card=find_card(card), workload=asked_workload(micro_batch, seq),
         config=chosen.training(), host=parse_host(host_memory), world=World(size=world, link=link),
-        allocator=AllocatorConfig(expandable_segments=expandable_segments), record_history=snapshot is not None,
+        allocator=allocation.config(), record_history=allocation.snapshot is not None,
     )  # fmt: skip
     report = plan_run(
         setup, chosen, model, files, accum_steps=accum, suggest=suggest, savings=savings, progress=not common.json
     )
-    if snapshot is not None:
-        write_run_snapshot(report.run, snapshot, setup.allocator)
-    if trace is not None:
-        write_run_trace(report.run, trace)
+    allocation.write(report.run)
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 
 
@@ -120,9 +106,7 @@ def virtual(
     world: Count | None = None,
     rank: int = 0,
     link: str = "pcie",
-    expandable_segments: Flag = False,
-    snapshot: Path | None = None,
-    trace: Path | None = None,
+    allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
 ) -> Answer:
     """Run a script that wants a CUDA card, unmodified, on one that is not there. Nothing is computed.
@@ -133,29 +117,30 @@ def virtual(
 
     Args:
         command: A Python file, -m and a module, or a launcher (torchrun, accelerate launch), and its arguments.
-        card: Name of a card, or a .toml file with its figures.
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
         steps: Stop the script after so many optimizer steps; default: let it end.
         world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
             Default: what a launcher says, else a script that nobody launched.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
-        expandable_segments: Plan with torch's expandable_segments:True.
-        snapshot: Write a memory_viz snapshot (.pickle).
-        trace: Write a Chrome trace (.json).
     """
     from hybridtrain.errors import ConfigError
     from hybridtrain.run.virtual_run import run_script
     from hybridtrain.sizes import parse_size
+    from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
     if not command:
         raise ConfigError("virtual", ["SCRIPT: missing; give a Python file, or -m and a module, after --."])
-    found = run_script(
-        command[0], command[1:], card=card, steps=steps, world=world, rank=rank, link=link,
-        snapshot=snapshot, trace=trace, quiet=common.json,
-        host_memory=None if host_memory is None else parse_size(host_memory, "--host-memory"),
-        expandable_segments=expandable_segments,
-    )  # fmt: skip
+    memory = None if host_memory is None else parse_size(host_memory, "--host-memory")
+    try:
+        gpu = VirtualGpu(
+            card, host_memory=memory, steps=steps, world=world, rank=rank, link=link,
+            allocator=allocation.config(), record_history=allocation.snapshot is not None,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError("virtual", [str(error)]) from error
+    found = run_script(command, gpu, host_memory_bytes=memory, quiet=common.json)
+    allocation.write(found.run)
     return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
 
 
@@ -185,7 +170,7 @@ def recommend(
     *,
     model: ModelName | None = None,
     card: CardName | None = None,
-    host_memory: str = _HOST_MEMORY,
+    host_memory: HostMemory = _HOST_MEMORY,
     device_budget: str | None = None,
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
@@ -198,20 +183,17 @@ def recommend(
     Example: hybridtrain recommend --model llama-7b --card rtx-4090 --host-memory 64GiB --write mine.toml
 
     Args:
-        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
-        card: Name of a card, or a .toml file with its figures.
-        host_memory: Of the machine around the card, as 64GiB or 128GB.
         device_budget: At most so much of the card, as 14GiB; default: all of it, of a scenario what its rows state.
         seq: Tokens per sequence; default: 2048, or all positions of the model.
         tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences, or the scenario's.
         scenario: Take model, card, host and workload of a scenario instead.
         write: Write the stack to a .toml file.
     """
-    from hybridtrain.reports.recommend_report import recommend_command
+    from hybridtrain.reports.fit_report import FitArguments, recommend_command
 
     report = recommend_command(
-        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, scenario=scenario,
-        write=write, scenarios=common.scenarios, say=common.note, device_budget=device_budget,
+        FitArguments(model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step),
+        scenario=scenario, write=write, scenarios=common.scenarios, say=common.note, device_budget=device_budget,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping())
 
@@ -222,43 +204,47 @@ def fit(
     /,
     *,
     card: CardName,
-    host_memory: str = _HOST_MEMORY,
+    host_memory: HostMemory = _HOST_MEMORY,
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
     tokens: Count = 100_000_000,
     method: Names = ("full", "lora", "qlora"),
     margin: float | None = None,
     world: Count = 1,
-    link: str = "pcie",
+    link: Link = "pcie",
     quick: Flag = False,
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """List the ways to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
+    """List the options to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
 
     Exit code 1 when nothing fits.
 
     Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
 
     Args:
-        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
-        card: Name of a card, or a .toml file with its figures.
-        host_memory: Of the machine around the card, as 64GiB or 128GB.
         seq: Tokens per sequence; default: 2048, or all positions of the model.
         tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
         tokens: Of the data set, for the hours it takes.
         method: full (at each level of exactness), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
-        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
         quick: Leave out the full dry run of the fastest option: a few seconds less, and no bytes are planned.
         write: Folder for a stack file and a training file of every option that fits.
     """
-    from hybridtrain.reports.fit_report import fit_command
+    from hybridtrain.reports.fit_report import FitArguments, fit_command
 
+    arguments = FitArguments(
+        model=model,
+        card=card,
+        host_memory=host_memory,
+        seq=seq,
+        tokens_per_step=tokens_per_step,
+        world=world,
+        link=link,
+    )
     report = fit_command(
-        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, tokens=tokens,
-        methods=method, margin=margin, confirm=not quick, write=write, say=common.note, world=world, link=link,
+        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=common.note,
         scenarios=common.scenarios, results=common.results,
     )  # fmt: skip
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)

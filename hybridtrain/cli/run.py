@@ -12,8 +12,11 @@ from hybridtrain.cli.verb import (
     Answer,
     Common,
     Count,
+    DiskFolder,
     Flag,
+    HostLimit,
     Names,
+    limit_bytes,
     names_of,
 )
 
@@ -45,8 +48,8 @@ _WATCH = Watch()
 def train(
     config: Path, /, *,
     data: Path | None = None, out: Path = Path("run"), resume: Flag = False, change: Names = (),
-    allow_data_change: Flag = False, disk: Path | None = None,
-    host_limit_gib: Amount | None = None, rank_timeout_s: Amount = 600.0, watch: Watch = _WATCH,
+    allow_data_change: Flag = False, disk: DiskFolder = None,
+    host_limit_gib: HostLimit = None, rank_timeout_s: Amount = 600.0, watch: Watch = _WATCH,
     common: Common = COMMON,
 ) -> Answer:  # fmt: skip
     """Train a model on your own text.
@@ -62,14 +65,11 @@ def train(
         config: A training .toml file.
         data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
             what [data] in the file names, else the embedded corpus.
-        out: Folder for log and saved state.
+        out: Folder for log and checkpoint.
         resume: Continue the run saved in --out; its stack may be another one.
         change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
             schedule.
         allow_data_change: With --resume, go on with other data.
-        disk: Folder where tensors placed on disk get their files.
-        host_limit_gib: Host memory for offloaded tensors; default: what is available.
-        world: Ranks that train together, a process each.
         rank_timeout_s: Of several ranks, how long one waits for another before it ends.
     """
     from hybridtrain.data.corpus import open_corpus
@@ -78,7 +78,7 @@ def train(
     from hybridtrain.run.train_data import with_records
     from hybridtrain.run.train_log import Monitoring
     from hybridtrain.training_file import load_config
-    from hybridtrain.units import GB, GIB
+    from hybridtrain.units import GB
 
     file = load_config(config)
     if data is not None and file.data is not None:
@@ -96,7 +96,7 @@ def train(
     result = train_model(
         file, corpus, out, resume=resume, say=said.append if common.json else common.say,
         progress=not common.json, monitoring=monitoring, disk_folder=disk,
-        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        host_limit_bytes=limit_bytes(host_limit_gib),
         allowed=(*change, *(["data"] if allow_data_change else [])), rank_timeout_s=rank_timeout_s,
     )  # fmt: skip
     content = result.as_mapping() | {"corpus": result.corpus, "said": said, "out": out.as_posix()}
@@ -105,8 +105,8 @@ def train(
 
 def export(
     run: Path, target: Path, /, *,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32", merge: Flag = False, disk: Path | None = None,
-    host_limit_gib: Amount | None = None, common: Common = COMMON,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32", merge: Flag = False, disk: DiskFolder = None,
+    host_limit_gib: HostLimit = None, common: Common = COMMON,
 ) -> Answer:  # fmt: skip
     """Write a trained model as a folder that transformers' from_pretrained loads; of adapters a folder of PEFT's.
 
@@ -117,17 +117,14 @@ def export(
         target: New folder.
         dtype: Of the weights; float32 is exact. Adapters are always float32.
         merge: Add adapters to the weights beside them, and write the whole model.
-        disk: Folder where tensors placed on disk get their files.
-        host_limit_gib: Host memory for offloaded tensors; default: what is available.
-        world: Ranks that train together, a process each.
     """
     from hybridtrain.run.export import export_run
-    from hybridtrain.units import GIB, format_bytes
+    from hybridtrain.units import format_bytes
 
     said: list[str] = []
     files, steps = export_run(
         run, target, dtype=dtype, merge=merge, say=said.append if common.json else common.say, disk_folder=disk,
-        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        host_limit_bytes=limit_bytes(host_limit_gib),
     )  # fmt: skip
     num_bytes = sum(file.stat().st_size for file in files)
     return Answer(

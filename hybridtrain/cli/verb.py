@@ -1,4 +1,4 @@
-"""What the verbs share: their options, the kinds of numbers they take, and the answer they give."""
+"""Options that verbs share, the kinds of numbers they take, and their answer."""
 
 import json
 import math
@@ -7,11 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 
 from hybridtrain.extension import harness
+from hybridtrain.units import GIB
+
+if TYPE_CHECKING:
+    from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+    from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 Flag = Annotated[bool, Parameter(show_default=False)]
 """Off unless given."""
@@ -20,7 +25,7 @@ Flag = Annotated[bool, Parameter(show_default=False)]
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What every verb takes."""
+    """Options of every verb."""
 
     json: Flag = False
     """Print one JSON object instead of text."""
@@ -42,7 +47,7 @@ class Common:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded(Common):
-    """What verbs take that read or write records."""
+    """Options of verbs that read or write records."""
 
     results: Path = Path("results")
     """Folder of records, baselines, tables and plots."""
@@ -53,13 +58,42 @@ class Recorded(Common):
         return self.results / "records"
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Options of verbs that plan memory: the allocator, and files for other viewers."""
+
+    expandable_segments: Flag = False
+    """Plan with torch's expandable_segments:True."""
+    snapshot: Path | None = None
+    """Write a memory_viz snapshot (.pickle)."""
+    trace: Path | None = None
+    """Write a Chrome trace (.json)."""
+
+    def config(self) -> "AllocatorConfig":
+        """Return the settings of the allocator."""
+        from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+
+        return AllocatorConfig(expandable_segments=self.expandable_segments)
+
+    def write(self, run: "CardRun") -> None:
+        """Write the files that were asked for."""
+        from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
+
+        if self.snapshot is not None:
+            write_run_snapshot(run, self.snapshot, self.config())
+        if self.trace is not None:
+            write_run_trace(run, self.trace)
+
+
 COMMON = Common()
 RECORDED = Recorded()
+ALLOCATION = Allocation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a verb found: the same as text and as data, and the exit code."""
+    """The answer of a verb, as text and as data, and the exit code."""
 
     text: str
     content: Mapping[str, object] | Sequence[Mapping[str, object]]
@@ -142,6 +176,11 @@ def _completer(kind: Kind) -> Callable[[object], list[str]]:
     return lambda _context: known_names(kind)
 
 
+def limit_bytes(gib: float | None) -> int | None:
+    """Return a limit of host memory in bytes."""
+    return None if gib is None else int(gib * GIB)
+
+
 def _whole(_type: object, tokens: Sequence[Token]) -> int:
     text = tokens[0].value
     try:
@@ -169,13 +208,18 @@ def _parts(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
 
 
 Count = Annotated[int, Parameter(converter=_whole, n_tokens=1)]
-"""A whole number of at least 1."""
 Amount = Annotated[float, Parameter(converter=_finite, n_tokens=1)]
-"""A finite number above 0."""
 Names = Annotated[tuple[str, ...], Parameter(converter=_parts, n_tokens=1, show_default=False)]
-"""Names with commas between them."""
-ModelName = Annotated[str, Parameter(completer=_completer("models"))]
-StackName = Annotated[str, Parameter(completer=_completer("stacks"))]
-CardName = Annotated[str, Parameter(completer=_completer("cards"))]
+_MODEL = "A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub."
+ModelName = Annotated[str, Parameter(completer=_completer("models"), help=_MODEL)]
+StackName = Annotated[str, Parameter(completer=_completer("stacks"), help="Name of a stack, or a .toml file.")]
+CardName = Annotated[
+    str, Parameter(completer=_completer("cards"), help="Name of a card, or a .toml file with its figures.")
+]
 ScenarioName = Annotated[str, Parameter(completer=_completer("scenarios"))]
 """Names that the shell completes; a .toml file may stand for each."""
+HostMemory = Annotated[str, Parameter(help="Of the machine around the card, as 64GiB or 128GB.")]
+_LINK = "Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures."
+Link = Annotated[str, Parameter(help=_LINK)]
+DiskFolder = Annotated[Path | None, Parameter(help="Folder where tensors placed on disk get their files.")]
+HostLimit = Annotated[Amount | None, Parameter(help="Host memory for offloaded tensors; default: what is available.")]

@@ -49,7 +49,7 @@ _ABSURD: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAllocation:
-    """What a message says, in bytes; None: it does not say it."""
+    """Figures of a message, in bytes; None: it lacks the figure."""
 
     gpu: int | None = None
     asked: int
@@ -123,12 +123,10 @@ def failed_allocation(text: str) -> FailedAllocation | None:
 
 
 def _allocation(sizes: dict[str, int | None], asked: int, message: str) -> FailedAllocation:
-    capacity, free, allocated = sizes["capacity"], sizes["free"], sizes["allocated"]
-    reserved = sizes["reserved"]
+    capacity, free, allocated, reserved = (sizes[name] for name in ("capacity", "free", "allocated", "reserved"))
     if reserved is None and allocated is not None and sizes["unused"] is not None:
         reserved = allocated + sizes["unused"]
-    gpu = _GPU.search(message)
-    allowed = sizes["allowed"]
+    gpu, allowed = _GPU.search(message), sizes["allowed"]
     if allowed is not None and capacity is not None and allowed >= capacity:
         allowed = None  # without a limit cudaMallocAsync tells 2**64
     listed = [_bytes(match.groups()) for match in _PROCESS.finditer(message)]

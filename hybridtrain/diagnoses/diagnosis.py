@@ -19,7 +19,6 @@ _MOST_BYTES: Final = 64 * 2**20
 _EXAMPLES: Final = ("llama-7b", "rtx-4090")
 """What commands of the table name in place of the reader's."""
 _SHOWN: Final = 160
-"""Characters of a line."""
 _MOST_ANSWERS: Final = 3
 _FAILED_ALLOCATIONS: Final = {"card-too-small", "host-allocation"}
 """Troubles that are told with the figures of the message, and so are their variants."""
@@ -78,13 +77,7 @@ def diagnose(log: str) -> list[Answer]:
 
 
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
-    """Return the answers for a reader, the first in full.
-
-    Args:
-        answers: What the log shows.
-        path: Of the log.
-        read: How many losses and speeds it has.
-    """
+    """Return the answers for a reader, the first in full; ``read`` are the numbers of losses and speeds."""
     if not answers and any(read):
         return (
             f"{path}: nothing wrong found in {read[0]} losses and {read[1]} speeds, nor in any line; of fewer than "
@@ -179,7 +172,6 @@ class _Log:
         return Answer(trouble=trouble, line=at + 1, found=self.lines[at].strip()[:_SHOWN], figures="; ".join(figures))
 
     def _first(self, signs: tuple[str, ...]) -> int | None:
-        """Return the first line that has one of the signs."""
         for sign in signs:
             if sign not in self.places:
                 self.places[sign] = self._find(sign)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
-from hybridtrain.diagnoses.allocation import FailedAllocation, failed_allocation
+from hybridtrain.diagnoses.allocation import failed_allocation
 
 Measure = Callable[[str], Mapping[str, str] | None]
 
@@ -134,13 +134,13 @@ def nothing_learned(text: str) -> Mapping[str, str] | None:
 
 def slowing_down(text: str) -> Mapping[str, str] | None:
     """Find a speed that falls by more than three tenths, little by little."""
-    speeds = _warm_speeds(text)
+    speeds = _speeds(text)[1:]  # the first step warms up
     return _fallen(speeds) if _drop(speeds) is None else None
 
 
 def slower_at_once(text: str) -> Mapping[str, str] | None:
     """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
-    speeds = _warm_speeds(text)
+    speeds = _speeds(text)[1:]
     at = _drop(speeds)
     if at is None:
         return None
@@ -184,11 +184,6 @@ def _bars(text: str) -> Iterator[_Bar]:
         yield _Bar(before[-1].strip(), int(found[1]), int(found[2]), per_second)
 
 
-def _warm_speeds(text: str) -> list[float]:
-    """Return all but the first, whose step warms up."""
-    return _speeds(text)[1:]
-
-
 def _told(speed: float) -> str:
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" if speed >= 1 else f"{1 / speed:.3g} s/it"
 
@@ -219,12 +214,9 @@ def ends_while_loading(text: str) -> Mapping[str, str] | None:
     return {"loaded": f"{last.done} of {last.total}"}
 
 
-def _judged(judge: Callable[[FailedAllocation], bool]) -> Measure:
-    def measure(text: str) -> Mapping[str, str] | None:
-        found = failed_allocation(text)
-        return {} if found is not None and judge(found) else None
-
-    return measure
+def _of_allocation(name: str) -> Measure:
+    """Return the measure of a property of the failed allocation."""
+    return lambda text: {} if getattr(failed_allocation(text), name, False) else None
 
 
 def empty_profile(text: str) -> Mapping[str, str] | None:
@@ -248,12 +240,6 @@ MEASURES: Final[Mapping[str, Measure]] = {
         empty_profile,
     )
 } | {
-    name: _judged(judge)
-    for name, judge in {
-        "absurd": lambda found: found.is_absurd,
-        "limited": lambda found: found.is_limited,
-        "refused_beside_free_memory": lambda found: found.is_refused_beside_free_memory,
-        "shared": lambda found: found.is_shared,
-        "fragmented": lambda found: found.is_fragmented,
-    }.items()
+    name: _of_allocation(f"is_{name}")
+    for name in ("absurd", "limited", "refused_beside_free_memory", "shared", "fragmented")
 }

@@ -22,7 +22,6 @@ class Trouble:
     shows: str
     """What a user sees."""
     cause: str
-    """Why."""
     do: tuple[str, ...]
     """What to do, the first thing first."""
     commands: tuple[str, ...] = ()

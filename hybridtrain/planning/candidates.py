@@ -45,7 +45,6 @@ class Numerics:
     accumulator: Literal["float32", "bfloat16"] = "bfloat16"
     """Element type in which gradients wait."""
     optimizer: str = "adamw"
-    """``kind``."""
 
     @property
     def master_bytes(self) -> int:
@@ -56,6 +55,11 @@ class Numerics:
     def grad_bytes(self) -> int:
         """Per parameter."""
         return 4 if self.accumulator == "float32" else 2
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Of weights, their state and the gradients that wait."""
+        return self.weight_bytes + self.state_bytes + self.grad_bytes
 
 
 LEVELS = (
@@ -162,12 +166,10 @@ class Candidate:
     """On each card."""
     keep_last: int
     world: int = 1
-    """Cards."""
     resident_layers: int = 0
     kept_bytes: float = 0.0
     """Of the card, that one more kept block takes."""
     tokens_per_s: float = 0.0
-    """Estimated, from short runs."""
 
     def optimizations(self) -> tuple[Optimization, ...]:
         """Return the stack."""
@@ -177,7 +179,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class FitRequest:
-    """What is to be trained, on what."""
+    """A model, its workload, and the cards and machine to train it on."""
 
     model: ModelConfig
     card: Card
@@ -194,6 +196,11 @@ class FitRequest:
                 f"num_sequences: {self.num_sequences} must be a multiple of {self.world.size} cards; "
                 "each gets as many of a step"
             )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, of all cards."""
+        return self.num_sequences * self.seq_len
 
     @property
     def rank_host(self) -> Host:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(CardRun):
-    """What a dry run found. Bytes are ``planned``, times are ``estimated``."""
+    """The figures of a dry run. Bytes are ``planned``, times are ``estimated``."""
 
     num_params: int
     tokens_per_step: int
@@ -127,7 +127,7 @@ def phases_of_cycle() -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """What is run: names and files resolved once, and handed on."""
+    """A configuration to dry-run, its names and files resolved."""
 
     model: ModelConfig
     plan: MemoryPlan
@@ -135,7 +135,6 @@ class RunSetup:
     workload: Workload
     """One micro-batch."""
     config: TrainerConfig = field(default_factory=TrainerConfig)
-    """Optimizer and schedule."""
     host: Host = field(default_factory=Host)
     """The machine around the card; by default one with enough of everything."""
     world: World = field(default_factory=World)
@@ -199,21 +198,11 @@ def dry_run(
     """Run optimizer steps of a model on the virtual card.
 
     The first step allocates the optimizer state, a later one is the steady state, whose reserved bytes are those that
-    it settles at when it is repeated; time is estimated for the last. A
-    plan that keeps a slow average is run through a whole cycle instead: WARMUP, FULL, PREDICT, CORRECT.
+    it settles at when it is repeated; time is estimated for the last. A plan that keeps a slow average is run through a
+    whole cycle instead: WARMUP, FULL, PREDICT, CORRECT.
 
-    Args:
-        model: Its shape.
-        plan: Where everything lives.
-        card: Its capacity and rates.
-        workload: One micro-batch.
-        host: The machine around the card; None: one with enough of everything.
-        num_steps: Optimizer steps, at least 1.
-        config: Optimizer and schedule; None: AdamW.
-        allocator: Settings of the caching allocator.
-        record_history: Keep what snapshots need.
-        world: Which rank of how many cards is run, and what joins them; None: one card alone. The first rank holds the
-            most: a range that does not divide evenly is shorter on the last ones.
+    ``workload`` is one micro-batch; the fields of ``RunSetup`` say what the others are. The first of several ranks
+    holds the most: a range that does not divide evenly is shorter on the last ones.
 
     Raises:
         ConfigError: the workload does not suit the model, or the plan the ranks.

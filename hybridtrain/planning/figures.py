@@ -1,7 +1,8 @@
 """A dry run as plain figures, for records and reports: bytes are integers, times seconds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.units import format_bytes
@@ -11,6 +12,8 @@ from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 
 _TIMELINE_POINTS = 240
 _LARGEST_HOLDERS = 10
+_OF_TIME = ("step_time_s", "busy_s", "flops", "time_by_bound", "tokens_per_s", "bound")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,13 @@ class Timeline:
             raise ValueError("\n".join(faults))
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """Return the bytes of a class at each moment; of one that is not told, none."""
+        """Return the bytes of a class at each moment; 0 for one that is not recorded."""
         return self.by_class.get(name, (0,) * len(self.times_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """What a dry run found: bytes planned, times estimated."""
+    """The figures of a dry run: bytes planned, times estimated."""
 
     num_params: int
     fits: bool
@@ -131,16 +134,11 @@ def figures_of_ranks(runs: Sequence[DryRun], *, with_timeline: bool = True) -> M
     slowest = memory_figures(max(runs, key=lambda run: run.time.seconds), with_timeline=False)
     return replace(
         figures,
+        **{name: getattr(slowest, name) for name in _OF_TIME},
         fits=all(run.fits for run in runs),
         fits_host=all(run.fits_host for run in runs),
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         disk_peak_bytes=max(run.disk_peak_bytes for run in runs),
-        step_time_s=slowest.step_time_s,
-        busy_s=slowest.busy_s,
-        flops=slowest.flops,
-        time_by_bound=slowest.time_by_bound,
-        tokens_per_s=slowest.tokens_per_s,
-        bound=slowest.bound,
         ranks={str(run.world.rank): run.device_used_bytes for run in sorted(runs, key=lambda run: run.world.rank)},
     )
 
@@ -151,11 +149,7 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
         num_params=run.num_params,
         fits=run.fits,
         steps=tuple(
-            StepPeaks(
-                step=step.step, allocated_bytes=step.allocated_bytes, active_bytes=step.active_bytes,
-                reserved_bytes=step.reserved_bytes, by_class=_plain(step.by_class), stage=step.stage, unit=step.unit,
-                phase=run.phase_of(step.step).value,
-            )
+            _like(StepPeaks, step, by_class=_plain(step.by_class), phase=run.phase_of(step.step).value)
             for step in run.steps
         ),
         peak_allocated_bytes=run.peak.allocated_bytes,
@@ -193,11 +187,14 @@ def _plain(by_class: Mapping[TensorClass, int]) -> dict[str, int]:
 
 def refused_request(oom: OutOfMemory) -> RefusedRequest:
     """Return an out-of-memory as plain figures, with its largest holders."""
-    return RefusedRequest(
-        step=oom.step, stage=oom.stage, unit=oom.unit, requested_bytes=oom.requested_bytes,
-        allocated_bytes=oom.allocated_bytes, reserved_bytes=oom.reserved_bytes, capacity_bytes=oom.capacity_bytes,
-        by_class=_plain(oom.by_class), by_unit=dict(list(unit_names(oom.by_unit).items())[:_LARGEST_HOLDERS]),
-    )  # fmt: skip
+    by_unit = dict(list(unit_names(oom.by_unit).items())[:_LARGEST_HOLDERS])
+    return _like(RefusedRequest, oom, by_class=_plain(oom.by_class), by_unit=by_unit)
+
+
+def _like(kind: type[T], source: object, **changes: object) -> T:
+    """Return a dataclass with the values that ``source`` has under the same names."""
+    names = {field.name for field in fields(kind)} - changes.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(source, name) for name in names}, **changes)
 
 
 def _timeline(run: DryRun) -> Timeline:

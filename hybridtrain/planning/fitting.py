@@ -2,14 +2,16 @@
 
 For each precision, arithmetic ranks offload arrangements and micro-batch sizes; short runs of the best (``short_run``)
 estimate their speed, and how many blocks may keep their activations. A full dry run of every block is made on request
-(``confirmed``).
+(``confirmed``). ``recommend`` chooses the one stack of full training: the most exact that is not much slower.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from itertools import pairwise
+from math import ceil, floor, inf
 from typing import Literal
 
+from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.models.model_config import block_params
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
@@ -26,6 +28,7 @@ from hybridtrain.planning.candidates import (
 )
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
+from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
@@ -71,6 +74,14 @@ _DISK_ARRANGEMENTS = (
     ),
 )  # fmt: skip
 """Tried where host memory has no room for any other."""
+_FREE_SHARE = 0.03
+"""Of the card, beside the margin, in short runs: their bytes are extended by arithmetic, reserved ones are no line."""
+_WORTH_HARSHER = 1.05
+"""A harsher level must be this much faster to be chosen."""
+_WORTH_HARSHER_STILL = 1.02
+"""A harsher level must be this much faster than the one before, or even harsher ones are not looked at."""
+_WAITS = 0.01
+"""Of a step, for the bus: less than this is not worth blocks that stay on the card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +104,6 @@ class TrainingOption:
     run: DryRun | None = None
     """The same option, every block; of many micro-batches the first."""
     micro_batches_run: int = 0
-    """Of ``run``."""
     disk_bytes: float = 0.0
     margin_bytes: int = 0
     """Left free beside ``device_bytes``: by how much reserved bytes move when the run is not quite the planned one."""
@@ -126,12 +136,9 @@ def fit(
 ) -> tuple[TrainingOption, ...]:
     """Return an option for each precision: those that fit, the fastest first, then the others, the smallest first.
 
-    Args:
-        request: What is to be trained, on what.
-        methods: full: all parameters, at each level of ``candidates.LEVELS``; lora, qlora: adapters.
-        free_share: Of the card's bytes that stay free; the margin of every answer unless another is asked for.
-        on_try: Told what is run next.
-        is_exhaustive: Make a short run of everything that fits by arithmetic, not of the best by it alone.
+    The method ``full`` trains all parameters, at each level of ``candidates.LEVELS``; ``lora`` and ``qlora`` train
+    adapters. ``free_share`` of the card's bytes stays free. ``on_try`` receives a line before each short run;
+    ``is_exhaustive`` makes one of everything that fits by arithmetic, not of the best alone.
     """
     capacity = (1 - free_share) * request.card.memory_bytes
     search = _Search(ShortRuns(request), capacity, on_try, is_exhaustive)
@@ -141,9 +148,7 @@ def fit(
 
 def in_order(options: Iterable[TrainingOption]) -> tuple[TrainingOption, ...]:
     """Return those that fit, the fastest first, then the others, the smallest first."""
-    return tuple(
-        sorted(options, key=lambda option: (not option.fits, -(option.tokens_per_s or 0.0), option.device_bytes))
-    )
+    return tuple(sorted(options, key=lambda option: (not option.fits, -speed(option), option.device_bytes)))
 
 
 def recommended(options: Sequence[TrainingOption]) -> TrainingOption | None:
@@ -155,16 +160,15 @@ def recommended(options: Sequence[TrainingOption]) -> TrainingOption | None:
     if not fitting:
         return None
     whole = [option for option in fitting if option.run is not None]
+    fastest = max(whole or fitting, key=speed)
     if whole:
-        return max(whole, key=_speed)
-    fastest = max(fitting, key=_speed)
-    alike = [
-        option for option in fitting if option.method == fastest.method and _speed(option) >= _AS_FAST * _speed(fastest)
-    ]
+        return fastest
+    alike = [other for other in fitting if other.method == fastest.method and speed(other) >= _AS_FAST * speed(fastest)]
     return min(alike, key=lambda option: _levels(option.method).index(option.candidate.level))
 
 
-def _speed(option: TrainingOption) -> float:
+def speed(option: TrainingOption) -> float:
+    """Return tokens per second, 0 where an option does not fit."""
     return option.tokens_per_s or 0.0
 
 
@@ -174,8 +178,8 @@ def confirmed(
     """Return an option after a full dry run, with fewer kept blocks where the short run kept too many.
 
     Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card
-    and host are arithmetic: tokens, and where all pass a block together its inputs. What can move reserved bytes is
-    left free too if ``leaves_margin``.
+    and host are arithmetic: tokens, and where all pass a block together its inputs. ``leaves_margin`` keeps the range
+    of reserved bytes free too.
     """
     capacity, machine = (1 - free_share) * request.card.memory_bytes, request.rank_host
     candidate = option.candidate
@@ -197,7 +201,7 @@ def confirmed(
             )
             return replace(
                 option, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
-                tokens_per_s=request.num_sequences * request.seq_len / seconds, bound=run.bound, run=run, fits=fits,
+                tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run, fits=fits,
                 micro_batches_run=few, margin_bytes=margin,
             )  # fmt: skip
         fewer = ceil((device + margin - capacity) / max(1.0, candidate.kept_bytes)) if device + margin > capacity else 1
@@ -206,8 +210,7 @@ def confirmed(
 
 def _margin_bytes(run: DryRun) -> int:
     workspace = run.card.cublas_workspace_bytes
-    found = reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False)
-    return found.margin_bytes
+    return reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False).margin_bytes
 
 
 def _levels(method: Method) -> tuple[Numerics, ...]:
@@ -245,7 +248,7 @@ class _Search:
         for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
             found = self._found(method, level, arrangements)
             if found:
-                return max(found, key=lambda option: option.tokens_per_s or 0.0)
+                return max(found, key=speed)
         return _smallest(request, method, level, tiers, self.capacity)
 
     def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> list[TrainingOption]:
@@ -263,20 +266,20 @@ class _Search:
             if kept is None:
                 continue
             fastest = min(fastest, short.seconds(kept))
-            speed = request.num_sequences * request.seq_len / short.seconds(kept)
+            tokens_per_s = request.tokens_per_step / short.seconds(kept)
             more = short.device_bytes(1) - short.device_bytes(0)
-            chosen = replace(candidate, keep_last=kept, kept_bytes=more, tokens_per_s=speed)
+            chosen = replace(candidate, keep_last=kept, kept_bytes=more, tokens_per_s=tokens_per_s)
             option = TrainingOption(
                 method=method, candidate=chosen, device_bytes=short.device_bytes(kept),
                 host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(request, request.model, chosen).disk,
-                fits=True, bound=short.bound(kept), tokens_per_s=speed,
+                fits=True, bound=short.bound(kept), tokens_per_s=tokens_per_s,
             )  # fmt: skip
             found.append(option)
         return found
 
 
 def _tiers(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
-    """Return arrangements that are tried together, the next ones only where none of those before has room."""
+    """Return groups of arrangements: one is tried where none of the group before has room."""
     if level.name in _ADAPTERS:
         return (_ADAPTER_ARRANGEMENTS,)
     if request.world.size == 1:
@@ -377,3 +380,93 @@ def _rough(request: FitRequest, candidate: Candidate) -> _Rough:
             drive = 2 * level.state_bytes * params / request.host.disk_bytes_per_second
             update_seconds = max(update_seconds, drive)
     return _Rough(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The chosen option, and those it was chosen from."""
+
+    request: FitRequest
+    option: TrainingOption
+    """The chosen one, run with every block."""
+    options: tuple[TrainingOption, ...]
+    """All levels that fit by short runs, the gentlest first."""
+    free_share: float
+    """Of the card's bytes that stay free, beside the option's ``margin_bytes``."""
+
+    @property
+    def chosen(self) -> Candidate:
+        """The stack, and how a step is cut into micro-batches."""
+        return self.option.candidate
+
+    @property
+    def run(self) -> DryRun:
+        """Every block; of many micro-batches the first."""
+        assert self.option.run is not None, "the chosen option was run"
+        return self.option.run
+
+
+def recommend(
+    request: FitRequest, on_try: Callable[[str], None], *, free_share: float = MARGIN_SHARE
+) -> Recommendation:
+    """Return the fastest stack that fits; a gentler level wins unless a harsher one is 5 % faster.
+
+    ``free_share`` of the card's bytes stays free, beside the range of reserved bytes; ``on_try`` receives each trial.
+
+    Raises:
+        OutOfMemoryError: nothing fits; the message says what is missing.
+    """
+    found = fit(request, methods=("full",), free_share=free_share + _FREE_SHARE, on_try=on_try)
+    options = tuple(
+        sorted((option for option in found if option.fits), key=lambda option: LEVELS.index(option.candidate.level))
+    )
+    left = list(options)
+    while left:
+        chosen = _chosen(left)
+        on_try(f"{chosen.name}, {chosen.candidate.arrangement.name}: every block")
+        whole = confirmed(request, chosen, free_share=free_share, leaves_margin=True)
+        if whole.fits:
+            option = _with_resident_blocks(request, whole, free_share)
+            return Recommendation(request=request, option=option, options=options, free_share=free_share)
+        left.remove(chosen)
+    raise OutOfMemoryError(_nothing_fits(request, found, free_share))
+
+
+def _chosen(options: Sequence[TrainingOption]) -> TrainingOption:
+    chosen = options[0]
+    for before, option in pairwise(options):
+        if speed(option) < _WORTH_HARSHER_STILL * speed(before):
+            break
+        if speed(option) > _WORTH_HARSHER * speed(chosen):
+            chosen = option
+    return chosen
+
+
+def _with_resident_blocks(request: FitRequest, option: TrainingOption, free_share: float) -> TrainingOption:
+    """Return the option with as many blocks on the card as there is room for, where the step waits for the bus."""
+    candidate, run = option.candidate, option.run
+    assert run is not None, "the option was run"
+    waits = run.time.seconds_by_bound.get(Bound.TRANSFER, 0.0) > _WAITS * run.time.seconds
+    if not candidate.arrangement.streams or not waits:
+        return option
+    room = (1 - free_share - _FREE_SHARE) * request.card.memory_bytes - option.device_bytes - option.margin_bytes
+    block = candidate.level.weight_bytes * block_params(request.model)
+    resident = min(request.model.num_blocks, floor(room / block))
+    while resident > 0:
+        trial = replace(option, candidate=replace(candidate, resident_layers=resident))
+        found = confirmed(request, trial, free_share=free_share, leaves_margin=True)
+        if found.fits and found.candidate.keep_last == candidate.keep_last:
+            return max(option, found, key=speed)
+        resident -= 1 + resident // 4
+    return option
+
+
+def _nothing_fits(request: FitRequest, options: tuple[TrainingOption, ...], free_share: float) -> str:
+    smallest = min(options, key=lambda option: option.host_bytes + option.device_bytes)
+    margin = f", {100 * free_share:g} % of the card free" if free_share else ""
+    return (
+        f"nothing fits: the smallest stack tried takes {format_bytes(round(smallest.device_bytes))} of "
+        f"{format_bytes(request.card.memory_bytes)} on the card and {format_bytes(round(smallest.host_bytes))} of "
+        f"{format_bytes(request.host.tensor_bytes)} of host memory (arithmetic{margin}); "
+        "take a smaller --seq, a larger card, or more host memory."
+    )

@@ -98,7 +98,7 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
 
 
 def saved_bytes(model: ModelConfig, plan: MemoryPlan, optimizer: Optimizer | None = None) -> float:
-    """Return the bytes of a saved state: the widest values of what is trained, else its codes, and optimizer state."""
+    """Return the bytes of a checkpoint: the widest values of what is trained, else its codes, and optimizer state."""
     full = plan.for_phase(Phase.FULL)
     adapters = _adapter_params(model, full)
     trained = adapters or model.num_params
@@ -128,14 +128,12 @@ def _adapter_params(model: ModelConfig, plan: PhasePlan) -> int:
 
 
 def _logits(model: ModelConfig, plan: PhasePlan, tokens: int) -> float:
-    """Return the bytes of the loss: a slice of logits, or all of them and their gradient."""
     if plan.loss_chunk_tokens > 0:
         return _BYTES[plan.compute_dtype] * min(plan.loss_chunk_tokens, tokens) * model.vocab_size
     return _LOSS_BYTES[plan.compute_dtype] * tokens * model.vocab_size
 
 
 def _block_activations(model: ModelConfig, plan: PhasePlan, workload: Workload) -> float:
-    """Return the elements that one block keeps of one micro-batch."""
     parts = model.architecture
     of_width, of_kv, of_ffn = _LEARNED if parts.positions == "learned" else _ROTARY
     tokens = workload.micro_batch_size * workload.seq_len

@@ -1,4 +1,4 @@
-"""What a run makes of a plan's settings where it cannot be what was asked for: each change is a sentence."""
+"""Settings of a plan that a run lowers or does not use, in a sentence each."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -25,29 +25,21 @@ def plan_changes(
     world: int = 1,
     phases: Iterable[Phase] = (Phase.FULL,),
 ) -> list[str]:
-    """Return a sentence for each setting of a stack that is lowered or has no effect in a run.
+    """Return a sentence for each setting of a stack that is lowered or has no effect in a run of ``phases``.
 
-    Args:
-        stack: The optimizations.
-        model: Its shape.
-        workload: One micro-batch.
-        optimizer: None: AdamW.
-        world: Ranks that train together.
-        phases: Those that the run has.
+    ``workload`` is one micro-batch, ``world`` the number of ranks; no ``optimizer`` means AdamW.
 
     Raises:
         PlanConflictError: the stack contradicts itself.
     """
     plan, phases = compose(stack), tuple(phases)
-    optimizer = optimizer or AdamWConfig()
-    told: list[str] = []
+    changes: list[str] = []
     for phase in phases:
-        told += _of_blocks(plan.for_phase(phase), model.num_blocks, world)
-        told += _of_batch(plan.for_phase(phase), workload, world)
-    told += _of_tensors(plan.for_phase(Phase.FULL), model, optimizer)
-    told += _of_ranks(plan.for_phase(Phase.FULL), world)
-    told += _of_phases(stack, phases)
-    return list(dict.fromkeys(told))
+        changes += _of_blocks(plan.for_phase(phase), model.num_blocks, world)
+        changes += _of_batch(plan.for_phase(phase), workload, world)
+    changes += _of_tensors(plan.for_phase(Phase.FULL), model, optimizer or AdamWConfig(), world)
+    changes += _of_phases(stack, phases)
+    return list(dict.fromkeys(changes))
 
 
 def _of_blocks(plan: PhasePlan, num_blocks: int, world: int) -> Iterator[str]:
@@ -75,7 +67,7 @@ def _of_batch(plan: PhasePlan, workload: Workload, world: int) -> Iterator[str]:
         )
 
 
-def _of_tensors(plan: PhasePlan, model: ModelConfig, optimizer: Optimizer) -> Iterator[str]:
+def _of_tensors(plan: PhasePlan, model: ModelConfig, optimizer: Optimizer, world: int) -> Iterator[str]:
     if plan.grad.placement is Placement.DROPPED and plan.grad.codec is not plan.compute_dtype:
         yield f"grad.codec: {plan.grad.codec} asked, none used; fused_update stores no gradients"
     has_state = any(spec.shape is None for spec in optimizer.state(Role((4096, 4096), in_block=True)))
@@ -90,9 +82,6 @@ def _of_tensors(plan: PhasePlan, model: ModelConfig, optimizer: Optimizer) -> It
         for name in plan.adapter_targets.split(","):
             if name not in known:
                 yield f"targets: '{name}' asked, none used; this model's matrices are {', '.join(sorted(names))}"
-
-
-def _of_ranks(plan: PhasePlan, world: int) -> Iterator[str]:
     if world == 1 and plan.zero_stage:
         yield f"zero_stage: {plan.zero_stage} asked, nothing is cut; one card holds everything"
     if world == 1 and plan.pipeline_stages > 1:

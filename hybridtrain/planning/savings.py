@@ -4,9 +4,9 @@ By dry runs for ``hybridtrain dry-run --savings``, by arithmetic for the first l
 add up: two optimizations may save the same bytes, or each only beside the other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
@@ -16,7 +16,7 @@ from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optim import Optimizer
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.plan.memory_plan import SETTINGS
 from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.progress import progress_bar
@@ -29,8 +29,8 @@ class Saving:
 
     kind: str
     claims: str
-    """What it asks of the plan, in words."""
-    refused: str = ""
+    """Of the plan, in words."""
+    refused: str | None = None
     """Why there is no dry run without it; the figures are None then."""
     device_bytes: int | None = None
     """Of the card: reserved, as ``device_used_bytes``."""
@@ -44,23 +44,19 @@ class Saving:
 def planned_savings(
     stack: Sequence[Optimization], whole: DryRun, setup: RunSetup, *, progress: bool = False
 ) -> tuple[Saving, ...]:
-    """Run a stack dry without each of its optimizations, on the same tokens per step.
+    """Dry-run a stack without each of its optimizations, on the same tokens per step, and compare with ``whole``.
 
-    Args:
-        stack: All of it, accumulation as it was run.
-        whole: Its dry run.
-        setup: What was run. Without accumulation a step is one micro-batch of as many tokens.
-        progress: Show a bar.
+    Without accumulation a step is one micro-batch of as many tokens.
     """
 
     def saving(item: Optimization) -> Saving:
-        kind, claims, rest = item.kind, claims_of(item), without(stack, item)
+        rest = without(stack, item)
         try:
             run = replace(setup, plan=compose(rest), workload=_work_without(item, setup.workload)).dry_run()
         except HybridTrainError as error:
-            return Saving(kind=kind, claims=claims, refused=_why(rest, error))
+            return Saving(kind=item.kind, claims=claims_of(item), refused=_why(rest, error))
         return Saving(
-            kind=kind, claims=claims,
+            kind=item.kind, claims=claims_of(item),
             device_bytes=run.device_used_bytes - whole.device_used_bytes,
             host_bytes=run.host_peak_bytes - whole.host_peak_bytes,
             disk_bytes=run.disk_peak_bytes - whole.disk_peak_bytes,
@@ -71,7 +67,6 @@ def planned_savings(
 
 
 def _work_without(item: Optimization, workload: Workload) -> Workload:
-    """Return one micro-batch of a stack that lacks an optimization: the whole step where that was accumulation."""
     steps = item.grad_accum_steps if isinstance(item, GradAccumulation) else 1
     return replace(workload, micro_batch_size=workload.micro_batch_size * steps)
 
@@ -79,20 +74,16 @@ def _work_without(item: Optimization, workload: Workload) -> Workload:
 def savings_table(savings: Sequence[Saving], whole: DryRun) -> str:
     """Return the table of ``planned_savings``, and what each claims."""
     rows = []
-    for found in savings:
-        if found.device_bytes is None or found.host_bytes is None or found.step_time_without_s is None:
-            rows.append([found.kind, "-", "-", "-", "-", found.refused])
-            continue
-        rows.append(
-            [
-                found.kind, f"{to_gib(found.device_bytes):+.2f}", f"{to_gib(found.host_bytes):+.2f}",
-                format_seconds(found.step_time_without_s), f"{found.tokens_per_s_without:,.0f}",
-                "" if found.fits_without else "does not fit",
-            ]
-        )  # fmt: skip
+    for saving in savings:
+        device, host, seconds = saving.device_bytes, saving.host_bytes, saving.step_time_without_s
+        cells = ["-", "-", "-", "-", saving.refused or ""]
+        if device is not None and host is not None and seconds is not None:
+            cells = [f"{to_gib(device):+.2f}", f"{to_gib(host):+.2f}", format_seconds(seconds)]
+            cells += [f"{saving.tokens_per_s_without:,.0f}", "" if saving.fits_without else "does not fit"]
+        rows.append([saving.kind, *cells])
     headers = ["without", "device GiB saved by it", "host GiB", "step", "tokens/s", ""]
     rows.append(["(all there)", "", "", format_seconds(whole.time.seconds), f"{whole.tokens_per_s:,.0f}", ""])
-    claims = "\n".join(f"  {found.kind}: {found.claims}" for found in savings)
+    claims = "\n".join(f"  {saving.kind}: {saving.claims}" for saving in savings)
     return (
         f"{tabulate(rows, headers=headers, tablefmt='simple', disable_numparse=True)}\n\nSame tokens a step; bytes are "
         f"planned, times estimated; savings do not add up. What each asks for:\n{claims}"
@@ -110,9 +101,8 @@ def arithmetic_savings(
     for item in stack:
         saved = None
         with suppress(PlanConflictError):
-            saved = (
-                bytes_of(model, compose(without(stack, item)), _work_without(item, workload), optimizer).card - whole
-            )
+            rest = compose(without(stack, item))
+            saved = bytes_of(model, rest, _work_without(item, workload), optimizer).card - whole
         yield item.kind, settings_of(item), saved
 
 
@@ -143,33 +133,19 @@ def claims_of(item: Optimization) -> str:
 
 def settings_of(item: Optimization) -> str:
     """Return the settings of an optimization in a line."""
-    content = encode(item)
-    values: Mapping[str, object] = content if isinstance(content, Mapping) else {}
     return ", ".join(
-        f"{name} {_word(value)}"
-        for name, value in values.items()
+        f"{name} {'/'.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in encode(item).items()
         if name not in {"kind", "active_phases"} and value is not None
     )
 
 
-def _word(value: object) -> str:
-    return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
 def _why(rest: Sequence[Optimization], error: HybridTrainError) -> str:
-    """Return which other optimization cannot do without the one that is missing, or what else is wrong."""
-    needing = [item.kind for item in rest if _composed(without(rest, item)) is not None]
+    needing = []
+    for item in rest:
+        with suppress(PlanConflictError):
+            compose(without(rest, item))
+            needing.append(item.kind)
     if isinstance(error, PlanConflictError) and needing:
         return f"needed by {' or '.join(needing)}"
     return str(error).splitlines()[-1].strip()
-
-
-def _composed(stack: Sequence[Optimization]) -> MemoryPlan | None:
-    with suppress(PlanConflictError):
-        return compose(stack)
-    return None
-
-
-def as_mapping(savings: Sequence[Saving]) -> list[dict[str, object]]:
-    """Return plain figures."""
-    return [asdict(found) | {"refused": found.refused or None} for found in savings]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,29 +48,19 @@ _MANY_PARAMS = 2**29
 """Of a block that is updated with a narrower feed-forward part: a parameter takes as long, within 1.1 % at 50B."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
+class _Shares(NamedTuple):
     """Seconds of one micro-batch: everything but blocks, and one block of each kind."""
 
     rest: float
     recomputed: float
     kept: float
 
-    def of(self, num_recomputed: int, num_kept: int) -> float:
-        """Return the seconds with so many blocks."""
-        return self.rest + num_recomputed * self.recomputed + num_kept * self.kept
-
 
 class _Passes:
-    """Forward and backward passes of a few micro-batches through a few blocks, without an update.
-
-    Args:
-        request: What is to be trained.
-        candidate: With as many micro-batches as are run; one block is kept, where any may be.
-    """
+    """Forward and backward passes of a few micro-batches through a few blocks, one of them kept; without an update."""
 
     def __init__(self, request: FitRequest, candidate: Candidate) -> None:
-        self.candidate = candidate
+        self.candidate, self._fuses = candidate, candidate.arrangement.fuses
         self.model = replace(request.model, num_blocks=min(_BLOCKS, request.model.num_blocks))
         plan = compose(candidate.optimizations())
         size, length, count = candidate.micro_batch_size, request.seq_len, candidate.num_micro_batches
@@ -78,7 +69,7 @@ class _Passes:
         transfer, ledger = VirtualTransfer(), StorageLedger()
         with lean_meta_rules(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
-            trainer = Trainer(self.model, plan, config, transfer, ledger, group=group_of(request))
+            trainer = Trainer(self.model, plan, config, transfer, ledger, group=_group_of(request))
             ledger.begin_step()
             with ledger.region(Stage.LOAD, ""):
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
@@ -96,10 +87,6 @@ class _Passes:
         )  # fmt: skip
         self.by_bound = time.seconds_by_bound
         self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
-
-    @property
-    def _fuses(self) -> bool:
-        return self.candidate.arrangement.fuses
 
     def _by_unit(self, ops: Sequence[TimedOp]) -> list[defaultdict[str, float]]:
         """Return the seconds of each unit, by micro-batch where they pass one by one."""
@@ -121,20 +108,13 @@ class _Passes:
         return _Shares(rest, seconds[middle], seconds[middle if self._fuses else last])
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """The update of one block."""
-
+class _Update(NamedTuple):
     seconds_per_param: float
     bound: Bound
 
 
 class ShortRuns:
-    """Short runs, each made once.
-
-    Args:
-        request: What is to be trained.
-    """
+    """Short runs of a request, each made once."""
 
     def __init__(self, request: FitRequest) -> None:
         self.request = request
@@ -167,7 +147,7 @@ class ShortRuns:
         empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
         batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
         config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
-        plan, group = compose(candidate.optimizations()), group_of(self.request)
+        plan, group = compose(candidate.optimizations()), _group_of(self.request)
         trace = record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
         card, world = self.request.card, self.request.world
         time = estimate_step(
@@ -184,8 +164,7 @@ class ShortRuns:
         return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
 
 
-def group_of(request: FitRequest) -> VirtualGroup | None:
-    """Return the first of several ranks; None: there is one card."""
+def _group_of(request: FitRequest) -> VirtualGroup | None:
     return VirtualGroup(0, request.world.size) if request.world.size > 1 else None
 
 
@@ -195,7 +174,7 @@ def _is_frozen(level: Numerics) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShortRun:
-    """What short runs say of one candidate."""
+    """A candidate's figures, extended from short runs."""
 
     request: FitRequest
     candidate: Candidate
@@ -222,7 +201,8 @@ class ShortRun:
 
     def _passing(self, kept: int) -> float:
         count, few = self.candidate.num_micro_batches, self.passes.candidate.num_micro_batches
-        parts = [share.of(self.request.model.num_blocks - kept, kept) for share in self.passes.shares]
+        again = self.request.model.num_blocks - kept
+        parts = [share.rest + again * share.recomputed + kept * share.kept for share in self.passes.shares]
         if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
             return 2 * parts[0] * count / few
         return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
@@ -272,7 +252,6 @@ def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_stat
 
 
 def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
-    """Return the bytes of one card where state and weights are sharded."""
     arrangement, level = candidate.arrangement, candidate.level
     if not arrangement.zero_stage:
         return whole

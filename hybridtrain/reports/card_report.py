@@ -1,4 +1,4 @@
-"""What the reports of ``dry-run`` and ``virtual`` have in common: peaks, holders, an out-of-memory."""
+"""Parts of the reports of ``dry-run`` and ``virtual``: peaks, holders, an out-of-memory."""
 
 from collections.abc import Callable, Mapping
 

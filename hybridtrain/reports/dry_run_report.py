@@ -2,21 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+
+from tabulate import tabulate
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.memory_plan import Cell, MemoryPlan, PhasePlan
+from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.planning.dry_runs import DryRun, RunSetup
-from hybridtrain.planning.figures import MemoryFigures, StepPeaks, figures_of_ranks
+from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.planning.savings import Saving, planned_savings, savings_table
-from hybridtrain.planning.savings import as_mapping as savings_mapping
 from hybridtrain.progress import progress_bar
 from hybridtrain.reports.card_report import card_mapping, class_table, holders_text, memory_line, refusal_line
-from hybridtrain.reports.phase_table import phase_precision, phase_table
 from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
@@ -25,6 +26,9 @@ from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
+_FIGURES = (
+    "host_peak_bytes", "host_by_class", "disk_peak_bytes", "fits_host", "fits", "step_time_s", "tokens_per_s", "bound",
+)  # fmt: skip
 _LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
 
 
@@ -41,13 +45,13 @@ class DryRunReport:
     are_run_dry: bool = False
     """Whether those were run dry; else they fit by arithmetic."""
     phases: Mapping[str, Mapping[str, str]] | None = None
-    """How exact numbers are in each phase, where phases differ."""
+    """Precision and place of each class by phase, where phases differ."""
     reserved: ReservedRange
     """By how much reserved bytes move when a run is not quite this one."""
     ranks: tuple[DryRun, ...] = ()
     """Of several cards those that differ, by number; ``run`` is the one that holds the most."""
     savings: tuple[Saving, ...] | None = None
-    """What each optimization saves; only where it was asked for."""
+    """Of each optimization; None unless requested."""
     changes: tuple[str, ...] = ()
     """Settings that this run does not use as asked."""
 
@@ -68,24 +72,17 @@ class DryRunReport:
             "params": figures.num_params,
             "reserved_range": self.reserved.as_mapping(),
             "verdict": self.verdict.value,
-            "host_peak_bytes": figures.host_peak_bytes,
-            "host_by_class": dict(figures.host_by_class),
-            "disk_peak_bytes": figures.disk_peak_bytes,
+            **{name: getattr(figures, name) for name in _FIGURES},
             "host_needed_bytes": self.host_needed_bytes,
             "host_memory_bytes": self._host_memory_bytes,
-            "fits_host": figures.fits_host,
-            "fits": self.fits,
-            "step_time_s": figures.step_time_s,
-            "tokens_per_s": figures.tokens_per_s,
-            "bound": figures.bound,
             "fitting_stacks": None
             if figures.fits
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
-            "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
+            "phases": self.phases,
             "world": self.run.world.size,
             "link": self.run.world.link if self.ranks else None,
             "ranks": [_rank_mapping(run) for run in self.ranks],
-            "savings": None if self.savings is None else savings_mapping(self.savings),
+            "savings": None if self.savings is None else list(map(asdict, self.savings)),
             "changes": list(self.changes),
         }  # fmt: skip
 
@@ -93,8 +90,8 @@ class DryRunReport:
         """Return the same for a reader."""
         run, figures = self.run, self.figures
         steps = "; ".join(
-            f"step {step.step}{_phase(step, run)} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} "
-            f"{step.unit}".strip()
+            f"step {step.step}{f' ({step.phase})' if run.phases else ''} {to_gib(step.allocated_bytes):.2f} GiB at "
+            f"{step.stage} {step.unit}".strip()
             for step in figures.steps
         )
         title = (
@@ -105,8 +102,6 @@ class DryRunReport:
             f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
             f"{figures.bound}-bound (estimated)"
         )
-        phases = [] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]
-        savings = [] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]
         return "\n".join(
             [
                 title,
@@ -118,8 +113,8 @@ class DryRunReport:
                 steps,
                 speed,
                 *self._rank_lines(),
-                *phases,
-                *savings,
+                *([] if self.phases is None else [f"\n{_phase_table(self.phases)}\n"]),
+                *([] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]),
                 *(f"not as asked: {change}" for change in self.changes),
                 *self._answer(),
             ]
@@ -193,17 +188,9 @@ def plan_run(
     setup: RunSetup, stack: Stack, model: str, files: StackFiles, *, accum_steps: int | None = None,
     suggest: bool = False, savings: bool = False, progress: bool = False,
 ) -> DryRunReport:  # fmt: skip
-    """Dry-run one configuration.
+    """Dry-run one configuration, of which ``setup`` has the plan of ``stack`` with ``accum_steps`` micro-batches.
 
-    Args:
-        setup: What is run; of its allocator's history a snapshot can be written.
-        stack: Of which ``setup`` has the plan.
-        model: Name of the model.
-        files: Other stacks, which are tried where this one does not fit: by arithmetic, which takes no time.
-        accum_steps: Micro-batches per step; None: the stack's.
-        suggest: Run the other stacks dry too.
-        savings: Run the stack dry without each of its optimizations too.
-        progress: Show a bar.
+    Where it does not fit, other stacks of ``files`` are tried: by arithmetic, or in dry runs if ``suggest``.
     """
     world = setup.world.size
     optimizations = with_accumulation(stack.optimizations, accum_steps)
@@ -242,15 +229,9 @@ def plan_run(
 
 
 def _rank_mapping(run: DryRun) -> dict[str, object]:
-    return {
-        "rank": run.world.rank, "device_used_bytes": run.device_used_bytes,
-        "peak_allocated_bytes": run.peak.allocated_bytes, "peak_reserved_bytes": run.peak_reserved_bytes,
-        "host_peak_bytes": run.host_peak_bytes, "disk_peak_bytes": run.disk_peak_bytes,
-    }  # fmt: skip
-
-
-def _phase(step: StepPeaks, run: DryRun) -> str:
-    return f" ({step.phase})" if run.phases else ""
+    names = ("device_used_bytes", "peak_reserved_bytes", "host_peak_bytes", "disk_peak_bytes")
+    sizes = {name: getattr(run, name) for name in names}
+    return {"rank": run.world.rank, "peak_allocated_bytes": run.peak.allocated_bytes, **sizes}
 
 
 def _other_plans(
@@ -266,3 +247,34 @@ def _other_plans(
                 if not full.zero_stage and full.pipeline_stages == 1:
                     plans[name] = stack.plan(accum_steps), stack.training()
     return plans
+
+
+def phase_precision(plan: MemoryPlan) -> dict[str, dict[str, str]] | None:
+    """Return, by phase, the type of arithmetic, and codec and place of each class; None: all phases are alike."""
+    rows = {phase.value: _phase_row(plan.for_phase(phase), phase) for phase in Phase}
+    asked = [row | {"gradients": ""} for row in rows.values()]  # PREDICT never has any
+    return None if all(row == asked[0] for row in asked) else rows
+
+
+def _phase_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    told = [[phase, *row.values()] for phase, row in rows.items()]
+    headers = ["phase", "compute", "weights", "master", "gradients", "optimizer state"]
+    return tabulate(told, headers=headers, tablefmt="simple", disable_numparse=True)
+
+
+def _phase_row(plan: PhasePlan, phase: Phase) -> dict[str, str]:
+    return {
+        "compute": str(plan.compute_dtype),
+        "weights": _cell_words(plan.weight),
+        "master": _cell_words(plan.master),
+        "gradients": "none" if phase is Phase.PREDICT else _cell_words(plan.grad),
+        "optimizer_state": _cell_words(plan.optim_state),
+    }
+
+
+def _cell_words(cell: Cell) -> str:
+    if cell.codec is Codec.ABSENT:
+        return "none"
+    if cell.placement is Placement.DROPPED:
+        return "dropped"
+    return f"{str(cell.codec).removesuffix('_blocks')} on {cell.placement}"

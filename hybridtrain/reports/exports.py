@@ -12,22 +12,18 @@ from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, wr
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 _STREAMS = {lane: number for number, lane in enumerate(Lane)}
-_STREAM_NAMES = {number: lane.value for lane, number in _STREAMS.items()}
 
 
 def write_run_snapshot(run: CardRun, path: Path, config: AllocatorConfig) -> None:
     """Write what https://pytorch.org/memory_viz opens; frames name the unit and the op that asked for the memory."""
     replay, trace = run.uncapped, run.trace
-    snapshot = build_snapshot(
-        replay.history,
-        replay.segments,
-        config=config,
-        categories=lambda ordinal: (
-            trace.classes[replay.owners[ordinal]].value if ordinal in replay.owners else TensorClass.WORKSPACE.value
-        ),
-        frames=_frames(run),
-    )
-    write_snapshot(path, snapshot)
+
+    def category(ordinal: int) -> str:
+        index = replay.owners.get(ordinal)
+        return (TensorClass.WORKSPACE if index is None else trace.classes[index]).value
+
+    history, segments = replay.history, replay.segments
+    write_snapshot(path, build_snapshot(history, segments, config=config, categories=category, frames=_frames(run)))
 
 
 def write_run_trace(run: CardRun, path: Path) -> None:
@@ -42,31 +38,19 @@ def write_run_trace(run: CardRun, path: Path) -> None:
         )
         for timed in run.time.ops
     ]  # fmt: skip
-    slices.append(
-        Slice(
-            name="batch",
-            category="transfer",
-            stream=_STREAMS[Lane.COPY_IN],
-            start_us=0.0,
-            duration_us=run.time.upload_seconds * 1e6,
-        )
-    )
-    write_trace(
-        path,
-        build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=_STREAM_NAMES),
-    )
+    upload_us = run.time.upload_seconds * 1e6
+    stream = _STREAMS[Lane.COPY_IN]
+    slices.append(Slice(name="batch", category="transfer", stream=stream, start_us=0.0, duration_us=upload_us))
+    names = {number: lane.value for lane, number in _STREAMS.items()}
+    write_trace(path, build_trace(slices, _counters(run), process_name=f"virtual {run.card.name}", stream_names=names))
 
 
 def _counters(run: CardRun) -> list[Counter]:
-    counters: list[Counter] = []
-    for clock, by_class in run.moments():
+    counters: dict[float, Counter] = {}
+    for clock, by_class in run.moments():  # of one moment the last counts
         values = {tensor_class.value: size / GIB for tensor_class, size in by_class.items()}
-        counter = Counter(name="allocated GiB", time_us=clock * 1e6, values=values)
-        if counters and counters[-1].time_us == counter.time_us:
-            counters[-1] = counter
-        else:
-            counters.append(counter)
-    return counters
+        counters[clock] = Counter(name="allocated GiB", time_us=clock * 1e6, values=values)
+    return list(counters.values())
 
 
 def _frames(run: CardRun) -> Callable[[int], Sequence[Frame]]:

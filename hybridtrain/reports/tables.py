@@ -1,4 +1,4 @@
-"""What tables have in common: their style, a column of verdicts, and the folder they are written to.
+"""Tables: their style, a column of verdicts, and the folder they are written to.
 
 GitHub shows at most seven columns well, and sentences better below a table than within.
 """
@@ -47,13 +47,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, *, 
 def table_with_notes(
     headers: Sequence[str], rows: Sequence[Sequence[str]], style: str, *, widths: Sequence[int | None] = ()
 ) -> str:
-    """Return a table whose last column is sentences: in Markdown they are numbered below it.
+    """Return a table whose last column is sentences or empty: in Markdown they are numbered below it.
 
-    Args:
-        headers: Of all columns.
-        rows: The last cell may be empty.
-        style: Of tabulate.
-        widths: Letters from which on a terminal's cells are wrapped.
+    A terminal's cells are wrapped at ``widths``, in letters.
     """
     if style != MARKDOWN:
         wrapped = list(widths) if widths and style == TERMINAL else None

@@ -1,4 +1,4 @@
-"""``hybridtrain export``: a run's saved state as a folder that transformers loads."""
+"""``hybridtrain export``: a run's checkpoint as a folder that transformers loads."""
 
 from contextlib import closing
 from pathlib import Path
@@ -28,22 +28,13 @@ def export_run(
     disk_folder: Path | None = None,
     host_limit_bytes: int | None = None,
 ) -> tuple[list[Path], int]:
-    """Write the newest saved state of a run as safetensors: a model, or the adapters that were trained beside one.
+    """Write the newest checkpoint of a run as safetensors: a model, or the adapters that were trained beside one.
 
-    Args:
-        folder: Of the run.
-        target: Absent or empty.
-        dtype: Of the written values; adapters are float32.
-        merge: Whether adapters become part of the weights, or files of their own.
-        say: Receives what a user should read.
-        disk_folder: As in training.
-        host_limit_bytes: As in training.
-
-    Returns:
-        The files, and the steps that the model was trained.
+    ``target`` is absent or empty; ``dtype`` is that of the weights, adapters are float32 unless they are merged. The
+    others are as in training. Return the files, and the steps that the model was trained.
 
     Raises:
-        ConfigError: there is no whole saved state, or ``target`` holds something; or adapters alone were asked for
+        ConfigError: there is no whole checkpoint, or ``target`` holds something; or adapters alone were asked for
             and the run began with a model that has parts beside the text.
         DiskSpaceError: ``target`` does not fit.
     """

@@ -59,9 +59,7 @@ def device_capability() -> tuple[int, int] | None:
 def precision_advice(plans: MemoryPlan, capability: tuple[int, int] | None) -> Iterator[str]:
     """Yield a sentence where another element type suits a card better.
 
-    Args:
-        plans: Of all phases.
-        capability: Of the card; None: the processor, on which 16 bits save memory and no time.
+    ``capability`` None is the processor, on which 16 bits save memory and no time.
     """
     used = {plans.for_phase(phase).compute_dtype for phase in Phase}
     if capability is None:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("hybridtrain", "hybridkernels", "hybridvalidation")
-"""The project's own."""
 _LENGTH = 16
 """Hex characters kept of a SHA-256."""
 _NO_SOURCE = {".pyc", ".so"}

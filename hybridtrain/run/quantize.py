@@ -5,7 +5,7 @@ all arithmetic is float32, so that a difference is the format's. One model is in
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import encode
 from hybridtrain.data.corpus import embedded_corpus, open_corpus
 from hybridtrain.data.data_config import DataConfig
 from hybridtrain.data.tokenizer import ByteTokenizer
@@ -58,7 +59,7 @@ _CORPUS, _CORPUS_FILE = "embedded", "embedded.txt"
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
-    """How a matrix is stored: what it takes, and which values come back."""
+    """A form in which a matrix is stored."""
 
     says: str
     num_bytes: Callable[[tuple[int, ...]], int]
@@ -123,35 +124,23 @@ class QuantizedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport:
-    """What each format costs."""
+    """The loss of a model under each format."""
 
     model: str
     num_params: int
     num_matrix_params: int
     stored_dtypes: tuple[str, ...]
     text: str
-    """Name of what was looked at."""
+    """Name of the evaluated text."""
     num_targets: int
     is_bitnet: bool
     """Trained with BitNet: matrices are rounded where they are used, activations to 8 bits, whatever is stored."""
     rows: tuple[QuantizedFigures, ...]
 
-    def as_mapping(self) -> dict[str, object]:
+    def as_mapping(self) -> Mapping[str, object]:
         """Return plain figures."""
-        return {
-            "model": self.model, "params": self.num_params, "matrix_params": self.num_matrix_params,
-            "stored_dtypes": list(self.stored_dtypes), "text": self.text, "num_targets": self.num_targets,
-            "is_bitnet": self.is_bitnet,
-            "formats": [
-                {
-                    "format": row.format, "matrix_bits": row.matrix_bits, "param_bits": row.param_bits,
-                    "model_bytes": row.model_bytes, "loss": row.loss, "perplexity": row.perplexity,
-                    "loss_difference": row.loss_difference,
-                }
-                for row in self.rows
-            ],
-            "evidence": "executed",
-        }  # fmt: skip
+        names = {"num_params": "params", "num_matrix_params": "matrix_params", "rows": "formats"}
+        return {names.get(name, name): value for name, value in encode(self).items()} | {"evidence": "executed"}
 
     def table(self, style: str) -> str:
         """Return a row per format."""
@@ -189,14 +178,10 @@ class QuantizeReport:
 
 
 def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: int | None, say: Say) -> QuantizeReport:
-    """Store a model's matrices in each format in turn, and look at text that is held out.
+    """Store a model's matrices in each format in turn (none named: all), and evaluate on held-out text.
 
-    Args:
-        path: A Hugging Face folder, or the folder of a training run, of which the newest saved state is taken.
-        formats: Of ``FORMATS``; none: all.
-        data: Text, of which the held-out part is looked at; None: the run's own, or the embedded corpus.
-        seq_len: Of the rows; None: that of the run, or 512 where the model has so many positions.
-        say: Receives what a user should read.
+    ``path`` is a Hugging Face folder, or that of a training run, of which the newest checkpoint is taken; ``data``, of
+    which a part is held out, is by default the run's own or the embedded corpus. Rows are as long as the run's, or 512.
 
     Raises:
         ConfigError: an unknown format, or no model there.
@@ -229,15 +214,13 @@ def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: 
 
 
 def _file_of_run(path: Path, data: Path | None, seq_len: int | None) -> TrainFile:
-    """Return the training file of a run, with the text to evaluate on."""
     file, settings = read_run_files(path)
     if file.data is None and data is None and settings.get("data.name") != _CORPUS:
         fault = f"was trained on {settings.get('data.name')}, which its file does not name; give it as --data"
         raise ConfigError(str(path), [fault])
     if file.data is not None and data is not None:
         file = replace(file, data=replace(file.data, path=data, validation=None, validation_percent=None))
-    workload = _workload(seq_len or file.workload.seq_len)
-    return replace(file, workload=workload, hybrid=None)
+    return replace(file, workload=_workload(seq_len or file.workload.seq_len), hybrid=None)
 
 
 def _workload(seq_len: int) -> BatchWorkload:
@@ -276,11 +259,10 @@ def _measure(
     data, text_name = text
     with closing(open_transfer(_device(file))) as transfer:
         trainer = Trainer(file.model.resolve(), compose(stack), TrainerConfig(), transfer, source=source)
-        matrices = dict(_matrices(trainer))
-        stored = {
-            name: (parameter.shape, source.read(name, slice(0, 1)).dtype)
-            for name, parameter in trainer.model.named_unit_parameters()
-        }
+        parameters = dict(trainer.model.named_unit_parameters())
+        stored = {name: (value.shape, source.read(name, slice(0, 1)).dtype) for name, value in parameters.items()}
+        # the stores keep as codes every parameter of a block with more than one dimension
+        matrices = {name: value for name, value in parameters.items() if name.startswith("block.") and value.dim() > 1}
         dtypes = {dtype for _, dtype in stored.values()}
         chosen = [name for name in formats or FORMATS if name != "bfloat16" or formats or torch.float32 in dtypes]
         num_params = sum(shape.numel() for shape, _ in stored.values())
@@ -289,18 +271,17 @@ def _measure(
             shape.numel() * dtype.itemsize for name, (shape, dtype) in stored.items() if name not in matrices
         )
         rows: list[QuantizedFigures] = []
+        linears = [module for module in trainer.model.blocks.modules() if isinstance(module, Linear)]
         for name in (_STORED, *chosen):
             say(f"{name} ...")
-            found = FORMATS.get(name)
-            if found is None:
+            if name == _STORED:
                 matrix_bytes = sum(stored[each][0].numel() * stored[each][1].itemsize for each in matrices)
             else:
-                matrix_bytes = sum(found.num_bytes(tuple(each.shape)) for each in matrices.values())
-                _write(matrices, source, found)
-            if is_bitnet and name == "ternary":
-                _round_activations_alone(trainer)
+                matrix_bytes = sum(FORMATS[name].num_bytes(tuple(each.shape)) for each in matrices.values())
+                _write(matrices, source, FORMATS[name])
+            for layer in linears:
+                layer.adapter = _RoundedActivations() if is_bitnet and name == "ternary" else None
             seen = data.evaluate(trainer)
-            _compute_as_trained(trainer)
             num_bytes = matrix_bytes + rest_bytes
             row = QuantizedFigures(
                 format=name, matrix_bits=8 * matrix_bytes / num_matrix, param_bits=8 * num_bytes / num_params,
@@ -324,16 +305,9 @@ def _device(file: TrainFile) -> torch.device:
     return torch.device("cpu")
 
 
-def _matrices(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what the stores keep as codes: everything in a block with more than one dimension."""
-    for name, parameter in trainer.model.named_unit_parameters():
-        if name.startswith("block.") and parameter.dim() > 1:
-            yield name, parameter
-
-
 @torch.no_grad()
 def _write(matrices: Mapping[str, nn.Parameter], source: HfSource, found: MatrixFormat) -> None:
-    """Put what a format makes of the stored values in place of them, one matrix after the other."""
+    """Replace matrices by the values that a format makes of the stored ones, one after the other."""
     for name, parameter in matrices.items():
         value = source.read(name, slice(0, parameter.numel())).to(parameter.device, torch.float32)
         parameter.copy_(found.rounded(value.view(parameter.shape)))
@@ -354,17 +328,3 @@ class _RoundedActivations(nn.Module):
         computes_output: bool,  # noqa: ARG002  it is called as an adapter
     ) -> Tensor:
         return functional.linear(int8_activation(x), weight_FD, bias_F)
-
-
-def _round_activations_alone(trainer: Trainer) -> None:
-    for linear in _linears(trainer):
-        linear.adapter = _RoundedActivations()
-
-
-def _compute_as_trained(trainer: Trainer) -> None:
-    for linear in _linears(trainer):
-        linear.adapter = None
-
-
-def _linears(trainer: Trainer) -> Iterator[Linear]:
-    return (module for module in trainer.model.blocks.modules() if isinstance(module, Linear))

@@ -1,4 +1,4 @@
-"""What a training run's folder says of the run: enough to open its saved state again, for ``hybridtrain export``."""
+"""The files of a run's folder that open its checkpoint again, for ``hybridtrain export``."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from hybridtrain.run.train_log import Say
 from hybridtrain.training_file import TrainFile, load_config
 
 CHECKPOINTS = "checkpoints"
-"""Folder of saved states in a run's folder."""
+"""Folder of checkpoints in a run's folder."""
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer and the chat template in a run's folder, as ``export`` gives them on."""
 _TRAINING, _DATA, _ENVIRONMENT = "training.toml", "data.json", "environment.jsonl"
@@ -68,21 +68,15 @@ def _kind(path: Path) -> str:
 
 
 def trains_adapters(file: TrainFile) -> bool:
-    """Return whether a run's saved state has adapters alone: the weights beside them are those it began with."""
+    """Return whether a run's checkpoint has adapters alone: the weights beside them are those it began with."""
     return compose(file.optimizations).for_phase(Phase.FULL).adapter_rank > 0
 
 
 def open_source(file: TrainFile, *, reads_values: bool, say: Say) -> tuple[WeightSource | None, JsonMapping]:
-    """Open the folder that a run starts from.
+    """Open the folder that a run starts from: a source of first values, and a digest that a resumed run must share.
 
-    Args:
-        file: Of the run.
-        reads_values: Whether the model is to get its first values; what is trained has others once a state is loaded.
-        say: Receives what the folder has that is not read, where values are.
-
-    Returns:
-        Where first values are read, if anywhere, and what a resumed run must share: a digest of the headers and sizes
-        of all its files. Values are not in it: reading them all would take minutes.
+    The digest is of headers and sizes; reading all values would take minutes. Without ``reads_values`` there is no
+    source: values come from a checkpoint.
 
     Raises:
         ConfigError: the folder does not hold the model.

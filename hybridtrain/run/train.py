@@ -20,7 +20,6 @@ from hybridtrain.checkpoint.generations import generations, newest_generation
 from hybridtrain.checkpoint.identity import settings_of
 from hybridtrain.checkpoint.parts import state_bytes
 from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
-from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.ranks import require_agreement
 from hybridtrain.errors import ConfigError, DivergenceError, RankError
@@ -70,14 +69,13 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables that torchrun, or whoever else starts ranks, gives each of them."""
+"""Environment variables of a rank."""
 _PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
-"""Settings that say where files are, of which each rank may have its own; what is in them is compared otherwise."""
+"""Paths, which may differ between ranks; their contents are compared by digest."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 _GRACE_S = 0.5
-"""How long a run waits for a folder's lock: a killed one leaves it to a program that it was about to start, ``git`` for
-its record say, until that has begun, which takes milliseconds."""
+"""Wait for a folder's lock, which a killed run leaves for milliseconds to a program that it was starting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,6 @@ class TrainResult:
 
     steps_done: int
     corpus: str
-    """Name of what it trained on."""
     last: StepLog | None
     """Line of the last true step of this call; None: the run was done already."""
     statistics: HybridStatistics | None
@@ -96,7 +93,6 @@ class TrainResult:
     performance: RunStatistics | None
     """Of the steps of this call; None: there were none."""
     casts: CastCounts
-    """Of the phase steps of this call."""
     savings: tuple[tuple[str, str, float | None], ...]
     """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
     stopped_by: signal.Signals | None
@@ -109,36 +105,31 @@ class TrainResult:
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values for JSON."""
-        found: dict[str, object] = {"last_step": None if self.last is None else encode(self.last)}
-        if self.validation is not None:
-            found["validation"] = encode(self.validation)
-        if self.statistics is not None:
-            found["hybrid"] = self.statistics.state_dict()
-        if told := self.casts.as_mapping():
-            found["casts"] = told
-        if self.performance is not None:
-            found["performance"] = self.performance.as_mapping()
-        found["optimizations"] = [
+        optional = {
+            "validation": self.validation and encode(self.validation),
+            "hybrid": self.statistics and self.statistics.state_dict(),
+            "casts": self.casts.as_mapping(),
+            "performance": self.performance and self.performance.as_mapping(),
+            "stopped_by": self.stopped_by and self.stopped_by.name,
+        }
+        savings = [
             {"kind": kind, "settings": settings, "device_bytes_saved": saved, "evidence": "arithmetic"}
             for kind, settings, saved in self.savings
         ]
-        if self.stopped_by is not None:
-            found["stopped_by"] = self.stopped_by.name
-        return found
+        return {
+            "last_step": None if self.last is None else encode(self.last), "optimizations": savings,
+            **{name: value for name, value in optional.items() if value},
+        }  # fmt: skip
 
     def as_text(self, out: Path) -> str:
         """Return the last line for a reader."""
         loss = "" if self.last is None or self.last.loss is None else f", loss {self.last.loss:.3f}"
-        ending = f"{self.steps_done} steps{loss}; log and saved states in {out}"
-        return (
-            ending if self.stopped_by is None else f"stopped by {self.stopped_by.name}: {ending}; go on with --resume"
-        )
+        ending = f"{self.steps_done} steps{loss}; log and checkpoints in {out}"
+        return f"stopped by {self.stopped_by.name}: {ending}; go on with --resume" if self.stopped_by else ending
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a step needs."""
-
     file: TrainFile
     hybrid: HybridTrainer
     data: RunData
@@ -148,49 +139,42 @@ class _Run:
     guard: RunGuard
     say: Say
     savings: tuple[tuple[str, str, float | None], ...]
-    """As in the result."""
 
     def save(self) -> None:
-        """Save a checkpoint, beside the next steps."""
         extra = self.guard.state() | self.data.state(self.next_batches)
         self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
 
     def load(self, allowed: Sequence[str] = ()) -> None:
         """Restore the latest checkpoint."""
         self.saver.forget_fault()
-        self.wait_for_ranks()
+        self.agreed(0.0)  # all ranks are here
         folder, data = self.saver.folder, self.data.settings
         with self.ledger:
-            found = load_checkpoint(self.trainer, folder, self.cycle, data, self.say, allowed)
+            loaded = load_checkpoint(self.trainer, folder, self.cycle, data, self.say, allowed)
             now = settings_of(self.trainer, self.cycle, data)
-            self.guard.load(found.extra)
-            if now["workload.batch_size"] != found.settings["workload.batch_size"]:
+            self.guard.load(loaded.extra)
+            if now["workload.batch_size"] != loaded.settings["workload.batch_size"]:
                 self.guard.forget_ahead(self.trainer.steps_done)
-            self.data.load(found.extra, found.settings, now, self.next_batches, self.say)
+            self.data.load(loaded.extra, loaded.settings, now, self.next_batches, self.say)
 
     @property
     def next_batches(self) -> tuple[int, int]:
-        """Numbers of the next batches of training and of the probe split."""
+        """Numbers of the next batches of training and probe."""
         return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
 
     def load_batches(self, step: int) -> Batches:
-        """Return the micro-batches of a step, from 0."""
         return self.data.load_batches(self.guard.batch_of(step))
 
     def agreed(self, value: float) -> float:
-        """Return the first rank's value; clocks and signals differ between ranks."""
+        """Return the first rank's value, once all ranks are here; clocks and signals differ between ranks."""
         return self.trainer.group.gather_numbers([value])[0]
 
-    def is_stopped(self, stop: "_StopRequest") -> bool:
+    def is_stopped(self, stop: "_Interruption") -> bool:
         """Return whether a signal asked any rank to end, so that all of them do."""
-        asked = max(self.trainer.group.gather_numbers([stop.number or 0]))
-        if asked:
-            stop.number = stop.number or signal.Signals(int(asked))
-        return asked > 0
-
-    def wait_for_ranks(self) -> None:
-        """Wait until all ranks are here."""
-        self.agreed(0.0)
+        number = max(self.trainer.group.gather_numbers([stop.number or 0]))
+        if number:
+            stop.number = stop.number or signal.Signals(int(number))
+        return number > 0
 
     def poll_saver(self) -> None:
         """Raise on every rank an error of a save on the first one."""
@@ -209,23 +193,34 @@ class _Run:
         if kind:
             raise RankError("rank 0: the state could not be saved; its own message says why. Mend that, then --resume.")
 
+    def result(
+        self,
+        last: StepLog | None = None,
+        validation: ValidationLog | None = None,
+        performance: RunStatistics | None = None,
+        stopped_by: signal.Signals | None = None,
+    ) -> TrainResult:
+        return TrainResult(
+            steps_done=self.trainer.steps_done, corpus=self.data.name, last=last, validation=validation,
+            stopped_by=stopped_by, performance=performance, savings=self.savings, casts=self.ledger.casts,
+            statistics=None if self.file.hybrid is None else self.hybrid.statistics,
+        )  # fmt: skip
+
     @property
     def trainer(self) -> Trainer:
         return self.hybrid.trainer
 
     @property
     def cycle(self) -> HybridTrainer | None:
-        """What is saved beside the trainer."""
         return None if self.file.hybrid is None else self.hybrid
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the allocator counts; else the ledger does."""
         return self.trainer.model.head.weight.is_cuda
 
     @property
     def counting(self) -> AbstractContextManager[object]:
-        """Within which the ledger, if it counts, sees what is done."""
+        """A context in which the ledger counts, unless the card's allocator does."""
         return nullcontext() if self.on_cuda else self.ledger
 
 
@@ -244,31 +239,19 @@ def train(
     rank_timeout_s: float = TIMEOUT_S,
     group: Group | None = None,
 ) -> TrainResult:
-    """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``, where older states are kept too.
-
-    What was asked for lies beside them (run_folder.py), so that ``export`` needs nothing else.
+    """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``; the files of run_folder.py lie beside.
 
     SIGINT and SIGTERM end the run after the step at work, saved; a second one ends it at once.
 
     Under torchrun, or with the environment that it makes, every rank calls this with the same arguments: they train
-    together, the first one writes.
+    together, the first one writes. ``group``: the ranks, which stay open; None: those that the environment names.
 
-    Args:
-        file: What to train.
-        corpus: On what; None: the file has a [data] table.
-        out: Folder of log and saved state; one run at a time works in it.
-        resume: Continue the run saved there, which must have had the same settings and data.
-        say: Receives what a user should read.
-        progress: Show a bar.
-        monitoring: What to watch; None: nothing.
-        disk_folder: Where a disk tier may make its files; they have no names, and go with the process.
-        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
-        allowed: Settings that a resumed run may have otherwise, by name or what names begin with.
-        rank_timeout_s: How long a rank waits for another one before it ends.
-        group: The ranks, which stay open; None: those that the environment names.
+    Without ``corpus`` the file has a [data] table. ``disk_folder`` is for the files of a disk tier, which have no names
+    and go with the process; ``host_limit_bytes`` bounds offloaded tensors (None: what the machine has available);
+    ``allowed`` are settings that a resumed run may have otherwise, by name or prefix.
 
     Raises:
-        DivergenceError: the loss is no number any more; the last saved state stays.
+        DivergenceError: the loss is no number any more; the latest checkpoint stays.
         RankError: another rank ended, did not come, or did not answer in time.
         ConfigError: ``out`` holds another run and ``resume`` was not asked for, or one is at work in it; or what is to
             be monitored cannot be.
@@ -281,12 +264,12 @@ def train(
     with ExitStack() as held:
         group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
         if group.world > 1:
-            require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
+            require_agreement(group, device, _settings_of_all(file, resume=resume, allowed=allowed))
         _require_ranks(file, group)
         tokens = out / "tokens"
         if group.rank:  # what it writes beside the run is of no use
             out = Path(held.enter_context(tempfile.TemporaryDirectory()))
-            say, progress, monitoring = _nothing, False, None
+            say, progress, monitoring = lambda _line: None, False, None
         out.mkdir(parents=True, exist_ok=True)
         held.enter_context(_held(out))
         transfer = open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)
@@ -295,21 +278,56 @@ def train(
         for folder in (out, *([] if group.rank else [states])):
             remove_partials(folder)
         data = _open_data(file, corpus, tokens, say, group)
-        run = _open_run(file, data, out, states, monitor, say, transfer, group, resume=resume)
+        ledger, saver = TrafficLedger(), CheckpointSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
+        trainer = _first_trainer(file, data, transfer, ledger, say, group, resume=resume)
+        write_run_files(out, file, data)
+        saver.require_room(trainer, len(generations(states)))
+        workload = file.workload.micro_batch(compose(file.optimizations))
+        savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
+        cycle, guard = HybridTrainer(trainer, file.hybrid, data.load_probe), RunGuard(file.guard, out / FAULTS, say)
+        for change in plan_changes(
+            file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
+            phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
+        ):  # fmt: skip
+            say(f"not as asked: {change}")
+        for line in (*(arithmetic_line(*saving) for saving in savings), *_remarks(file, trainer, cycle)):
+            say(line)
+        run = _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
         if resume:
             run.load(allowed)
             if run.trainer.steps_done >= file.num_steps:
                 say(f"the run is done: {run.trainer.steps_done} of {file.num_steps} steps; raise num_steps to go on")
-                return _result(run, None, None, None, None)
+                return run.result()
             say(f"resumed after step {run.trainer.steps_done}")
         note_environment(out, run.trainer.steps_done)
         trim_log(out / LOG, run.trainer.steps_done, run.hybrid.phase, say)
-        stop = _StopRequest()
+        stop = _Interruption()
         result = _run(run, out / LOG, stop, progress=progress)
-        _tell_end(run, result)
-        if not run.is_stopped(stop):
-            _sample(run)
+        _finish(run, result, stop)
     return result
+
+
+def _finish(run: _Run, result: TrainResult, stop: "_Interruption") -> None:
+    """Print the summary of a run, and a sample of its model."""
+    file = run.file
+    if casts := result.casts.as_text():
+        run.say(casts)
+    for line in overflow_advice(run.trainer.loss_scale, device_capability()):
+        run.say(line)
+    if result.performance is not None:
+        run.say(result.performance.as_text())
+    if file.hybrid is not None:
+        run.say(hybrid_summary(run.hybrid))
+    if result.validation is not None:
+        run.say(result.validation.as_text())
+    if file.sample_tokens and not run.is_stopped(stop):
+        run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
+        run.say(
+            sample_text(
+                run.trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed,
+                tokenizer=run.data.tokenizer,
+            )
+        )  # fmt: skip
 
 
 def _open_data(file: TrainFile, corpus: Corpus | None, tokens: Path, say: Say, group: Group) -> RunData:
@@ -323,12 +341,10 @@ def _open_data(file: TrainFile, corpus: Corpus | None, tokens: Path, say: Say, g
     return data
 
 
-def _open_run(
-    file: TrainFile, data: RunData, out: Path, states: Path, monitor: RunMonitor, say: Say, transfer: Transfer,
-    group: Group, *, resume: bool,
-) -> _Run:  # fmt: skip
-    """Return a run before its first step, its files written."""
-    ledger = TrafficLedger()
+def _first_trainer(
+    file: TrainFile, data: RunData, transfer: Transfer, ledger: TrafficLedger, say: Say, group: Group, *, resume: bool
+) -> Trainer:
+    """Return the trainer before its first step; the settings of ``data`` get those of the folder of weights."""
     source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
     data.settings.update(settings)
     if group.world > 1:
@@ -339,57 +355,14 @@ def _open_run(
             from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
 
             load_adapter(trainer, file.adapter_from)
-    write_run_files(out, file, data)
-    workload = file.workload.micro_batch(compose(file.optimizations))
-    savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
-    for change in plan_changes(
-        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
-        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
-    ):  # fmt: skip
-        say(f"not as asked: {change}")
-    cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
-    saver = CheckpointSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
-    guard = RunGuard(file.guard, out / FAULTS, say)
-    saver.require_room(trainer, len(generations(states)))
-    advice = precision_advice(trainer.memory_plan, device_capability())
-    remarks = (*_remarks(file, trainer), *_forecaster_remarks(file, cycle))
-    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
-        say(line)
-    return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
+    return trainer
 
 
-def _tell_end(run: _Run, result: TrainResult) -> None:
-    """Print the summary of the run."""
-    if told := result.casts.as_text():
-        run.say(told)
-    for line in overflow_advice(run.trainer.loss_scale, device_capability()):
-        run.say(line)
-    if result.performance is not None:
-        run.say(result.performance.as_text())
-    if run.file.hybrid is not None:
-        run.say(hybrid_summary(run.hybrid))
-    if result.validation is not None:
-        run.say(result.validation.as_text())
-
-
-def _sample(run: _Run) -> None:
-    """Print a sample of the model."""
-    file = run.file
-    if file.sample_tokens:
-        run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
-        run.say(
-            sample_text(
-                run.trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed,
-                tokenizer=run.data.tokenizer,
-            )
-        )  # fmt: skip
-
-
-def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
-    """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
+def _remarks(file: TrainFile, trainer: Trainer, cycle: HybridTrainer) -> Iterator[str]:
+    """Yield the size of checkpoints, the cover of adapters, settings that are allowed and seldom meant, advice."""
     size = format_bytes(state_bytes(trainer))
     yield (
-        f"a saved state takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        f"a checkpoint takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
         "hour as long as there is room, and one is being written"
     )
     if trains_adapters(file):
@@ -427,21 +400,27 @@ def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
             f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
             f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
         )
+    forecaster = None if file.hybrid is None else cycle.watch.forecaster
+    if forecaster is not None and file.num_steps < forecaster.steps_before_training:
+        yield (
+            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
+            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
+        )
+    yield from precision_advice(trainer.memory_plan, device_capability())
 
 
-def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
+def _settings_of_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
     """Return the settings that must be equal on every rank; paths may differ, their content may not."""
     named = flat_settings({"": file})
     return {
         **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
         **flat_settings({"model": file.model.resolve()}),
         "--resume": resume, "--change": [*sorted(allowed)], "source of the program": program_digest(),
-        **{f"version of {name}": found for name, found in versions_of().items()},
+        **{f"version of {name}": version for name, version in versions_of().items()},
     }  # fmt: skip
 
 
 def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
-    """Return digests of the data and weights that a rank reads."""
     folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
     weights: JsonMapping = {
         f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
@@ -449,20 +428,7 @@ def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
     return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
 
 
-def _forecaster_remarks(file: TrainFile, hybrid: HybridTrainer) -> Iterator[str]:
-    """Yield that a run is too short for its forecaster to be trained."""
-    if file.hybrid is None:
-        return
-    forecaster = hybrid.watch.forecaster
-    if file.num_steps < forecaster.steps_before_training:
-        yield (
-            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
-            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
-        )
-
-
 def _require_ranks(file: TrainFile, group: Group) -> None:
-    """Raise ``ConfigError`` for what several ranks do not do."""
     if group.world > 1 and file.hybrid is not None:
         raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
     cuts = any(part.kind == "zero" for part in file.optimizations)
@@ -488,16 +454,11 @@ def open_group(device: torch.device, timeout_s: float) -> Group:
 
 
 def _device() -> torch.device:
-    """Return the card of this rank, or the processor."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda")
-
-
-def _nothing(_line: str) -> None:
-    pass
 
 
 def _require_states(out: Path, *, resume: bool, say: Say) -> None:
@@ -515,14 +476,9 @@ def _require_states(out: Path, *, resume: bool, say: Say) -> None:
 
 @contextmanager
 def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
-    """Keep other runs out of a folder; the system lets go when the process ends, or soon after it was killed.
+    """Lock a folder, or raise ``ConfigError``; the system lets go when the process ends, or soon after it was killed.
 
-    Args:
-        out: The folder.
-        shared: Whether others that ask so may have it too: the ranks of one run, who look for states at once.
-
-    Raises:
-        ConfigError: another run has it.
+    ``shared`` locks are those of the ranks of one run, which look for checkpoints at once.
     """
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -547,8 +503,8 @@ def _is_locked(descriptor: int, how: int) -> bool:
     return True
 
 
-class _StopRequest:
-    """Notes SIGINT or SIGTERM, for the run to end after the step at work; the next one does what it always did."""
+class _Interruption:
+    """Notes SIGINT or SIGTERM, for the run to end after the step at work; the next one acts as before."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
@@ -572,7 +528,7 @@ class _StopRequest:
         os.write(2, b"\nhybridtrain: stopping after this step, which is then saved; once more stops at once\n")
 
 
-def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> TrainResult:
+def _run(run: _Run, log_path: Path, stop: _Interruption, *, progress: bool) -> TrainResult:
     """Do the true steps that are left, and the jumps between them; none after the last."""
     file, trainer = run.file, run.trainer
     log: StepLog | None = None
@@ -598,7 +554,9 @@ def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> Tr
                     f"loss {done.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
                 )
                 if run.data.validation is not None and _is_due(run, file.eval_every):
-                    validation = _evaluate(run)
+                    with run.counting:
+                        validation = run.data.evaluate(trainer)
+                    run.monitor.record_validation(validation.step, validation.as_metrics())
                     log_file.write(validation)
                 is_late = file.save_minutes > 0 and time.monotonic() - saved_s >= 60 * file.save_minutes
                 if _is_due(run, file.save_every) or run.agreed(is_late) or run.is_stopped(stop):
@@ -606,7 +564,7 @@ def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> Tr
                     run.save()
                     saved_s = time.monotonic()
     is_done = trainer.steps_done == file.num_steps
-    return _result(run, log, validation, performance, None if is_done else stop.number)
+    return run.result(log, validation, performance, None if is_done else stop.number)
 
 
 def _is_due(run: _Run, every: int) -> bool:
@@ -646,64 +604,35 @@ def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -
 
 
 class _LogFile:
-    """A line per entry, there for whoever looks; opened anew after it was trimmed."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry: object) -> None:
-        """Add a line."""
         self._file.write(to_json(entry) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until the disk has all lines: a saved state is never ahead of them."""
+        """Wait until the disk has all lines: a checkpoint is never ahead of them."""
         os.fsync(self._file.fileno())
 
     def trim(self, run: _Run) -> None:
-        """Drop the lines of steps that will be done again."""
         self._file.close()
         trim_log(self.path, run.trainer.steps_done, run.hybrid.phase, run.say)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
-
-
-def _result(
-    run: _Run,
-    last: StepLog | None,
-    validation: ValidationLog | None,
-    performance: RunStatistics | None,
-    stopped_by: signal.Signals | None,
-) -> TrainResult:
-    return TrainResult(
-        steps_done=run.trainer.steps_done, corpus=run.data.name, last=last, validation=validation,
-        stopped_by=stopped_by, performance=performance, savings=run.savings, casts=run.ledger.casts,
-        statistics=None if run.file.hybrid is None else run.hybrid.statistics,
-    )  # fmt: skip
-
-
-def _evaluate(run: _Run) -> ValidationLog:
-    """Evaluate on the held-out text."""
-    with run.counting:
-        found = run.data.evaluate(run.trainer)
-    run.monitor.record_validation(found.step, found.as_metrics())
-    return found
-
-
-def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBatch]:
-    """Return the micro-batches of this rank, of a step that is the same however many ranks there are."""
-    count = len(batches) // group.world
-    return batches[group.rank * count : (group.rank + 1) * count]
 
 
 def _advance(run: _Run) -> StepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
-    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
+    batches: Batches = []
+    if phase is not Phase.PREDICT:  # of the step, which is the same however many ranks there are, this rank's share
+        batches, group = run.load_batches(trainer.steps_done), trainer.data_group
+        count = len(batches) // group.world
+        batches = batches[group.rank * count : (group.rank + 1) * count]
     run.ledger.phase = phase
     with run.counting:
         if phase is Phase.PREDICT:

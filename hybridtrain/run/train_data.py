@@ -1,4 +1,4 @@
-"""What a training run loads: batches of a corpus or of packed text, a probe split, rows to validate on."""
+"""The data of a training run: batches of a corpus or of packed text, a probe split, rows to validate on."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,6 @@ class DataLog:
 
     step: int = 0
     data: str
-    """Name of the file or folder."""
     packing: str
     train_documents: int
     train_tokens: int
@@ -55,27 +54,22 @@ class DataLog:
 
     def as_text(self) -> str:
         """Return a summary: tokens, documents, packing, what is left out and held out."""
-        held_out = (
-            f"; {self.validation_tokens:,} tokens of {self.validation_documents} documents held out"
-            if self.validation_tokens
-            else "; nothing held out for validation"
-        )
-        rows = "" if self.rows is None else f", {self.rows:,} rows an epoch, {self.fill_percent:.1f} % filled"
-        dropped = (
-            f"; {self.dropped_pieces:,} documents or parts without a target that counts are left out"
-            if self.dropped_pieces
-            else ""
-        )
-        dropped += (
-            f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind the "
-            "cut, which are trained without what stands before it: raise it, or give shorter documents"
-            if self.documents_cut
-            else ""
-        )
-        return (
+        text = (
             f"{self.data}: {self.train_tokens:,} tokens of {self.train_documents:,} documents to train on, packing "
-            f"'{self.packing}'{rows}{dropped}{held_out}"
+            f"'{self.packing}'"
         )
+        if self.rows is not None:
+            text += f", {self.rows:,} rows an epoch, {self.fill_percent:.1f} % filled"
+        if self.dropped_pieces:
+            text += f"; {self.dropped_pieces:,} documents or parts without a target that counts are left out"
+        if self.documents_cut:
+            text += (
+                f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind "
+                "the cut, which are trained without what stands before it: raise it, or give shorter documents"
+            )
+        if not self.validation_tokens:
+            return f"{text}; nothing held out for validation"
+        return f"{text}; {self.validation_tokens:,} tokens of {self.validation_documents} documents held out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,20 +98,19 @@ class ValidationLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """How batches are loaded, and what tells them from others."""
+    """Batches of a run, and the settings that identify them."""
 
     name: str
-    """Of the corpus, file or folder."""
     load_batches: LoadBatches
     load_probe: LoadBatches | None
     validation: PackedRows | None
     """None: the run has no evaluations."""
     validation_rows: int
-    """Of ``validation``, those that are looked at."""
+    """Of ``validation``, those that are evaluated."""
     micro_batch_size: int
     tokenizer: Tokenizer
     tokenizer_name: str
-    """What ``tokenizer`` was opened by; nothing: tokens came as they are, and nobody tells of which tokenizer."""
+    """Name that ``tokenizer`` was opened by; empty: the data are tokens of an unknown tokenizer."""
     template: str
     """The chat template, where it is another one than the tokenizer's own."""
     settings: JsonMapping
@@ -131,16 +124,9 @@ class RunData:
         return {"rows_seen": [sampler.first_row(n) for sampler, n in zip(self.samplers, numbers, strict=False)]}
 
     def load(self, state: JsonMapping, saved: JsonMapping, now: JsonMapping, numbers: Sequence[int], say: Say) -> None:
-        """Go on at the rows that a saved run had come to.
+        """Restore the position in the rows, given all settings of the saved run and of this one.
 
-        Rows that were packed anew are others in another order: an epoch of them begins.
-
-        Args:
-            state: What ``state`` returned; one of before rows were counted has nothing.
-            saved: All settings of the saved run.
-            now: Those of this one.
-            numbers: Of the next batches of training and probe.
-            say: Is told of a new epoch.
+        Rows that were packed anew are others in another order: an epoch of them begins. Old states count no rows.
 
         Raises:
             ConfigError: the state is damaged.
@@ -152,7 +138,7 @@ class RunData:
             assert isinstance(seen, list)
             rows = [int(str(row)) for row in seen]
         except (AssertionError, ValueError) as error:
-            raise ConfigError("saved state of the data", [f"{error}; use an older one, or start anew"]) from error
+            raise ConfigError("checkpoint of the data", [f"{error}; use an older one, or start anew"]) from error
         for sampler, number, row in zip(self.samplers, numbers, rows, strict=False):
             first = -(-row // sampler.num_rows) * sampler.num_rows if is_new else row
             sampler.position = RowPosition(number, first)
@@ -182,14 +168,9 @@ class RunData:
 
 
 def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, folder: Path, say: Say) -> RunData:
-    """Open the training, probe and validation data of a run.
+    """Open the training, probe and validation data of a run: ``corpus``, or the [data] table of the file.
 
-    Args:
-        file: What to train; its [data] table says on what, unless ``corpus`` does.
-        corpus: On what, where the file has no [data] table.
-        accum_steps: Micro-batches of a step.
-        folder: Where encoded text is kept.
-        say: Is told how much there is.
+    ``accum_steps`` are the micro-batches of a step; encoded text is kept in ``folder``.
 
     Raises:
         DataError: the text cannot be used.
@@ -207,20 +188,11 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
         )
     batch_size, seq_len = file.workload.batch_size, file.workload.seq_len
     rows = None if text.packing == "stream" else _packed(text, "training", file)
-    validation = None
-    if text.validation is not None:
-        validation = _packed(text, "validation", file)
+    validation = None if text.validation is None else _packed(text, "validation", file)
     log = None if file.data is None else _log(text, rows, validation)
     if log is not None:
         say(log.as_text())
-    probe_percent = 0
-    if file.hybrid is not None and file.hybrid.needs_probe:
-        probe_percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
-    samplers, num_probe = (
-        _stream(text.train.tokens, file, accum_steps, probe_percent, say)
-        if rows is None
-        else _rows(rows, file, accum_steps, probe_percent, say)
-    )
+    samplers, num_probe = _samplers(text, rows, file, accum_steps, say)
     load_batches, *load_probe = (_loader(sampler, accum_steps) for sampler in samplers)
     settings: JsonMapping = text.settings | {
         "data.train_tokens": int(text.train.tokens.size), "data.probe_tokens": num_probe,
@@ -263,20 +235,19 @@ def tokenizer_of(file: TrainFile, config: DataConfig | None) -> str:
 
 def _corpus_text(corpus: Corpus, *, wants_validation: bool) -> TextData:
     """Return a corpus as text of one document, in a stream."""
+
+    def whole(tokens: TokenArray) -> EncodedDocuments:
+        return EncodedDocuments(tokens=tokens, ends=np.array([tokens.size], dtype=np.int64))
+
     return TextData(
-        name=corpus.name, train=_whole(corpus.train),
-        validation=_whole(corpus.validation) if wants_validation else None, tokenizer=ByteTokenizer(), packing="stream",
+        name=corpus.name, train=whole(corpus.train),
+        validation=whole(corpus.validation) if wants_validation else None, tokenizer=ByteTokenizer(), packing="stream",
         settings={"data.digest": corpus.digest, "data.name": corpus.name}, source=corpus.source,
         is_tokens=not corpus.num_documents,
     )  # fmt: skip
 
 
-def _whole(tokens: TokenArray) -> EncodedDocuments:
-    return EncodedDocuments(tokens=tokens, ends=np.array([tokens.size], dtype=np.int64))
-
-
 def _packed(text: TextData, part: Literal["training", "validation"], file: TrainFile) -> PackedRows:
-    """Return the documents of a part in rows."""
     documents = text.train if part == "training" else text.validation
     assert documents is not None, "asked for"
     joins = text.packing == "documents"
@@ -304,38 +275,37 @@ Loaded: TypeAlias = tuple[list[BatchSampler] | list[RowSampler], int]
 """Samplers of training and, where there is one, of the probe split, and the tokens of the latter."""
 
 
-def _stream(tokens: TokenArray, file: TrainFile, accum_steps: int, probe_percent: int, say: Say) -> Loaded:
-    """Return windows of a stream, whose end is the probe split."""
-    batch_size, seq_len = file.workload.batch_size, file.workload.seq_len
-
-    def sampler(part: TokenArray, seed: int) -> BatchSampler:
-        return BatchSampler(part, micro_batch_size=batch_size // accum_steps, seq_len=seq_len, seed=seed)
-
-    if not probe_percent:
-        return [sampler(tokens, file.seed)], 0
-    num_probe = max(int(tokens.size) * probe_percent // 100, seq_len + 1)
-    say(f"{num_probe:,} of {tokens.size:,} training tokens are the probe split")
-    seed = random_key(file.seed, _PROBE_STREAM)
-    return [sampler(tokens[:-num_probe], file.seed), sampler(tokens[-num_probe:], seed)], num_probe
-
-
-def _rows(rows: PackedRows, file: TrainFile, accum_steps: int, probe_percent: int, say: Say) -> Loaded:
-    """Return packed rows, the last of which are the probe split."""
-    batch_size = file.workload.batch_size
-
-    def sampler(part: PackedRows, seed: int) -> RowSampler:
-        return RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)
-
-    if not probe_percent:
-        return [sampler(rows, file.seed)], 0
-    num_rows = rows.num_rows
-    num_probe = max(num_rows * probe_percent // 100, 1)
-    if num_rows < 2:
-        raise DataError(f"{num_rows} row is too few: hybrid training keeps one apart as a probe; give more documents")
-    say(f"{num_probe:,} of {num_rows:,} rows are the probe split")
-    probe = rows.part(num_rows - num_probe, num_rows)
-    seed = random_key(file.seed, _PROBE_STREAM)
-    return [sampler(rows.part(0, num_rows - num_probe), file.seed), sampler(probe, seed)], probe.num_tokens
+def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_steps: int, say: Say) -> Loaded:
+    """Return samplers of a stream's windows (``rows`` None) or of packed rows; the end of either is the probe split."""
+    batch_size, seq_len, tokens = file.workload.batch_size, file.workload.seq_len, text.train.tokens
+    seeds = file.seed, random_key(file.seed, _PROBE_STREAM)
+    percent = 0
+    if file.hybrid is not None and file.hybrid.needs_probe:
+        percent = _LEARNED_PROBE_PERCENT if file.hybrid.correction == "probe_gradients" else _PROBE_PERCENT
+    if rows is None:
+        windows, num_probe = [tokens], 0
+        if percent:
+            num_probe = max(int(tokens.size) * percent // 100, seq_len + 1)
+            say(f"{num_probe:,} of {tokens.size:,} training tokens are the probe split")
+            windows = [tokens[:-num_probe], tokens[-num_probe:]]
+        micro_batch_size = batch_size // accum_steps
+        return [
+            BatchSampler(part, micro_batch_size=micro_batch_size, seq_len=seq_len, seed=seed)
+            for part, seed in zip(windows, seeds, strict=False)
+        ], num_probe
+    parts, num_rows = [rows], rows.num_rows
+    if percent:
+        if num_rows < 2:
+            raise DataError(
+                f"{num_rows} row is too few: hybrid training keeps one apart as a probe; give more documents"
+            )
+        begin = num_rows - max(num_rows * percent // 100, 1)
+        say(f"{num_rows - begin:,} of {num_rows:,} rows are the probe split")
+        parts = [rows.part(0, begin), rows.part(begin, num_rows)]
+    return [
+        RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)
+        for part, seed in zip(parts, seeds, strict=False)
+    ], sum(part.num_tokens for part in parts[1:])
 
 
 def _loader(sampler: BatchSampler | RowSampler, accum_steps: int) -> LoadBatches:

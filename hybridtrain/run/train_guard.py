@@ -1,4 +1,4 @@
-"""What a training run does about a step that is no number, or whose loss leaps: which batches it leaves out."""
+"""The guard of a training run: which batches it leaves out after a step that is no number, or whose loss spikes."""
 
 import json
 import math
@@ -22,13 +22,7 @@ Action = Literal["stop", "skip", "roll_back"]
 
 
 class RunGuard:
-    """Decides what happens after a refused step, and keeps its decisions over a resume.
-
-    Args:
-        config: What the user wants.
-        report: File to which a line is added for every fault.
-        say: Is told.
-    """
+    """Decides what happens after a refused step, adds a line to ``report``, and keeps its decisions over a resume."""
 
     def __init__(self, config: GuardConfig, report: Path, say: Say) -> None:
         self._config = config
@@ -39,7 +33,7 @@ class RunGuard:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a saved state may be wanted, so that there must be one from the beginning."""
+        """Whether a checkpoint may be wanted, so that there must be one from the beginning."""
         return "roll_back" in {self._config.on_nan, self._config.on_spike}
 
     def batch_of(self, step: int) -> int:
@@ -56,20 +50,13 @@ class RunGuard:
 
     def note(self, step: int, loss: float) -> None:
         """Remember the loss of a step that was applied; say it where it is a spike."""
-        limit = self._limit()
-        if limit is not None and loss > limit:
+        if (limit := self._limit()) is not None and loss > limit:
             usual = median(self._losses)
             self._say(f"step {step}: loss {loss:.3f} is a spike, the median of the steps before is {usual:.3f}")
         self._losses.append(loss)
 
     def decide(self, error: DivergenceError, step: int, batches: LoadBatches) -> Action:
-        """Report a refused step and return the action to take; a batch that is left out is noted.
-
-        Args:
-            error: Why it was refused.
-            step: Number of the step, from 0.
-            batches: Loads micro-batches of a step.
-        """
+        """Report a refused step (counted from 0) and return the action to take; a batch that is left out is noted."""
         step = step if error.step is None else error.step - 1
         wanted = self._config.on_spike if isinstance(error, SpikeError) else self._config.on_nan
         action: Action = "stop" if wanted == "say" else wanted
@@ -78,8 +65,9 @@ class RunGuard:
         batch = self.batch_of(step)
         is_last = len(self._skipped) >= self._config.max_faults
         if is_last and action != "stop":
-            count = len(self._skipped)
-            self._say(f"{count} batches were left out, which guard.max_faults allows; this one ends the run")
+            self._say(
+                f"{len(self._skipped)} batches were left out, which guard.max_faults allows; this one ends the run"
+            )
             action = "stop"
         digest = 0
         for content in batches(step):
@@ -112,7 +100,7 @@ class RunGuard:
             self._skipped = sorted({*self._skipped, *(int(str(number)) for number in skipped)})
             self._losses = deque((float(str(loss)) for loss in losses), maxlen=_KNOWN)
         except (AssertionError, ValueError) as error:
-            raise ConfigError("saved state of the guard", [f"{error}; use an older one, or start anew"]) from error
+            raise ConfigError("checkpoint of the guard", [f"{error}; use an older one, or start anew"]) from error
 
     def forget_ahead(self, step: int) -> None:
         """Forget batches that were left out after a step: by their numbers other rows are meant from now on."""
@@ -123,9 +111,7 @@ class RunGuard:
             self._skipped = [skipped for skipped in self._skipped if skipped < number]
 
     def _limit(self) -> float | None:
-        if len(self._losses) < _LEAST_KNOWN:
-            return None
-        return median(self._losses) + self._config.spike_nats
+        return None if len(self._losses) < _LEAST_KNOWN else median(self._losses) + self._config.spike_nats
 
 
 def _shown(names: Sequence[str]) -> str:

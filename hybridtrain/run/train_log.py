@@ -1,11 +1,11 @@
-"""What a training run leaves to read: a line per step, what a hybrid run did, the memory profile, metric services."""
+"""The log of a training run: a line per step, a summary, the memory profile, metric services."""
 
 import json
 import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -33,7 +33,7 @@ from hybridtrain.virtual_gpu.account.observer import Lane
 Say = Callable[[str], None]
 
 _TRUE_STEP_COST = 3.0
-"""Forward passes' worth of a step without any of this."""
+"""Forward passes that a step without jumps costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +56,18 @@ class StepLog:
     def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
         """Return the line of a phase step."""
         is_jump = result.phase is Phase.PREDICT
-        return cls(
-            step=result.step, loss=None if is_jump else result.loss, lr=result.lr, grad_norm=result.grad_norm,
-            tokens_per_s=result.num_tokens / result.seconds, peak_bytes=peak_bytes,
-            effective_batch=0 if is_jump else effective_batch, **cls._more(result),
-        )  # fmt: skip
-
-    @classmethod
-    def _more(cls, _result: HybridResult) -> dict[str, Any]:
-        """Return the fields that a subclass adds."""
-        return {}
+        values: dict[str, Any] = {
+            "loss": None if is_jump else result.loss, "tokens_per_s": result.num_tokens / result.seconds,
+            "peak_bytes": peak_bytes, "effective_batch": 0 if is_jump else effective_batch,
+            "forecast_loss": result.loss if is_jump else None,
+            "move_rms": result.move_rms if math.isfinite(result.move_rms) else None,
+        }  # fmt: skip
+        names = (field.name for field in fields(cls))
+        return cls(**{name: values[name] if name in values else getattr(result, name) for name in names})
 
     def as_metrics(self) -> dict[str, float | None]:
         """Return everything but the step by its name."""
-        return {
-            "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
-            "peak_bytes": self.peak_bytes, "effective_batch": self.effective_batch,
-        }  # fmt: skip
+        return {name.name: getattr(self, name.name) for name in fields(StepLog) if name.name != "step"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +89,6 @@ class HybridStepLog(StepLog):
     is_rolled_back: bool
     cost: float
     """In forward passes."""
-
-    @classmethod
-    def _more(cls, result: HybridResult) -> dict[str, Any]:
-        names = (
-            "phase",
-            "seconds",
-            "predicted_steps",
-            "prediction_error",
-            "confidence",
-            "scale",
-            "is_rolled_back",
-            "cost",
-        )
-        return {name: getattr(result, name) for name in names} | {
-            "move_rms": result.move_rms if math.isfinite(result.move_rms) else None,
-            "forecast_loss": result.loss if result.phase is Phase.PREDICT else None,
-        }
 
     def as_metrics(self) -> dict[str, float | None]:
         """Return the metrics to draw; a jump has its step's number, so it repeats none of the step's names."""
@@ -148,7 +126,6 @@ class RunStatistics:
     """Of the true steps of one call, and the jumps between them."""
 
     tokens_per_s: list[float] = field(default_factory=list)
-    """Of each true step."""
     peak_bytes: int = 0
     moved: Counter[Lane] = field(default_factory=Counter)
 
@@ -169,59 +146,50 @@ class RunStatistics:
 
     def as_text(self) -> str:
         """Return them for a reader."""
-        count = len(self.tokens_per_s)
-        told = (
-            f"{count} steps: {median(self.tokens_per_s):,.0f} tokens/s (median), peak {format_bytes(self.peak_bytes)}"
-        )
-        ways = {
+        count, peak = len(self.tokens_per_s), format_bytes(self.peak_bytes)
+        text = f"{count} steps: {median(self.tokens_per_s):,.0f} tokens/s (median), peak {peak}"
+        words = {
             Lane.COPY_IN: "to the device", Lane.COPY_OUT: "from it", Lane.DISK: "read from or written to disk",
             Lane.HOST: "of host memory updated",
         }  # fmt: skip
-        moved = [f"{format_bytes(self.moved[lane] / count)} {way}" for lane, way in ways.items() if self.moved[lane]]
-        return f"{told}; copied a step: {', '.join(moved)}" if moved else told
+        moved = [f"{format_bytes(self.moved[lane] / count)} {word}" for lane, word in words.items() if self.moved[lane]]
+        return f"{text}; copied a step: {', '.join(moved)}" if moved else text
 
 
 def trim_log(path: Path, steps_done: int, next_phase: Phase, say: Say) -> None:
-    """Drop lines of steps that were not saved and will be done again, and lines that are damaged, which is said.
+    """Drop lines of steps that will be done again, and damaged lines, whose number is reported.
 
     A jump has the number of the true step before it, and a state is saved before the jump: where the saved run would
     jump next, the line of that jump goes too.
     """
-
-    def is_saved(entry: Mapping[str, object], step: int) -> bool:
+    kept, num_damaged = list[bytes](), 0
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            entry = json.loads(line.decode("ascii"))
+        except (ValueError, RecursionError):
+            entry = None
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if not isinstance(step, int):
+            num_damaged += 1
+            continue
         jumps_again = next_phase is Phase.PREDICT and entry.get("phase") == Phase.PREDICT
-        return step < steps_done or (step == steps_done and not jumps_again)
-
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    entries = [(line, _entry(line)) for line in lines]
-    kept = [line + b"\n" for line, found in entries if found is not None and is_saved(*found)]
-    num_damaged = sum(found is None for _, found in entries)
+        if step < steps_done or (step == steps_done and not jumps_again):
+            kept.append(line + b"\n")
     if num_damaged:
         say(f"{path}: {num_damaged} damaged line{'s' * (num_damaged > 1)} dropped")
     replace_file(path, b"".join(kept))
-
-
-def _entry(line: bytes) -> tuple[Mapping[str, object], int] | None:
-    """Return a line's content and its step; None for one that was not written like this."""
-    try:
-        entry = json.loads(line.decode("ascii"))
-    except (ValueError, RecursionError):
-        return None
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return (entry, step) if isinstance(step, int) else None
 
 
 def hybrid_summary(hybrid: HybridTrainer) -> str:
     """Return a summary of a hybrid run: steps by phase, jumps, rollbacks, cost."""
     done, steps = hybrid.statistics, hybrid.trainer.steps_done
     phases = ", ".join(f"{count} {phase}" for phase, count in done.steps_by_phase.items())
-    lines = [f"hybrid: steps {phases}", _jumps(hybrid)]
     plain = _TRUE_STEP_COST * steps
-    lines.append(
+    return (
+        f"hybrid: steps {phases}\n{_jumps(hybrid)}\n"
         f"  {done.rollbacks} jumps taken back, {done.divergences} divergences; cost {done.cost:,.0f} forward passes, "
         f"{steps} plain steps cost {plain:,.0f} ({100 * (done.cost / plain - 1):+.1f} %)"
     )
-    return "\n".join(lines)
 
 
 def _jumps(hybrid: HybridTrainer) -> str:
@@ -245,36 +213,24 @@ def _jumps(hybrid: HybridTrainer) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitoring:
-    """What the user asked for; nothing by default."""
+    """Monitors of a run; nothing by default."""
 
     profile_csv: Path | None = None
     """Where the snapshots go; None: to no file."""
     profile_every: int = 1
-    """Steps between snapshots."""
     alert_bytes: int = DEFAULT_ALERT_BYTES
-    """Memory use above this is told at once."""
+    """Memory use above this is reported at once."""
     spike_fraction: float = DEFAULT_SPIKE_FRACTION
     """Rise over the snapshot before, as a fraction of it, above which the report lists a spike."""
     tensorboard: Path | None = None
-    """Folder of the event file."""
     wandb_project: str | None = None
     mlflow: Path | None = None
-    """Folder of the file store."""
-
-    @property
-    def anything(self) -> bool:
-        """Whether anything is to be watched."""
-        return any(asked is not None for asked in (self.profile_csv, self.tensorboard, self.wandb_project, self.mlflow))
 
 
 class RunMonitor:
     """Watches one run: ``with RunMonitor(...) as monitor``. At the end, also a bad one, the profile is written.
 
-    Args:
-        wanted: What the user asked for.
-        folder: The run's folder, for local files of a logging service.
-        settings: Stored with a logging service's run.
-        say: Receives the report, alerts and what went wrong.
+    ``folder`` is for local files of a logging service, which stores ``settings`` with its run.
 
     Raises:
         ConfigError: a package is not installed, a path cannot serve.
@@ -295,7 +251,7 @@ class RunMonitor:
             loggers.append(MlflowLogger(wanted.mlflow, config=settings))
         self._loggers = MetricLoggers(loggers, say)
         self._profiler: MemoryProfiler | None = None
-        if wanted.anything:
+        if loggers or self._csv is not None:
             self._profiler = MemoryProfiler(
                 every_n_steps=wanted.profile_every, alert_threshold_bytes=wanted.alert_bytes,
                 spike_threshold=wanted.spike_fraction, sinks=[self._loggers] if loggers else [], on_alert=say,
@@ -309,14 +265,16 @@ class RunMonitor:
 
     def record_step(self, step: int, phase: Phase, metrics: Mapping[str, float | None]) -> None:
         """Log a step's metrics, without those that are None, and take a snapshot if one is due."""
-        known = {f"train/{name}": value for name, value in metrics.items() if value is not None}
-        self._loggers.log(step, known)
+        self._log("train", step, metrics)
         if self._profiler is not None:
             self._profiler.record_step(step, phase)
 
     def record_validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log an evaluation's metrics, without those that are None."""
-        self._loggers.log(step, {f"validation/{name}": value for name, value in metrics.items() if value is not None})
+        self._log("validation", step, metrics)
+
+    def _log(self, group: str, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._loggers.log(step, {f"{group}/{name}": value for name, value in metrics.items() if value is not None})
 
     def __exit__(
         self, _type: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
@@ -342,7 +300,6 @@ class RunMonitor:
 
 
 def _probe(path: Path) -> None:
-    """Find out before the first step whether a file can be written there."""
     if path.is_dir():
         raise ConfigError("--profile-memory", [f"{path} is a folder; give the path of a .csv file"])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
 from hybridtrain.reports.card_report import (
@@ -16,17 +15,13 @@ from hybridtrain.reports.card_report import (
     memory_line,
     refusal_line,
 )
-from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
-from hybridtrain.virtual_gpu.facade.stand_in import StandIn
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _MODULES_SHOWN = 8
@@ -48,17 +43,13 @@ class ScriptError(HybridTrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualRun:
-    """What a script takes of the card that it asked for."""
+    """Memory and time of a script on the card that it asked for."""
 
     script: str
+    gpu: VirtualGpu
     run: CardRun
-    world: World
-    num_params: int
-    host_peak_bytes: int
-    host_memory_bytes: int | None
-    stand_ins: tuple[StandIn, ...]
-    without_gradient: tuple[str, ...]
     basis: Basis
+    host_memory_bytes: int | None
     reserved: ReservedRange | None
     """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
 
@@ -71,14 +62,14 @@ class VirtualRun:
         """Return the plain figures, bytes and seconds, by the names that ``dry-run --json`` uses."""
         run = self.run
         return card_mapping(run) | {
-            "params": self.num_params,
-            "world": self.world.size,
-            "rank": self.world.rank,
+            "params": self.gpu.num_params,
+            "world": self.gpu.world.size,
+            "rank": self.gpu.world.rank,
             "reserved_range": None if self.reserved is None else self.reserved.as_mapping(),
-            "host_peak_bytes": self.host_peak_bytes,
+            "host_peak_bytes": self.gpu.host_peak_bytes,
             "host_by_class": {},
             "disk_peak_bytes": 0,
-            "host_needed_bytes": self.host_peak_bytes,
+            "host_needed_bytes": self.gpu.host_peak_bytes,
             "host_memory_bytes": self.host_memory_bytes,
             "fits_host": True,
             "by_module": by_module(run),
@@ -87,16 +78,15 @@ class VirtualRun:
             "tokens_per_s": None,
             "bound": run.bound.value if self.fits else None,
             "fitting_stacks": None,
-            "stand_ins": [
-                {"where": use.where, "op": use.op, "rule": use.rule, "times": use.times} for use in self.stand_ins
-            ],
-            "without_gradient": list(self.without_gradient),
+            "stand_ins": list(map(asdict, self.gpu.stand_ins())),
+            "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
         }
 
     def as_text(self) -> str:
         """Return the same for a reader."""
-        run = self.run
+        run, world = self.run, self.gpu.world
+        cards = run.card.name if world.size == 1 else f"rank {world.rank} of {world.size} x {run.card.name}"
         held = [(name or "(no module)", size) for name, size in by_module(run).items()]
         modules, rest = dict(held[:_MODULES_SHOWN]), held[_MODULES_SHOWN:]
         if rest:
@@ -108,39 +98,34 @@ class VirtualRun:
         if len(peaks) > _STEPS_SHOWN:
             peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
         lines = [
-            f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
+            f"{self.script}, {cards}: {format_count(self.gpu.num_params)} parameters\n",
             class_table(run),
             f"\n{bytes_table('by module', modules)}",
             f"\n{memory_line(run)}",
             *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
-            f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
+            f"{format_bytes(self.gpu.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
-            self._speed(),
+            f"{format_seconds(run.time.seconds)} a step, {run.time.bound}-bound (estimated)"
+            if self.fits
+            else "no time of a step: the last one did not end",
+            *self._remarks(),
+            self.basis.as_text(),
+            holders_text(run),
+            self._verdict(),
         ]
-        lines += [*self._remarks(), self.basis.as_text(), holders_text(run), self._verdict()]
         return "\n".join(filter(None, lines))
 
-    def _speed(self) -> str:
-        if not self.fits:
-            return "no time of a step: the last one did not end"
-        time = self.run.time
-        return f"{format_seconds(time.seconds)} a step, {time.bound}-bound (estimated)"
-
-    def _cards(self) -> str:
-        name, world = self.run.card.name, self.world
-        return name if world.size == 1 else f"rank {world.rank} of {world.size} x {name}"
-
     def _remarks(self) -> Iterator[str]:
-        if self.stand_ins:
+        stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
+        if stand_ins:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in self.stand_ins[:_STAND_INS_SHOWN]:
+            for use in stand_ins[:_STAND_INS_SHOWN]:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-            if len(self.stand_ins) > _STAND_INS_SHOWN:
-                yield f"  and {len(self.stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
-        if self.without_gradient:
-            names = ", ".join(sorted(set(self.without_gradient))[:3])
-            yield f"WARNING: {len(self.without_gradient)} trainable parameters got no gradient, as in {names}"
-
+            if len(stand_ins) > _STAND_INS_SHOWN:
+                yield f"  and {len(stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
+        if without_gradient:
+            names = ", ".join(sorted(set(without_gradient))[:3])
+            yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
         refusals = self.basis.refusals[1:]
         if refusals:
             yield "refused by the virtual card, too, and caught by the script:"
@@ -149,7 +134,6 @@ class VirtualRun:
                 yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
 
     def _verdict(self) -> str:
-        """Return whether it fits, and in the same line what that is worth."""
         basis = self.basis
         worth = basis.worth(fits=self.fits)
         if basis.growth is not None and self.fits:
@@ -161,68 +145,47 @@ class VirtualRun:
 
 
 def run_script(
-    script: str, arguments: Sequence[str], *, card: str, host_memory: float | None = None, steps: int | None = None,
-    world: int | None = None, rank: int = 0, link: str = "pcie",
-    expandable_segments: bool = False, snapshot: Path | None = None, trace: Path | None = None, quiet: bool = False,
-) -> VirtualRun:  # fmt: skip
-    """Run a script to its end, to its ``steps``-th iteration or to the request that the card refuses.
+    command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
+) -> VirtualRun:
+    """Run a script on a virtual card to its end, to the last iteration asked for, or to the request that is refused.
 
     Args:
-        script: A Python file, ``-m`` and then the module as the first argument, or a launcher.
-        arguments: The script's own.
-        card: Name of a card, or a .toml file with its figures.
-        host_memory: Bytes of the machine around the card; None: as much as is asked for.
-        steps: After how many iterations the script is stopped, each a step of every optimizer.
-        world: Cards that torchrun would start it on; None: one that nobody launched, or what a launcher says.
-        rank: Which of them this run is.
-        link: What joins them.
-        expandable_segments: Plan with torch's expandable_segments:True.
-        snapshot: Where to write a memory_viz snapshot.
-        trace: Where to write a Chrome trace.
+        command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
+        gpu: The card, not entered yet.
+        host_memory_bytes: Of the machine around the card; None: as much as is asked for.
         quiet: Send what the script prints to standard error.
 
     Raises:
         ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
     """
-    command = python_command([script, *arguments])
-    if command is None:
-        fault = "-m: says no module; give its name after it." if script == "-m" else missing_script(script)
+    python = python_command(list(command))
+    if python is None:
+        fault = "-m: says no module; give its name after it." if command[0] == "-m" else missing_script(command[0])
         raise ConfigError("virtual", [fault])
-    allocator = AllocatorConfig(expandable_segments=expandable_segments)
-    try:
-        gpu = VirtualGpu(
-            find_card(card), host_memory=host_memory, steps=steps, allocator=allocator, world=world, rank=rank,
-            link=link, record_history=snapshot is not None,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError("virtual", [str(error)]) from error
-    name = command.name
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
-    with output, _script_errors(name, gpu), gpu:
-        command.run()
+    with output, _script_errors(python.name, gpu), gpu:
+        python.run()
     run, basis = gpu.report(), gpu.basis()
     if not run.trace.sizes and gpu.oom is None:
-        fault = f"{name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
+        fault = (
+            f"{python.name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
+        )
         raise ConfigError("virtual", [f"{fault} Name the script that trains."])
-    if snapshot is not None:
-        write_run_snapshot(run, snapshot, allocator)
-    if trace is not None:
-        write_run_trace(run, trace)
-    return VirtualRun(
-        script=name, run=run, world=gpu.world, num_params=gpu.num_params, host_peak_bytes=gpu.host_peak_bytes,
-        host_memory_bytes=None if host_memory is None else round(host_memory), stand_ins=gpu.stand_ins(),
-        without_gradient=gpu.without_gradient, basis=basis,
-        reserved=None if basis.growth is not None else reserved_range(
-            run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=allocator,
+    reserved = None
+    if basis.growth is None:
+        reserved = reserved_range(
+            run.trace, workspace_bytes=run.card.cublas_workspace_bytes, config=gpu.config or AllocatorConfig(),
             capacity_bytes=run.card.allocator_capacity_bytes,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+    return VirtualRun(
+        script=python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes, reserved=reserved
+    )
 
 
 @contextmanager
 def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
-    """Wrap a script's own errors in ``ScriptError``; end quietly where the card is full, as the report says where."""
+    """Wrap a script's own errors in ``ScriptError``; suppress those after an out-of-memory, which the report shows."""
     try:
         yield
     except HybridTrainError:
@@ -230,7 +193,7 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if gpu.oom is not None:
             return
-        refusal = next((one for one in reasons(error) if isinstance(one, HybridTrainError)), None)
+        refusal = next((cause for cause in reasons(error) if isinstance(cause, HybridTrainError)), None)
         if refusal is not None:
             raise refusal from error
         if not isinstance(error, SystemExit):

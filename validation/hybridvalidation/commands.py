@@ -1,7 +1,7 @@
 """What the harness hands to the command by its entry point: verbs, names of files, quality of numbers (EXTENSION)."""
 
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,21 +10,37 @@ from hybridtrain.cli.verb import (
     Amount,
     Answer,
     Count,
+    DiskFolder,
     Flag,
+    HostLimit,
     ModelName,
     Names,
     Recorded,
     ScenarioName,
     StackName,
+    limit_bytes,
     names_of,
 )
 from hybridtrain.extension import Extension, ScenarioRequest
+from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import GB, GIB
 
 if TYPE_CHECKING:
     from hybridtrain.planning.candidates import Candidate
     from hybridvalidation.scenario import Scenario, Target
     from hybridvalidation.scenario_files import ScenarioFiles
+
+
+def _files(folder: Path | None) -> "ScenarioFiles":
+    from hybridvalidation.scenario_files import scenario_folder
+
+    return scenario_folder(folder)
+
+
+def _written(text: str, content: Mapping[str, object], paths: Sequence[Path], code: int = 0) -> Answer:
+    """Return an answer that ends with the files that were written."""
+    names = names_of(paths)
+    return Answer(text=f"{text}\n\nWritten: {', '.join(names)}", content={**content, "files": names}, code=code)
 
 
 def gate(
@@ -48,10 +64,9 @@ def gate(
     """
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order, write_markdown
-    from hybridvalidation.scenario_files import scenario_folder
 
     order = Order(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
-    report = gate_all(scenario_folder(common.scenarios), order, common.results)
+    report = gate_all(_files(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
     return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
@@ -81,7 +96,6 @@ def bench(
         choose: Rewrite hybridkernels/choices.toml from the records.
     """
     from hybridvalidation.kernel_bench.bench import BenchOrder, bench_kernels
-    from hybridvalidation.scenario_files import scenario_folder
 
     if what == "attention":
         return _bench_attention(common)
@@ -89,14 +103,13 @@ def bench(
         only=only, modes=modes, quick=quick, limit_s=60 * minutes, recorded=recorded, check=check, accept=accept,
         choose=choose,
     )  # fmt: skip
-    targets = scenario_folder(common.scenarios).targets()
+    targets = _files(common.scenarios).targets()
     report = bench_kernels(order, common.results, targets, common.note)
     return Answer(text=report.as_text(), content=report.as_mapping(), code=report.exit_code)
 
 
 def _bench_attention(common: Recorded) -> Answer:
     from hybridtrain.config.encode import encode
-    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.kernel_bench.attention_lengths import (
         append_attention,
         attention_text,
@@ -105,18 +118,14 @@ def _bench_attention(common: Recorded) -> Answer:
         read_attention,
         write_attention,
     )
-    from hybridvalidation.scenario_files import scenario_folder
 
-    targets = scenario_folder(common.scenarios).targets()
+    targets = _files(common.scenarios).targets()
     read_attention(common.records)  # a damaged file is told now, not after the run
     record = plan_attention(targets)
     written = [append_attention(common.records, record), *write_attention([record], targets, common.results)]
-    paths = names_of(written)
-    verdicts = [encode(verdict) for verdict in judge_attention(record, targets)]
-    return Answer(
-        text=f"{attention_text(record, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"record": encode(record), "verdicts": verdicts, "files": paths},
-    )
+    verdicts = list(map(encode, judge_attention(record, targets)))
+    text = attention_text(record, targets, TERMINAL)
+    return _written(text, {"record": encode(record), "verdicts": verdicts}, written)
 
 
 def report(
@@ -134,11 +143,10 @@ def report(
         html: Instead write everything as pages for a browser into this folder; they need no network and no server.
     """
     from hybridvalidation.guide.figures import Figures, check_report, fill_pages
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import rebuild
 
     if check:
-        stale = check_report(scenario_folder(common.scenarios), common.results)
+        stale = check_report(_files(common.scenarios), common.results)
         faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
         text = "\n".join(faults) or "every table and page says what the records say"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
@@ -152,11 +160,11 @@ def report(
                 f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
             ]
             raise ConfigError("report", faults)
-        pages = write_site(scenario_folder(common.scenarios), common.results, html)
+        pages = write_site(_files(common.scenarios), common.results, html)
         size = sum(path.stat().st_size for path in pages)
         told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     written = rebuild(files, scenarios, common.results)
     if written and not scenarios:
         written += fill_pages(common.results.parent, Figures(files, common.results))
@@ -189,9 +197,8 @@ def records(
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order
     from hybridvalidation.runs.validate import other_records, prune_records
-    from hybridvalidation.scenario_files import scenario_folder
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
@@ -220,7 +227,6 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
         record: Append what was found to the records, and rebuild the table.
     """
     from hybridtrain.errors import ConfigError
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.snapshots.replayed import (
         append_snapshots,
         as_mapping,
@@ -230,7 +236,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
         write_reserved,
     )
 
-    scenarios = scenario_folder(common.scenarios)
+    scenarios = _files(common.scenarios)
     if plans:
         return _moves_of(scenarios, plans, common, record=record)
     if not files:
@@ -246,7 +252,6 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
 
 def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
     from hybridtrain.config.encode import encode
-    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
     from hybridvalidation.snapshots.replayed import write_reserved
 
@@ -257,20 +262,18 @@ def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, rec
             append_moves(common.records, found[-1])
             paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
-    return Answer(text=text, content=[encode(each) for each in found])
+    return Answer(text=text, content=list(map(encode, found)))
 
 
 def _list_targets(common: Recorded) -> Answer:
     from hybridtrain.config.encode import encode
-    from hybridtrain.reports.tables import TERMINAL
     from hybridtrain.stacks import evidence_folder
     from hybridvalidation.judge.roll_up import counts
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.targets import all_targets, targets_text
     from hybridvalidation.show.results import Results
 
-    rows = all_targets(Results(scenario_folder(common.scenarios), evidence_folder(common.results)))
-    content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
+    rows = all_targets(Results(_files(common.scenarios), evidence_folder(common.results)))
+    content = {"counts": counts(rows), "targets": list(map(encode, rows))}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 
 
@@ -299,24 +302,15 @@ def validate(
         out: Or into this folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
-    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
     from hybridvalidation.runs.validate import validate as validate_scenario
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.scenario import report_text, scenario_page
     from hybridvalidation.show.results import Results
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     done = validate_scenario(
-        files,
-        scenario,
-        common.results,
-        fresh=fresh,
-        record=record,
-        out=out,
-        planned=planned,
-        progress=not common.json,
+        files, scenario, common.results, fresh=fresh, record=record, out=out, planned=planned, progress=not common.json
     )
     run, results = done.run, Results(files, common.results)
     paths = [] if done.folder is None else names_of(scenario_page(run, results).write(done.folder))
@@ -324,8 +318,8 @@ def validate(
     joint = judge_jointly(run, results.targets, results.elsewhere)
     content = {
         "scenario": run.scenario.name,
-        "records": [encode(record) for record in run.records.values()],
-        "verdicts": [encode(verdict) for verdict in judge_all(run, results.targets, results.elsewhere)],
+        "records": list(map(encode, run.records.values())),
+        "verdicts": list(map(encode, judge_all(run, results.targets, results.elsewhere))),
         "joint": "" if joint is None else joint.sentence,
         "num_cached": run.num_cached,
         "files": paths,
@@ -348,8 +342,8 @@ def execute(
     accum: Count | None = None,
     lr: Amount = 3e-4,
     cycle: Flag = False,
-    disk: Path | None = None,
-    host_limit_gib: Amount | None = None,
+    disk: DiskFolder = None,
+    host_limit_gib: HostLimit = None,
     world: Count = 1,
     common: Recorded = RECORDED,
 ) -> Answer:
@@ -360,50 +354,37 @@ def execute(
     Example: hybridtrain execute --model gpt2-small --stack tight --micro-batch 1 --seq 256 --steps 2
 
     Args:
-        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
-        stack: Name of a stack, or a .toml file.
         micro_batch: Sequences per micro-batch.
         seq: Tokens per sequence.
         steps: Optimizer steps.
         accum: Micro-batches per step; default: the stack's.
         lr: Learning rate.
         cycle: Run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step.
-        disk: Folder where a stack with disk tiers may make files.
-        host_limit_gib: Host memory for offloaded tensors; default: what is available.
         world: Ranks that train together, a process each.
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.models.find_model import find_model
     from hybridtrain.models.model_config import asked_workload
-    from hybridtrain.reports.tables import TERMINAL
-    from hybridtrain.units import GIB
     from hybridvalidation.records.executed import append_executed, read_executed
     from hybridvalidation.runs.execute import ExecuteSpec
     from hybridvalidation.runs.execute import execute as run_steps
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table
     from hybridvalidation.show.report import write_pages
 
     shape = find_model(model)
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=files.stack(stack), grad_accum_steps=accum,
-        workload=asked_workload(micro_batch, seq), num_steps=steps,
-        lr=lr, disk_folder=disk,
-        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
-        runs_cycle=cycle, world=world,
+        workload=asked_workload(micro_batch, seq), num_steps=steps, lr=lr, disk_folder=disk,
+        host_limit_bytes=limit_bytes(host_limit_gib), runs_cycle=cycle, world=world,
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
     run = run_steps(spec, open_corpus(None, vocab_size=shape.vocab_size), common.say)
     written = [append_executed(common.records, run), *write_pages("executed", files, common.results)]
-    paths = names_of(written)
-    return Answer(
-        text=f"\n{executed_table([run], TERMINAL)}\n\n{equality_line(run)}\nWritten: {', '.join(paths)}",
-        content=encode(run) | {"is_equal": run.is_equal, "files": paths},
-        code=0 if run.is_equal else 1,
-    )
+    text = f"\n{executed_table([run], TERMINAL)}\n\n{equality_line(run)}"
+    return _written(text, encode(run) | {"is_equal": run.is_equal}, written, code=0 if run.is_equal else 1)
 
 
 def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = RECORDED) -> Answer:
@@ -419,7 +400,6 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
             default: all.
     """
     from hybridtrain.config.encode import encode
-    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.card_session.session import measure_card
     from hybridvalidation.card_session.table import evidence_table, newest_evidence
     from hybridvalidation.records.outcome import Outcome
@@ -427,12 +407,9 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
     made, written = measure_card(
         minutes=minutes, only=only, scenarios=common.scenarios, results=common.results, say=common.note
     )
-    paths = names_of(written)
-    return Answer(
-        text=f"{evidence_table(newest_evidence(made), TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"records": [encode(record) for record in made], "files": paths},
-        code=1 if any(record.outcome is Outcome.ERROR for record in made) else 0,
-    )
+    failed = any(record.outcome is Outcome.ERROR for record in made)
+    text = evidence_table(newest_evidence(made), TERMINAL)
+    return _written(text, {"records": list(map(encode, made))}, written, code=int(failed))
 
 
 def study(
@@ -454,23 +431,17 @@ def study(
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.errors import ConfigError
-    from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.study.figures import check_targets
     from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
     from hybridvalidation.study.ladder.protocol import ladder_names
     from hybridvalidation.study.report import study_text, verdict_sentence, write_study
     from hybridvalidation.study.runner import read_study_file, run_study
 
-    def tell(line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-
-    files = scenario_folder(common.scenarios)
+    files, tell = _files(common.scenarios), replace(common, json=False).note  # progress of hours, with --json too
     if study in ladder_names(files.folder):
         if forecasts:
             raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
-        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common, tell=tell)
+        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common)
     if verify or rung is not None:
         raise ConfigError(
             study, [f"{'--verify' if verify else '--rung'}: only a ladder has it, and this is a study; leave it out."]
@@ -480,26 +451,19 @@ def study(
     made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
     if forecasts:
         scores = score_study(found, made, common.results, tell)
-        paths = names_of(write_forecasts(common.results))
-        return Answer(
-            text=f"{forecast_text(scores, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-            content={"runs": [encode(score) for score in scores], "files": paths},
-        )
-    paths = names_of(write_study(found, made, targets, common.results)) if made else []
-    verdict = verdict_sentence(found, made)
-    return Answer(
-        text=f"{study_text(found, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": found.name, "verdict": verdict, "runs": len(made), "files": paths},
-    )
+        runs = {"runs": list(map(encode, scores))}
+        return _written(forecast_text(scores, TERMINAL), runs, write_forecasts(common.results))
+    written = write_study(found, made, targets, common.results) if made else []
+    content = {"study": found.name, "verdict": verdict_sentence(found, made), "runs": len(made)}
+    return _written(study_text(found, made, targets, TERMINAL), content, written)
 
 
 def _ladder(
     files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, rung: str | None, verify: bool,
-    common: Recorded, tell: Callable[[str], None],
+    common: Recorded,
 ) -> Answer:  # fmt: skip
     from hybridtrain.config.encode import encode
     from hybridtrain.errors import ConfigError, unknown_name
-    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.study.ladder.protocol import read_ladder_file
     from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
     from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, run_ladder
@@ -507,8 +471,9 @@ def _ladder(
     from hybridvalidation.study.ladder.targets import check_ladder_targets
 
     ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
+    tell = replace(common, json=False).note
     check_ladder_targets(ladder, targets)  # now, not after the runs
-    if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
+    if rung is not None and rung not in (names := [size.name for size in ladder.rungs]):
         raise ConfigError(name, [f"--rung: {unknown_name('rung', rung, names)}"])
     if verify:
         stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
@@ -520,15 +485,13 @@ def _ladder(
         told = f"Stacks that compute something else than their arm: {', '.join(astray) or 'none'}."
         return Answer(
             text=f"{count} of {len(replays)} records are what this program computes. {told}",
-            content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
+            content={"replays": list(map(encode, replays)), "stacks_astray": astray},
             code=0 if count == len(replays) and not astray else 1,
         )
     made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, rung=rung, say=tell)
-    paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
-    return Answer(
-        text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made), "files": paths},
-    )
+    written = write_ladder(ladder, made, targets, results) if made else []
+    content = {"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made)}
+    return _written(ladder_text(ladder, made, targets, results, TERMINAL), content, written)
 
 
 def recorded(
@@ -546,10 +509,9 @@ def recorded(
         jobs: Processes at a time.
     """
     from hybridvalidation.recorded.command import recorded_command
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     report = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
@@ -579,10 +541,9 @@ def peers(
         jobs: Processes at a time.
     """
     from hybridvalidation.peers.command import peers_command
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     report = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
@@ -597,34 +558,18 @@ _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
 
 def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
     from hybridtrain.planning.candidates import FitRequest
-    from hybridvalidation.scenario_files import scenario_folder
 
-    files = scenario_folder(folder)
+    files = _files(folder)
     scenario, targets = files.scenario(name), files.targets()
     model, card, work = scenario.model.resolve(), scenario.card.resolve(), scenario.workload
     request = FitRequest(model, card, scenario.host, work.seq_len, work.batch_size)
-    return ScenarioRequest(
-        name=scenario.name, request=request, budget_bytes=stated_budget(scenario, targets)
-    )  # fmt: skip
+    return ScenarioRequest(name=scenario.name, request=request, budget_bytes=stated_budget(scenario, targets))
 
 
 def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, str]:
-    from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.study.quality_notes import ladder_notes
 
-    return ladder_notes(candidates, scenario_folder(folder), results)
-
-
-def _scenario_names(folder: Path | None) -> list[str]:
-    from hybridvalidation.scenario_files import scenario_folder
-
-    return scenario_folder(folder).scenario_names()
-
-
-def _target_names(folder: Path | None) -> list[str]:
-    from hybridvalidation.scenario_files import scenario_folder
-
-    return list(scenario_folder(folder).targets())
+    return ladder_notes(candidates, _files(folder), results)
 
 
 def stated_budget(scenario: "Scenario", targets: Mapping[str, "Target"]) -> int | None:
@@ -644,7 +589,10 @@ EXTENSION = Extension(
         "recorded": recorded, "peers": peers, "gate": gate, "report": report, "records": records,
         "snapshots": snapshots,
     },
-    names={"scenarios": _scenario_names, "targets": _target_names},
+    names={
+        "scenarios": lambda folder: _files(folder).scenario_names(),
+        "targets": lambda folder: list(_files(folder).targets()),
+    },
     listings={"targets": _list_targets},
     scenario_request=_scenario_request,
     quality_notes=_quality_notes,

@@ -612,7 +612,7 @@ def test_training_json_is_one_object(command: Command) -> None:
     assert found["last_step"] == log_of("run")[-1]
     assert (found["corpus"], found["out"]) == ("text.txt", "run")
     size, performance, announced, sample = found["said"]
-    assert size.startswith("a saved state takes ")
+    assert size.startswith("a checkpoint takes ")
     assert announced.startswith("a sample of ")
     assert performance.startswith("4 steps: ")
     assert found["performance"]["steps"] == 4

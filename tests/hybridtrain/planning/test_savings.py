@@ -24,7 +24,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import RunSetup, dry_run
 from hybridtrain.planning.savings import arithmetic_line, arithmetic_savings, planned_savings, savings_table, without
-from hybridtrain.reports.phase_table import phase_precision, phase_table
+from hybridtrain.reports.dry_run_report import phase_precision, phase_table
 from hybridtrain.run.train import train
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile

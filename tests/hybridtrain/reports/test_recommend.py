@@ -11,11 +11,10 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
-from hybridtrain.planning import recommendation
+from hybridtrain.planning import fitting
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate, FitRequest
-from hybridtrain.planning.fitting import TrainingOption, confirmed
-from hybridtrain.planning.recommendation import Recommendation, recommend
-from hybridtrain.reports import recommend_report as command
+from hybridtrain.planning.fitting import Recommendation, TrainingOption, confirmed, recommend
+from hybridtrain.reports import fit_report as command
 from hybridtrain.sizes import parse_size
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -190,14 +189,14 @@ def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_blocks_stay_on_the_card_where_the_bus_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    monkeypatch.setattr(recommendation, "_WAITS", 0.0 if waits else 1.0)
+    monkeypatch.setattr(fitting, "_WAITS", 0.0 if waits else 1.0)
     asked = replace(request(2048), card=replace(request(2048).card, pcie_gbps=0.1))
     candidate = Candidate(
         level=LEVELS[2], arrangement=ARRANGEMENTS[2], micro_batch_size=1, num_micro_batches=2, keep_last=0
     )
     option = TrainingOption(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
     streamed = confirmed(asked, option, free_share=0.0, leaves_margin=True)
-    found = recommendation._with_resident_blocks(asked, streamed, 0.0)
+    found = fitting._with_resident_blocks(asked, streamed, 0.0)
     assert found.candidate.resident_layers == (MODEL.num_blocks if waits else 0)
     assert (found.tokens_per_s > streamed.tokens_per_s) is waits
 

@@ -124,7 +124,7 @@ advance, steps = train._advance, iter(range(1, 100))
 def slow(run):
     if next(steps) == 3:
         print("waiting", flush=True)
-        while "_StopRequest" in repr(signal.getsignal(signal.SIGTERM)):
+        while "_Interruption" in repr(signal.getsignal(signal.SIGTERM)):
             time.sleep(0.01)
     return advance(run)
 train._advance = slow

@@ -8,7 +8,7 @@ from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.dry_runs import DryRun, dry_run
-from hybridtrain.planning.recommendation import recommend
+from hybridtrain.planning.fitting import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue

@@ -1,7 +1,7 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
 
 from hybridtrain.models.hf_config import hf_architectures
-from hybridtrain.reports.fit_report import fit_command
+from hybridtrain.reports.fit_report import FitArguments, fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
@@ -47,10 +47,7 @@ def recommendations(results: Results) -> str:
 
 def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
     """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
-    report = fit_command(
-        model=model, card=card, host_memory=host_memory, seq=None, tokens_per_step=None, tokens=100_000_000,
-        methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
-    )  # fmt: skip
+    report = fit_command(FitArguments(model=model, card=card, host_memory=host_memory), confirm=False)
     rows = []
     for option in report.options:
         hours = option.hours(report.tokens)
