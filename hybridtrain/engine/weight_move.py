@@ -43,7 +43,7 @@ class WeightMove:
                 with self.states.copies.observer.region(Stage.UPDATE, unit.name):
                     self.states.copies.transfer.seed(random_key(seed, number))
                     self._move_unit(unit)
-        self.old.close()
+        self.old.places.close()
         self.states.formats = self.formats
 
     def _move_unit(self, unit: Unit) -> None:
