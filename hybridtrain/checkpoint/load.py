@@ -221,11 +221,11 @@ class _Loader:
                 if not is_same:
                     self._compare(storage.load(target, master_P), value_P)
             if master_P is not None:
-                assert state.companion is not None, "made with the first values"
+                assert state.master_weight is not None, "made with the first values"
                 within, kept = overlap(part, trainer.shards.own(state.parameter.numel()))
                 if kept.stop > kept.start:
                     master_P = master_P[within].to(trainer.transfer.device)
-                    write_slice(state.companion, kept, master_P, trainer.copies)
+                    write_slice(state.master_weight, kept, master_P, trainer.copies)
         self._count("weights", entry.format, storage.saved_as)
 
     def _fill_slot(self, slot: StateSlot, state: ParameterState, entry: StateEntry) -> None:

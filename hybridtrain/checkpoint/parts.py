@@ -98,8 +98,8 @@ def _weight(
     cuts = _cuts(shards, prod(shape)) if is_cut else None
     upper = _saved(name, weight[0], shape, cuts, shards)
     master = None
-    if state.companion is not None:
-        master = _saved(name, state.companion, shape, _cuts(shards, prod(shape)), shards)
+    if state.master_weight is not None:
+        master = _saved(name, state.master_weight, shape, _cuts(shards, prod(shape)), shards)
     if isinstance(storage, Split16Master):
         assert master is not None, "a split master is always kept"
         read, is_shared = partial(_joined, storage, upper.read, master.read), upper.is_shared or master.is_shared

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridtrain.config.rules import is_young
+from hybridtrain.config.rules import omit_if_default
 
 State = dict[str, object]
 T = TypeVar("T")
@@ -69,7 +69,9 @@ def _saved(value: object) -> object:  # noqa: PLR0911  one a type
             return [_saved(item) for item in value]
     if is_dataclass(value):
         items = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: _saved(item) for field, item in items if not (is_young(field) and item == field.default)}
+        return {
+            field.name: _saved(item) for field, item in items if not (omit_if_default(field) and item == field.default)
+        }
     return value
 
 
@@ -108,7 +110,7 @@ def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0
         return kind(**{
             field.name: _entry(value, field.name, hints[field.name], getattr(own, field.name, None))
             for field in fields(kind)
-            if not is_young(field) or field.name in _checked(value, dict)
+            if not omit_if_default(field) or field.name in _checked(value, dict)
         })  # fmt: skip
     return _collected(hint, kind, own, value)
 
