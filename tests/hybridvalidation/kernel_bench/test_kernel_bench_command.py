@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench_cases import CPU, H200, record, result, times
 from hybridtrain.cli.main import main
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.kernel_bench import bench as command
 from hybridvalidation.kernel_bench.bench import BenchOutcome
 from hybridvalidation.kernel_bench.case import KernelCase, Mode, model_batches, own_providers

@@ -22,11 +22,11 @@ from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger, find_peak
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric

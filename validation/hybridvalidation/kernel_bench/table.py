@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB, MIB
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
