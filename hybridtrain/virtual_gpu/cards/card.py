@@ -191,8 +191,8 @@ def safe_context_mib(compute_capability: str) -> int:
     return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
 
 
-def find_card(name: str) -> Card:
-    """Return a card by short name, or read it from a TOML file when ``name`` ends in ``.toml``.
+def find_card(name: "Card | str") -> Card:
+    """Return a card by short name, or from a TOML file when ``name`` ends in ``.toml``; a card is returned as it is.
 
         >>> card = find_card("rtx-4090")
         >>> card.name, card.memory_bytes, card.tflops_bf16
@@ -203,7 +203,7 @@ def find_card(name: str) -> Card:
     Raises:
         ConfigError: unknown name (the nearest one is suggested), or a faulty file.
     """
-    return find_entry(Card, "card", name, card_catalogue())
+    return find_entry(Card, "card", name, card_catalogue()) if isinstance(name, str) else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

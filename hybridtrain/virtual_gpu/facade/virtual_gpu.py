@@ -111,7 +111,7 @@ class VirtualGpu:
         allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
-        self.card = find_card(card) if isinstance(card, str) else card
+        self.card = find_card(card)
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
         self._is_launched = world is not None
         self.world = World(
