@@ -41,7 +41,7 @@ def run_of(memory: PredictMemory, precision: MixedPrecision, config: str) -> Hyb
     return hybrid_history(GPT2_TIED_DROPOUT, stack, CONFIGS[config])
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("memory", [AHEAD, FAR_AHEAD, WAITS], ids=NAMES.get)
 @pytest.mark.parametrize("precision", [EVERYWHERE, IN_PREDICT], ids=["16 bits", "16 bits in predict"])
 @pytest.mark.parametrize("config", ["slow-separate", "slow-copy", "slow-every-step", "linear-every-step"])

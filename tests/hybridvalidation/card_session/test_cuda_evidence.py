@@ -437,8 +437,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def close(self) -> None:
             facts["closed"] = True
 
-    monkeypatch.setattr(measure, "open_device_reader", lambda _identity: Reader())
-    monkeypatch.setattr(measure, "identify_device", lambda _index: None)
+    monkeypatch.setattr(measure, "DeviceReader", lambda _index: Reader())
     monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
     return facts
 

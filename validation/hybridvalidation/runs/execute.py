@@ -202,11 +202,10 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
         executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_told(step, spec.num_steps)))
     finally:
         transfer.close()
-    process = read_process_memory()
     return ExecutedRank(
         rank=group.rank, build_s=round(executed.build_s, 3), num_events=len(executed.trace.events),
         steps=tuple(map(_recorded, executed.steps, planned.steps)), executed=executed.peaks, planned=planned.peaks,
-        process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=_difference(planned, executed),
+        process_peak_bytes=read_process_memory().peak_rss_bytes, difference=_difference(planned, executed),
     )  # fmt: skip
 
 
