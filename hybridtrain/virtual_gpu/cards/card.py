@@ -1,7 +1,7 @@
 """Graphics cards: the catalogue, and any card a user describes in a TOML file; and the machine around the card."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from math import floor
@@ -232,9 +232,7 @@ class Host:
         """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
         if ranks == 1:
             return self
-        names = ("memory_gib", "reserved_gib", "memory_gbps", "disk_gib", "disk_gbps")
-        whole = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value / ranks for name, value in whole.items() if value is not None})
+        return replace(self, **{name: value / ranks for name, value in asdict(self).items() if value is not None})
 
     @property
     def tensor_bytes(self) -> float:

@@ -332,7 +332,8 @@ class VirtualGpu:
 
     def _name(self, root: nn.Module) -> None:
         self.num_params = max(self.num_params, sum(parameter.numel() for parameter in root.parameters()))
-        real = [one for one in root.parameters() if one.requires_grad and not self._methods.is_virtual(one)]
+        plain = [one for one in root.parameters() if type(one) is nn.Parameter and one.requires_grad]
+        real = [one for one in plain if not self._methods.is_virtual(one)]
         if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
             for parameter in real:  # their gradients will be virtual
                 self._methods.become_virtual(parameter)
