@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from faults.runs import Run, training_file
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import MANIFEST, read_generation, verify
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
@@ -32,10 +34,8 @@ from hybridtrain.run.run_folder import read_run_files
 from hybridtrain.run.train import open_trainer
 from hybridtrain.stacks import default_folder
 from hybridtrain.tensor_file import open_tensor_file
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import MANIFEST, read_generation, verify
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.weights.adapters import export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
 from hybridvalidation.gate.baseline_file import read_baseline
