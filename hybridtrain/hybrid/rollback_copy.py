@@ -13,7 +13,7 @@ from hybridtrain.memory.tier_tensor import ByteLayout, Field, Stored, lay_out
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class RollbackCopy:

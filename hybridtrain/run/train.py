@@ -67,7 +67,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""

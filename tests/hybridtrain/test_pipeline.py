@@ -33,7 +33,7 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.account.observer import Stage
 from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, contents, new_trainer, run, train, weights_of
 from ranks import CPU, on_ranks
 from tiny_models import random_steps
@@ -138,7 +138,7 @@ def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None
         compose([Pipeline(), part])
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(
     ("name", "copies_to_host"), [("tied-4", False), ("streamed", True), ("all-away", False), ("int8-weights", True)]
 )

@@ -26,8 +26,8 @@ from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.planning.dry_runs import DryRun, RunSetup
-from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation import scenario_files
 from hybridvalidation.runs import runner
 from hybridvalidation.scenario_files import ScenarioFiles

@@ -40,7 +40,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from stacks import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 from training_history import SEQ_LEN, assert_all_bitwise, plain_loss, stored_weights

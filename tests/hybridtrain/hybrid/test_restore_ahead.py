@@ -19,10 +19,10 @@ from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.optimizations import MixedPrecision, PredictMemory, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.virtual_gpu import find_card
-from hybridtrain.virtual_gpu.card import Host
-from hybridtrain.virtual_gpu.ledger import OpRecord, StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.roofline import estimate_step
+from hybridtrain.virtual_gpu.account.ledger import OpRecord, StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.cards.card import Host
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from lazy_transfer import ComputeWatch, LazyTransfer
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 

@@ -11,7 +11,7 @@ from hybridtrain.planning.plan_bytes import bytes_of, saved_bytes
 from hybridtrain.stacks import default_folder
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
 
 

@@ -21,7 +21,7 @@ from hybridtrain.run.environment import Environment, read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.card_session.parts import (
     CEILINGS,
     PAIR_STACKS,

@@ -35,7 +35,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.runs.job import plan_figures

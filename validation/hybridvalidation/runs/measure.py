@@ -21,7 +21,7 @@ from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.records.stack_run import MeasuredFigures, StackRun
 from hybridvalidation.runs.job import Job, run_and_record
 

@@ -1,0 +1,149 @@
+"""The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Final, Union, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse_from_object
+
+from hybridtrain.cli.main import APP, EXIT_CODES
+from hybridtrain.config.decode import describe_hint
+from hybridtrain.config.encode import tag_of
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.plan.memory_plan import SETTINGS
+from hybridtrain.reports.tables import MARKDOWN, table
+from hybridtrain.stacks import Stack
+from hybridtrain.training_file import TrainFile
+from hybridtrain.virtual_gpu.cards.card import Card
+from hybridvalidation.scenario import Scenario
+
+_SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
+"""Meanings of fields that many classes have."""
+FILES: Final[Mapping[str, type]] = {
+    "training": TrainFile, "stack": Stack, "model": ModelConfig, "card": Card, "scenario": Scenario,
+}  # fmt: skip
+"""What a user may write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of a table in a file."""
+
+    name: str
+    allowed: str
+    default: str
+    """As TOML; empty: it must be given."""
+    says: str
+
+
+def keys_of(cls: type) -> Iterator[Key]:
+    """Yield every key that a table of ``cls`` may have."""
+    assert is_dataclass(cls), f"{cls.__name__} is no table"
+    hints, says = get_type_hints(cls), _meanings(cls)
+    for field in fields(cls):
+        if field.init:
+            declared = SETTINGS.get(field.name) if tag_of(cls) in OPTIMIZATIONS else None
+            inner = _inner(hints[field.name])[0]
+            table = _first_line(inner) if isinstance(inner, type) and is_dataclass(inner) else ""
+            meaning = says.get(field.name) or (declared.says if declared else _SHARED.get(field.name, table))
+            is_number = declared is not None and declared.least is not None
+            allowed = declared.words if declared and is_number else describe_hint(hints[field.name])
+            yield Key(name=field.name, allowed=allowed, default=_default(field), says=meaning)
+    if presets := getattr(cls, "PRESETS", None):
+        told = "; ".join(
+            f"{name}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}"
+            for name, values in presets.items()
+        )
+        yield Key(name="preset", allowed=f"one of {', '.join(presets)}", default="unset", says=f"{told}.")
+
+
+def settings_table(cls: type) -> str:
+    """Return the keys of a table as Markdown; a sentence where there are none."""
+    rows = [
+        [f"`{key.name}`", _cell(key.allowed), f"`{key.default}`" if key.default else "required", _cell(key.says)]
+        for key in keys_of(cls)
+    ]
+    if not rows:
+        return "It has no settings."
+    return table(["key", "allowed", "default", "meaning"], rows, MARKDOWN)
+
+
+def file_settings(name: str) -> str:
+    """Return every table of a kind of file as Markdown, the file's own keys first."""
+    parts = []
+    for path, cls in tables_of(FILES[name]):
+        heading = f"### {path}\n\n" if path else ""
+        parts.append(f"{heading}{_first_line(cls)}\n\n{settings_table(cls)}")
+    return "\n\n".join(parts)
+
+
+def optimizers() -> str:
+    """Return every optimizer with its settings."""
+    return "\n\n".join(
+        f'### kind = "{kind}"\n\n{_first_line(cls)}\n\n{settings_table(cls)}'
+        for kind, cls in sorted(OPTIMIZERS.items())
+    )
+
+
+def tables_of(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the tables of a file, outer ones first; a table that is one of several kinds is told with them."""
+    yield path, cls
+    for name, hint in get_type_hints(cls).items():
+        inner, is_array = _inner(hint)
+        if isinstance(inner, type) and is_dataclass(inner):
+            dotted = f"{path.strip('[]`')}.{name}".strip(".")
+            yield from tables_of(inner, f"`[[{dotted}]]`" if is_array else f"`[{dotted}]`")
+
+
+def _inner(hint: object) -> tuple[object, bool]:
+    """Return what an annotation holds, and whether it holds several."""
+    arguments = [argument for argument in get_args(hint) if argument not in {NoneType, ...}]
+    if get_origin(hint) in {Union, UnionType, tuple} and len(arguments) == 1:
+        return arguments[0], get_origin(hint) is tuple
+    return hint, False
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """Return what stands below each field, those of base classes too."""
+    told: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        for meta in parse_from_object(owner).meta:
+            if meta.args[0] == "attribute" and meta.description:
+                told[meta.args[1]] = " ".join(meta.description.split())
+    return told
+
+
+def _default(field: "Field[object]") -> str:
+    if field.default_factory is not MISSING:
+        value = field.default_factory()
+        if not value:
+            return "[]" if isinstance(value, tuple) else "{}"
+        cls: type = type(value)
+        return f'kind = "{tag}"' if (tag := tag_of(cls)) else "the table's defaults"
+    return "" if field.default is MISSING else _toml(field.default)
+
+
+def _toml(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return "a table" if is_dataclass(value) else json.dumps(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0]
+
+
+def commands() -> str:
+    """Return what ``hybridtrain VERB --help`` says of every verb, as Markdown."""
+    text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
+    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"
