@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.checkpoint.manifest import ParameterEntry, StateEntry, parts_of
+from hybridtrain.checkpoint.manifest import ParameterEntry, StateEntry
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
-from hybridtrain.memory.formats import Split16Master
+from hybridtrain.memory.formats import Split16Master, parts
 from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
 from hybridtrain.memory.state_store import ParameterState, StateSlot
@@ -49,7 +49,7 @@ class SavedTensor:
 
     def parts(self) -> Iterator[slice]:
         """Yield the ranges in which it is read and written."""
-        return parts_of(prod(self.shape))
+        return parts(prod(self.shape))
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
