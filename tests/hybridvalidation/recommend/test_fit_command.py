@@ -17,9 +17,8 @@ from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.cli.main import main
 from hybridvalidation.recommend.quality import ladder_notes
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import judge_rung
-from hybridvalidation.study.ladder.protocol import read_ladder_file
-from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.equivalence import judge_size
+from hybridvalidation.study.protocol import ladders, read_study
 
 MODEL = ModelConfig(
     family="llama", vocab_size=256, max_seq_len=128, num_blocks=2, width=128, num_heads=2, num_kv_heads=2,
@@ -138,14 +137,15 @@ def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
         for level in LEVELS
     ]
     notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
-    ladder, made = read_ladder_file(Path("scenarios"), "quality-ladder"), read_ladder(Path("results"), "quality-ladder")
-    rungs = sorted(ladder.rungs, key=lambda rung: (rung.model.num_params, rung.tokens_per_param))
-    found = [one for rung in rungs for one in judge_rung(ladder, made, rung) if one.comparison.is_finished]
-    judged = {one.comparison.arm.name: one for one in found}  # of the largest rung
-    for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
-        assert notes[level].startswith(judged[arm].finding)
-        assert f"{judged[arm].comparison.interval.mean:+.4f} nats" in notes[level]
+    (ladder,) = ladders(Path("scenarios"))
+    made = read_study(Path("results"), ladder)
+    sizes = sorted(ladder.rungs, key=lambda size: (size.model.num_params, size.tokens_per_param))
+    found = [one for size in sizes for one in judge_size(ladder, made, size) if one.is_finished]
+    judged = {one.configuration.name: one for one in found}  # of the largest size
+    for level, name in (("exact", "mixed"), ("bf16-int8-state", "tight")):
+        assert notes[level].startswith(judged[name].finding)
+        assert f"{judged[name].interval.mean:+.4f} nats" in notes[level]
         assert "executed at" in notes[level]
-    assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
+    assert "int8-factored" not in notes  # no configuration stores weights in 8 bits under factored state
     unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)
     assert all(note.startswith("unfinished") for note in unmade.values())

@@ -16,11 +16,17 @@ from hybridvalidation.records.store import append_line
 from hybridvalidation.runs.child import Child, Ended
 from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study import forecast as study_forecast
-from hybridvalidation.study import forecast_run
-from hybridvalidation.study.forecast import forecast_text, read_forecasts, score_study, write_forecasts
-from hybridvalidation.study.forecast_run import ForecastJob, ForecastRecord, score_in_child, signals_of
-from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun
-from hybridvalidation.study.runner import record_path
+from hybridvalidation.study.forecast import (
+    ForecastJob,
+    ForecastRecord,
+    forecast_text,
+    read_forecasts,
+    score_in_child,
+    score_study,
+    signals_of,
+    write_forecasts,
+)
+from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun, record_path
 from tiny_studies import METHOD, finished, study_of
 
 LENGTH = 720
@@ -31,7 +37,7 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 QUICK = ("ema", "power_law")
 STEP_CPU_S = 2.0
-WORK = "hybridvalidation.study.forecast_run:score_in_child"
+WORK = "hybridvalidation.study.forecast:score_in_child"
 
 
 def loss_after(step: int, seed: int) -> float:
@@ -68,7 +74,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return STEP_CPU_S
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(forecast_run, "_step_cpu_s", step_cpu_s)
+    monkeypatch.setattr(study_forecast, "_step_cpu_s", step_cpu_s)
     monkeypatch.setattr(study_forecast, "_start", Here)
     monkeypatch.setattr(study_forecast, "FORECASTERS", {kind: FORECASTERS[kind] for kind in QUICK})
     yield steps
@@ -115,7 +121,7 @@ def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pyt
         return Child(WORK, broken, ForecastRecord) if job.run.run.seed == 1 else Here(job)
 
     monkeypatch.setattr(study_forecast, "_start", start)
-    with pytest.raises(HybridTrainError, match=r"adamw, seed 1 has no record: .*oracle.*; those that ended are kept"):
+    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* no record: .*oracle.*; runs that ended are"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]
 

@@ -47,8 +47,7 @@ from hybridvalidation.scenario import Scenario, TargetFile
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 from hybridvalidation.snapshots.public import PublicSnapshots
 from hybridvalidation.snapshots.replayed import _replay_file
-from hybridvalidation.study.ladder.protocol import UNIONS, LadderFile, LadderRecord
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.protocol import UNIONS, LadderFile, LadderRecord, StudyFile
 from hybridvalidation.troubles import diagnose, diagnosis_text, read_log
 
 _ROOT: Final = Path(__file__).parents[3]

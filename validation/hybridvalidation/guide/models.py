@@ -13,7 +13,7 @@ from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.sections.summary import summary_table
 from hybridvalidation.show.tables import MARKDOWN, fits_cell
-from hybridvalidation.study.ladder.quality import telling_of_stacks, told_in_short
+from hybridvalidation.study.quality import telling_of_stacks, told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""

@@ -15,8 +15,7 @@ from hybridvalidation.records.verification import VERIFIED
 from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import write_report
-from hybridvalidation.study.ladder.quality import stack_quality
-from hybridvalidation.study.ladder.targets import ladder_verdicts
+from hybridvalidation.study.quality import ladder_verdicts, stack_quality
 
 _SHOWN_FILES = 3
 

@@ -32,10 +32,10 @@ from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.tables import MARKDOWN, fits_cell
-from hybridvalidation.study.figures import method_figures
-from hybridvalidation.study.ladder.equivalence import Finding, Judged
-from hybridvalidation.study.ladder.quality import all_judged
-from hybridvalidation.study.runner import read_study, read_study_file
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.factors import method_figures
+from hybridvalidation.study.protocol import StudyFile, read_study, read_study_file
+from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
@@ -106,19 +106,19 @@ class Figures:
 
     def ladder(self, rung: str, what: str) -> str:
         """Return of a rung of the quality ladder its size, or how many configurations have which verdict."""
-        judged = [found for found in self._ladder if found.comparison.rung.name == rung]
+        judged = [found for found in self._ladder if found.size.name == rung]
         if what == "size":
-            return format_count(judged[0].comparison.size[0])
+            return format_count(judged[0].scale[0])
         number = Counter(found.finding for found in judged)
         return _chosen(what, {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding})  # type: ignore[misc]
 
     def arms(self, rung: str, *names: str) -> str:
         """Return the smallest and the largest mean difference of loss of some configurations on a rung, in nats."""
         means = [
-            found.comparison.interval.mean
+            found.interval.mean
             for found in self._ladder
-            if found.comparison.rung.name == rung and found.comparison.arm.name in names
-            if found.comparison.interval is not None
+            if found.size.name == rung and found.configuration.name in names
+            if found.interval is not None
         ]
         ends = [f"{mean:+.3f}" for mean in (min(means), max(means))]
         return " to ".join(dict.fromkeys(ends))
@@ -126,7 +126,8 @@ class Figures:
     def factor(self, study: str, method: str) -> str:
         """Return a method's compute factor in a study, with its 95 % interval."""
         file = read_study_file(self.files.folder, study)
-        found = method_figures(file, read_study(self.results, study), method)
+        assert isinstance(file, StudyFile), f"{study} is no study of time to loss"
+        found = method_figures(file, read_study(self.results, file), method)
         assert found is not None, f"{study} has no figures of {method}"
         return f"{found.factor.mean:.2f} (95 % interval {found.factor.low:.2f} to {found.factor.high:.2f})"
 
@@ -139,7 +140,7 @@ class Figures:
         return all_targets(self.files, self.results)
 
     @cached_property
-    def _ladder(self) -> list[Judged]:
+    def _ladder(self) -> list[Comparison]:
         return [judged for _, judged in all_judged(self.files, self.results)]
 
 

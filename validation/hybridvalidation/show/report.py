@@ -13,8 +13,7 @@ from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page, Section, View, kinds_in
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
-from hybridvalidation.study.ladder.quality import NO_QUALITY, Quality, stack_quality
-from hybridvalidation.study.ladder.targets import ladder_verdicts
+from hybridvalidation.study.quality import NO_QUALITY, Quality, ladder_verdicts, stack_quality
 
 
 def headline(run: ScenarioRun) -> str:

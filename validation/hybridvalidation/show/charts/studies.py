@@ -1,22 +1,15 @@
-"""Studies: compute factors of methods, harm of settings, and the rungs of a ladder of quality."""
+"""Studies: compute factors of methods, harm of settings, and the model sizes of a ladder of quality."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybridtrain.config.decode import load_toml
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import TEXT, Drawing, bar_axes, figure_of, interval_trace, upright_line
 from hybridvalidation.show.kinds import PageChart
-from hybridvalidation.study.figures import method_figures
-from hybridvalidation.study.harm import harms
-from hybridvalidation.study.ladder.equivalence import Finding, judge_rung
-from hybridvalidation.study.ladder.protocol import LadderFile, ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.protocol import Made as LadderMade
-from hybridvalidation.study.ladder.report import ladder_sentence
-from hybridvalidation.study.ladder.runner import read_ladder
-from hybridvalidation.study.protocol import Made, StudyFile
+from hybridvalidation.study.equivalence import Finding, judge_size
+from hybridvalidation.study.factors import harms, method_figures
+from hybridvalidation.study.protocol import LadderFile, LadderMade, Made, StudyFile, ladders, read_study, studies
 from hybridvalidation.study.report import verdict_sentence
-from hybridvalidation.study.runner import read_study
 
 _COLORS = {
     Finding.EQUIVALENT: "#009e73", Finding.WORSE: "#d55e00", Finding.BETTER: "#0072b2", Finding.INCONCLUSIVE: "#8c6d31",
@@ -27,16 +20,14 @@ _HOW = "executed on the CPU; bars: 95 % interval over paired seeds"
 
 def _draw(files: ScenarioFiles, results: Path) -> Mapping[str, Sequence[Drawing]]:
     drawings: dict[str, Sequence[Drawing]] = {}
-    for path in sorted((files.folder / "studies").glob("*.toml")):
-        study = load_toml(StudyFile, path)
-        made = read_study(results, study.name)
-        if made:
+    for study in studies(files.folder):
+        if made := read_study(results, study):
             drawings[f"study-{study.name}"] = (
                 _factors(study, made) if study.largest_harm_pct is None else _harm(study, made)
             )
-    for name in ladder_names(files.folder):
-        if climbed := read_ladder(results, name):
-            drawings[f"study-{name}"] = _rungs(read_ladder_file(files.folder, name), climbed)
+    for ladder in ladders(files.folder):
+        if runs := read_study(results, ladder):
+            drawings[f"study-{ladder.name}"] = _sizes(ladder, runs)
     return drawings
 
 
@@ -78,20 +69,19 @@ def _harm(study: StudyFile, made: Made) -> list[Drawing]:
     ]  # fmt: skip
 
 
-def _rungs(ladder: LadderFile, made: LadderMade) -> list[Drawing]:
+def _sizes(ladder: LadderFile, made: LadderMade) -> list[Drawing]:
     views = {}
     layouts = {}
     margin = ladder.margin_nats
-    for rung in ladder.rungs:
-        judged = [one for one in judge_rung(ladder, made, rung) if one.comparison.interval is not None]
+    for size in ladder.rungs:
         points = [
-            (one.finding, f"{one.comparison.arm.name} over {one.comparison.other.name}", interval)
-            for one in judged
-            if (interval := one.comparison.interval) is not None
+            (one.finding, f"{one.configuration.name} over {one.reference.name}", interval)
+            for one in judge_size(ladder, made, size)
+            if (interval := one.interval) is not None
         ]
         if not points:
             continue
-        view = f"{rung.name}, {rung.tokens_per_param:.0f} tokens a parameter"
+        view = f"{size.name}, {size.tokens_per_param:.0f} tokens per parameter"
         views[view] = [
             interval_trace(
                 finding.value, [(row, interval) for found, row, interval in points if found is finding], color
@@ -103,15 +93,17 @@ def _rungs(ladder: LadderFile, made: LadderMade) -> list[Drawing]:
                 "fillcolor": "#009e73", "opacity": 0.15, "line": {"width": 0}}  # fmt: skip
         zero = {"type": "line", "xref": "x", "yref": "paper", "x0": 0, "x1": 0, "y0": 0, "y1": 1,
                 "line": {"color": TEXT, "width": 1}}  # fmt: skip
-        layouts[view] = bar_axes("nats a token above the compared arm's loss", len(points)) | {"shapes": [band, zero]}
+        layouts[view] = bar_axes("nats per token above the compared configuration's loss", len(points)) | {
+            "shapes": [band, zero]
+        }
     if not views:
         return []
     return [
         Drawing(
-            name="rungs", replaces=ladder.name, title="Loss of every arm beside the one it is compared with",
-            choice="rung", views=views,
+            name="rungs", replaces=ladder.name, title="Loss of every configuration beside the one it is compared with",
+            choice="model size", views=views,
             evidence=f"{_HOW}, without correction; band: registered margin of {margin:g} nats", layouts=layouts,
-            says=ladder_sentence(ladder, made),
+            says=verdict_sentence(ladder, made),
         )
     ]  # fmt: skip
 

@@ -9,7 +9,6 @@ from hybridvalidation.kernel_bench.record import read_kernels
 from hybridvalidation.kernel_bench.table import write_kernels
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
-from hybridvalidation.study.ladder.report import write_ladders
 from hybridvalidation.study.report import write_studies
 
 
@@ -30,6 +29,5 @@ CARD_SESSION = Page(
     write=lambda _files, results: write_evidence(read_evidence(results / "records"), results),
 )
 STUDIES = Page(order=30, group="Studies", write=write_studies)
-LADDERS = Page(order=35, group="Studies", write=write_ladders)
 KERNELS = Page(order=40, group="Kernels", write=_write_kernels)
 ATTENTION = Page(order=50, group="Kernels", write=_write_attention)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.config.decode import load_toml
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
@@ -21,30 +20,25 @@ from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.pages.profiler import judge_profiler
 from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
-from hybridvalidation.study.figures import judge_study
-from hybridvalidation.study.ladder.equivalence import Finding
-from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict
-from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import range_text, telling_of_stacks
-from hybridvalidation.study.ladder.runner import read_ladder
-from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
-from hybridvalidation.study.protocol import StudyFile
-from hybridvalidation.study.runner import read_study
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.factors import judge_study
+from hybridvalidation.study.protocol import ladders, read_study, studies
+from hybridvalidation.study.quality import judge_ladder, ladder_verdicts, range_text, telling_of_stacks
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
     "Of several places a registered study counts first, then a scenario, each of its rows judged on the one stack that "
     "does best on all rows about it (misses fewest, then holds most), whether or not that holds them all, then single "
     "stacks; of those that count, the least favourable verdict stands, and the others are told "
-    "behind it. Of the quality ladder its largest finished rung judges, the smaller ones are told. Holds: on the kind "
-    "of evidence that is named, no other. By definition: met whatever a program does. "
+    "behind it. Of the quality ladder its largest finished model size judges, the smaller ones are told. Holds: on the "
+    "kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
     f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound; {100 * WAITING_ERROR:.1f} % where "
     f"{LEAST_WAITING:.0%} of a step or more are spent waiting: before a rule was added, over recorded runs that wait, "
     "of cards that it was fitted on; a ratio of two speeds takes the same, though recipes of other trainers on one "
     "card differ by more, as the pages of peers tell), or GB and GiB decide differently: GB of a card are read as GiB, "
     "as cards are sold. Unproven: no record, or an interval on both "
-    "sides of the bound: of 95 %, of 97.5 % where the quality ladder registers a second look. Misleading: "
+    "sides of the bound: of 95 %, of 97.5 % where the quality ladder registers a second interim analysis. Misleading: "
     "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
     "decides stands behind the figure's own. Where a range is stated and its one end is what a user asks for, that "
     "end is the bound; a value on its good side and outside of the range is told so: the bound holds, the range "
@@ -58,14 +52,13 @@ def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
     return [_with_quality(row, telling.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
 
 
-def _with_quality(row: Row, judged: LadderVerdict | None) -> Row:
+def _with_quality(row: Row, judged: Comparison | None) -> Row:
     """Say of what holds if a ladder tells its stack to train worse."""
     if judged is None or not row.status.is_met or judged.finding is not Finding.WORSE:
         return row
-    found = judged.comparison
-    loss = f"{range_text(found.interval, '+.4f')} nats{found.diverged_text}"
-    size = f"{format_count(found.size[0])} parameters"
-    return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {found.other.name}: {loss}.")
+    loss = f"{range_text(judged.interval, '+.4f')} nats{judged.diverged_text}"
+    size = f"{format_count(judged.scale[0])} parameters"
+    return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {judged.reference.name}: {loss}.")
 
 
 def targets_text(rows: Sequence[Row], style: str) -> str:
@@ -99,14 +92,13 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
                 alone = joint.alone(verdict.target)
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
             yield Judged(place=name, verdict=verdict, is_registered=studied, alone=alone)
-    for path in sorted((files.folder / "studies").glob("*.toml")):
-        study = load_toml(StudyFile, path)
-        for verdict in judge_study(study, read_study(results, study.name), targets):
+    for study in studies(files.folder):
+        for verdict in judge_study(study, read_study(results, study), targets):
             shown = replace(verdict, record=verdict.record or f"studies/{study.name}")
             yield Judged(place=f"study {study.name}", verdict=shown, is_registered=True)
-    for name in ladder_names(files.folder):
-        for verdict in judge_ladder(read_ladder_file(files.folder, name), read_ladder(results, name), targets):
-            yield Judged(place=f"study {name}", verdict=verdict, is_registered=True)
+    for ladder in ladders(files.folder):
+        for verdict in judge_ladder(ladder, read_study(results, ladder), targets):
+            yield Judged(place=f"study {ladder.name}", verdict=verdict, is_registered=True)
     pages = {
         "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
         "attention": [

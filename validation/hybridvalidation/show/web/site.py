@@ -21,8 +21,7 @@ from hybridvalidation.show.kinds import Chart, Page, PageChart, kinds_in
 from hybridvalidation.show.pictures import with_memory
 from hybridvalidation.show.report import MARKDOWN, headline, report_text
 from hybridvalidation.show.web.environment import environment_text
-from hybridvalidation.study.ladder.quality import Quality, stack_quality
-from hybridvalidation.study.ladder.targets import ladder_verdicts
+from hybridvalidation.study.quality import Quality, ladder_verdicts, stack_quality
 
 if TYPE_CHECKING:
     from hybridvalidation.show.web.markdown import Rendered
