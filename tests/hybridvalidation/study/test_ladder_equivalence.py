@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.units import format_count
-from hybridvalidation.judge.roll_up import Row
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import _with_quality
@@ -172,16 +171,7 @@ def test_the_largest_deviation_is_where_an_arm_of_no_difference_just_passes() ->
 def test_what_holds_says_that_its_stack_trains_worse() -> None:
     ladder = ladder_of(**MORE)
     found = judged(ladder, finished(ladder, loss_of, max_runs=50))
-    row = Row(
-        target="t",
-        says="s",
-        status=Status.HOLDS,
-        evidence="planned",
-        stack="far",
-        place="p",
-        record="r",
-        reason="It fits.",
-    )
+    row = Verdict(target="t", says="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits.")
     told = _with_quality(row, found["far"]).reason
     assert told.startswith("It fits. Executed at ")
     assert " it trains worse than vanilla: +0.0200 [" in told

@@ -22,8 +22,7 @@ from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations, scenario_table
-from hybridvalidation.judge.roll_up import Row as TargetRow
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.recorded.planned import Row, read_planned, rows_of
 from hybridvalidation.recorded.source import Role, read_sources
 from hybridvalidation.records.store import RecordStore
@@ -136,7 +135,7 @@ class Figures:
         return rows_of(read_sources(self.files.folder), read_planned(self.results / "records"))
 
     @cached_property
-    def _targets(self) -> list[TargetRow]:
+    def _targets(self) -> list[Verdict]:
         return all_targets(self.files, self.results)
 
     @cached_property

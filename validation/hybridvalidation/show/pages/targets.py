@@ -1,6 +1,6 @@
 """All stated figures on one page, each with the verdict that stands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from tabulate import tabulate
 
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
-from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.judge.roll_up import by_status, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Verdict
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
@@ -46,13 +46,13 @@ _HOW = (
 )
 
 
-def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
+def all_targets(files: ScenarioFiles, results: Path) -> list[Verdict]:
     """Return one row per stated figure, from records alone."""
     telling = telling_of_stacks(files, results)
     return [_with_quality(row, telling.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
 
 
-def _with_quality(row: Row, judged: Comparison | None) -> Row:
+def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
     """Say of what holds if a ladder tells its stack to train worse."""
     if judged is None or not row.status.is_met or judged.finding is not Finding.WORSE:
         return row
@@ -61,10 +61,10 @@ def _with_quality(row: Row, judged: Comparison | None) -> Row:
     return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {judged.reference.name}: {loss}.")
 
 
-def targets_text(rows: Sequence[Row], style: str) -> str:
+def targets_text(rows: Sequence[Verdict], style: str) -> str:
     """Return counts and table."""
     cells = [
-        [row.target, row.says, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason]
+        [row.target, row.says, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
         for row in rows
     ]
     widths = [None, 34, None, None, 14, 18, 56] if style == TERMINAL else None
@@ -72,14 +72,14 @@ def targets_text(rows: Sequence[Row], style: str) -> str:
     return f"{counts(rows)}\n\n{table}"
 
 
-def _record(row: Row) -> str:
+def _record(row: Verdict) -> str:
     """Return which record shows it, with the place where that is judged if its name does not say so."""
     if not row.record or row.record.startswith(row.place):
         return row.record or row.place or "-"
     return f"{row.place}: {row.record}"
 
 
-def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
+def _judged(files: ScenarioFiles, results: Path) -> Iterator[Verdict]:
     targets, records = files.targets(), results / "records"
     store, elsewhere = RecordStore(records), ladder_verdicts(files, results)
     for name in files.scenario_names():
@@ -87,18 +87,18 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         joint = judge_jointly(run, targets, elsewhere)
         for verdict in judge_all(run, targets, elsewhere):
-            alone: Mapping[Status, Sequence[str]] = {}
+            alone = ""
             if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
-                alone = joint.alone(verdict.target)
+                alone = by_status(joint.alone(verdict.target))
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
-            yield Judged(place=name, verdict=verdict, is_registered=studied, alone=alone)
+            yield replace(verdict, place=name, is_registered=studied, alone=alone)
     for study in studies(files.folder):
         for verdict in judge_study(study, read_study(results, study), targets):
-            shown = replace(verdict, record=verdict.record or f"studies/{study.name}")
-            yield Judged(place=f"study {study.name}", verdict=shown, is_registered=True)
+            record = verdict.record or f"studies/{study.name}"
+            yield replace(verdict, record=record, place=f"study {study.name}", is_registered=True)
     for ladder in ladders(files.folder):
         for verdict in judge_ladder(ladder, read_study(results, ladder), targets):
-            yield Judged(place=f"study {ladder.name}", verdict=verdict, is_registered=True)
+            yield replace(verdict, place=f"study {ladder.name}", is_registered=True)
     pages = {
         "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
         "attention": [
@@ -108,7 +108,7 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
     }
     for place, verdicts in pages.items():
         for verdict in verdicts:
-            yield Judged(place=place, verdict=verdict)
+            yield replace(verdict, place=place)
 
 
 def _write(files: ScenarioFiles, results: Path) -> list[Path]:
