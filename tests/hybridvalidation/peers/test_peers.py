@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.dry_runs import dry_run
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig, Workload
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.run.environment import read_environment
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.cli.main import main
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train
 from hybridvalidation.peers import command as peers_command
@@ -21,11 +23,10 @@ from hybridvalidation.peers import run as peer_run
 from hybridvalidation.peers.figures import KINDS, PeerFigures, PeerRecord, append_peer_record, rows_of
 from hybridvalidation.peers.scenario import PeerRun, jobs_of, read_peers
 from hybridvalidation.peers.table import peer_table, row_mapping, versions_lines
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.pages.peers import spread_text, write_peers
-from hybridvalidation.show.tables import TERMINAL
+from hybridvalidation.show.pages.peers import SOURCE, spread_text
+from hybridvalidation.show.results import Results
 from inline_child import InlineChild
 from tiny_runs import MEASURED
 
@@ -341,13 +342,9 @@ def test_a_record_that_was_appended_is_read(tmp_path: Path) -> None:
     assert peers_command.read_peer_records(tmp_path) == [found]
 
 
-def test_the_committed_pages_are_what_the_records_give(tmp_path: Path) -> None:
-    (tmp_path / "records").symlink_to(Path("results/records").resolve())
-    written = write_peers(FILES, tmp_path)
-    committed = sorted(Path("results/tables").glob("peers-*.md"))
-    assert [path.name for path in committed] == sorted(path.name for path in written)
-    for path in written:
-        assert path.read_text() == (Path("results/tables") / path.name).read_text()
+def test_the_committed_pages_are_what_the_records_give() -> None:
+    pages = {f"{page.name}.md": f"{page.text}\n" for page in SOURCE.pages(Results(FILES, Path("results")))}
+    assert pages == {path.name: path.read_text() for path in Path("results/tables").glob("peers-*.md")}
 
 
 def test_two_recipes_are_told_apart_by_the_spread_of_recorded_ones() -> None:

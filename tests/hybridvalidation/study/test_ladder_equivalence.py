@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import _with_quality
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study import quality as quality_module
 from hybridvalidation.study.equivalence import (
     Comparison,

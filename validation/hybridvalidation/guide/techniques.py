@@ -3,32 +3,29 @@
 import tomllib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.config.decode import decode
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.savings import without
+from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
+from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.guide.settings import settings_table
-from hybridvalidation.recommend.quality import interim_text
-from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
-from hybridvalidation.runs.savings import without
-from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE, Stack
-from hybridvalidation.scenario_files import STACK_UNIONS, ScenarioFiles
+from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
+from hybridvalidation.show.pages.scenario import headline, summary_table
 from hybridvalidation.show.pages.targets import all_targets
-from hybridvalidation.show.report import headline
-from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN, fits_cell
+from hybridvalidation.show.results import Results
 from hybridvalidation.study.equivalence import judge_size
 from hybridvalidation.study.protocol import ladders, read_study
+from hybridvalidation.study.quality_notes import interim_text
 
 MODEL, CARD, WORK = "llama-3.2-1b", "rtx-4090", Workload(micro_batch_size=4, seq_len=1024)
 """What a technique is looked at on."""
@@ -37,21 +34,14 @@ _FEW = 2
 """Optimizations of a stack that is about one of them: itself, and what it needs."""
 
 
-def technique_sections(kind: str, step: str, files: ScenarioFiles, results: Path) -> str:
-    """Return all that is generated of a technique's page.
-
-    Args:
-        kind: Of the optimization.
-        step: What ``step_table`` says of the page's example.
-        files: Scenarios and stacks.
-        results: Folder of records.
-    """
-    stacks = [files.stack(name) for name in files.stack_names()]
+def technique_sections(kind: str, step: str, results: Results) -> str:
+    """Return all that is generated of a technique's page; ``step``: of ``step_table``, for the page's example."""
+    stacks = [results.files.stack(name) for name in results.files.stack_names()]
     parts = {
         "Settings": settings_table(OPTIMIZATIONS[kind]),
         "A step with it, and without": step,
-        "On record": _recorded(_about(kind, stacks), files, results),
-        "Quality": _quality(_about(kind, stacks), files, results),
+        "On record": _recorded(_about(kind, stacks), results),
+        "Quality": _quality(_about(kind, stacks), results),
     }
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)
 
@@ -76,12 +66,12 @@ def step_table(
     rows = [_row("with it", _run(shape, stack, card, workload))]
     rows.append(_row("without", _run(shape, without(stack, mine), card, workload)))
     headers = ["the stack above", "fits", "allocated GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s"]
-    table = tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+    shown = table(headers, rows, MARKDOWN)
     name = MODEL if model is None else "the model"
     return (
-        f"{table}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x {workload.seq_len} tokens a step. "
-        "Bytes are planned, by a dry run when this page was built; times are estimated (roofline). What other stacks "
-        "gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
+        f"{shown}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x {workload.seq_len} tokens per "
+        "step. Bytes are planned, by a dry run when this page was built; times are estimated (roofline). What other "
+        "stacks gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
     )
 
 
@@ -132,38 +122,34 @@ def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
 
 
 @cache
-def _targets(folder: Path, results: Path) -> list[tuple[str, str, str]]:
-    rows = all_targets(ScenarioFiles(folder), results)
+def _targets(results: Results) -> list[tuple[str, str, str]]:
+    rows = all_targets(results)
     return [(row.stack, row.target, f"{row.says}: {row.status}, {row.evidence or '-'}. {row.reason}") for row in rows]
 
 
-def _recorded(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
+def _recorded(names: Sequence[str], results: Results) -> str:
     """Return the rows of the committed scenario about single techniques, and verdicts on stated figures."""
-    scenario = files.scenario(_SCENARIO)
-    mine = [name for name in scenario.stacks if name in names]
+    run = results.run(_SCENARIO)
+    mine = [name for name in run.scenario.stacks if name in names]
     told = ""
     if mine:
-        run = run_from_records(
-            scenario, [files.stack(stack) for stack in scenario.stacks], RecordStore(results / "records")
-        )
-        shown = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
-        lines = summary_table(run, MARKDOWN).splitlines()
-        rows = [line for line in lines if line.split("|")[1].strip() in shown]
-        told = "\n".join([f"{headline(run)}.\n", *lines[:2], *rows])
+        wanted = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
+        shown = summary_table(run, MARKDOWN, [stack for stack in run.scenario.stacks if stack in wanted])
+        told = f"{headline(run)}.\n\n{shown}"
         told += f"\n\n[How each figure was got](../results/tables/{_SCENARIO}.md); read from committed records."
     verdicts = [
         f"- {target}: {text}"
-        for stack, target, text in _targets(files.folder, results)
+        for stack, target, text in _targets(results)
         if set(stack.split(", ")) & (set(mine) or set(names))
     ]
     return "\n\n".join(part for part in (told, "\n".join(verdicts)) if part)
 
 
-def _quality(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
+def _quality(names: Sequence[str], results: Results) -> str:
     """Return what the quality ladders say of stacks."""
     rows = []
-    for ladder in ladders(files.folder):
-        made = read_study(results, ladder)
+    for ladder in ladders(results.files.folder):
+        made = read_study(results.folder, ladder)
         for stack in names:
             own = ladder.configuration_of(stack)
             if own is None:
@@ -180,8 +166,8 @@ def _quality(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
             rows.append([stack, own.says, same])
     if not rows:
         return ""
-    table = tabulate(rows, headers=["stack", "computes", "against plain float32"], tablefmt=MARKDOWN)
+    shown = tabulate(rows, headers=["stack", "computes", "against plain float32"], tablefmt=MARKDOWN)
     return (
-        f"{table}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
+        f"{shown}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
         "records."
     )

@@ -18,15 +18,16 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.experiment import answer_of, begin_header
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.runs.child import Child
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord, record_path, study_record
 
 _HORIZONS = (50, 100, 200, 400)

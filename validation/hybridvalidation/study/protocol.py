@@ -25,11 +25,12 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
+from hybridtrain.stacks import name_faults
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
-from hybridvalidation.scenario import Target, name_faults
+from hybridvalidation.scenario import Target
 
 BASELINE = "adamw"
 """The method that every study of time to loss has, without being named."""
@@ -714,6 +715,11 @@ def studies(folder: Path) -> list[StudyFile]:
 def ladders(folder: Path) -> list[LadderFile]:
     """Read every ladder in a folder of scenarios."""
     return [load_toml(LadderFile, path, unions=UNIONS) for path in _paths(folder, "ladders")]
+
+
+def all_studies(folder: Path) -> list[Study]:
+    """Read both kinds."""
+    return [*studies(folder), *ladders(folder)]
 
 
 def read_study(results: Path, study: Study) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from typing import Any
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.statistics import Interval
+from hybridvalidation.judge.tables import verdict_table
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 from hybridvalidation.study.equivalence import (
     Comparison,
     Finding,
@@ -44,14 +46,13 @@ from hybridvalidation.study.protocol import (
     ModelSize,
     Study,
     StudyFile,
+    all_studies,
     chosen,
     chosen_lr,
     ladder_record,
     ladder_run,
-    ladders,
     read_study,
     run_key,
-    studies,
 )
 from hybridvalidation.study.quality import judge_ladder, range_text
 from hybridvalidation.study.runner import holds, read_replays
@@ -137,8 +138,7 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
 def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
     """Rebuild tables and pictures of every study that has records, and of the forecasts."""
     written: list[Path] = []
-    every: list[Study] = [*studies(files.folder), *ladders(files.folder)]
-    for study in every:
+    for study in all_studies(files.folder):
         if made := read_study(results, study):
             written += write_study(study, made, files.targets(), results)
     return written + write_forecasts(results)

@@ -19,7 +19,6 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
 from hybridtrain.data.pinned_corpus import pinned_corpus
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.errors import DivergenceError
 from hybridtrain.hybrid.config import HybridConfig
@@ -34,12 +33,13 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.run.environment import Environment
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.experiment import begin_header
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 from hybridvalidation.study.controls import RandomDirection, WeightAverage, nearest_rounding, poison_gradients, shifted

@@ -1,21 +1,19 @@
 """Recorded against planned: every figure of every source, and a picture of all of them."""
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-from matplotlib.figure import Figure
-from tabulate import tabulate
-
+from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import GB
+from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
 from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, rows_of, scores
-from hybridvalidation.recorded.source import Role, Source, read_sources
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.pictures import picture_settings
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
+from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, scores
+from hybridvalidation.recorded.source import Role, read_sources
+from hybridvalidation.recorded.source import Source as PublishedSource
+from hybridvalidation.records.makers import made_by
+from hybridvalidation.show.page import Page, Source, png_links
+from hybridvalidation.show.results import Results
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
@@ -26,33 +24,9 @@ _HOW = (
     " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
     "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
-_MARKERS = "os^DvPX"
-"""As many as share no divisor with the colors, which repeat after ten."""
 _SECONDS = "seconds"
 RESIDENT = "allocated_mean"
 """What stays between steps, nearly a count of weights: easier to plan than a peak."""
-
-
-def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
-    """Write ``tables/recorded.md`` and ``plots/recorded.png``; nothing before anything is planned."""
-    planned = read_planned(results / "records")
-    sources = read_sources(files.folder)
-    if not planned:
-        return []
-    rows = rows_of(sources, planned)
-    parts = ["# Recorded by others, planned by us", headline(rows), score_table(rows, MARKDOWN), _HOW]
-    parts.append("![recorded against planned](../plots/recorded.png)")
-    for name, source in sources.items():
-        parts += _source(name, source, [row for row in rows if row.source == name], planned)
-    newest = {(record.source, record.run): record for record in planned}
-    parts.append(made_by(("", record) for record in newest.values()))
-    picture = results / "plots" / "recorded.png"
-    figure = Figure(figsize=(7.0, 6.0), layout="constrained")
-    draw(rows, figure)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    with picture_settings():
-        figure.savefig(picture, dpi=110, metadata={"Software": None})
-    return [write_page(results, "recorded", "\n\n".join(parts)), picture]
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -120,37 +94,36 @@ def label_of(rows: Sequence[Row]) -> str:
     return f"{first.source}: {first.quantity.replace('_', ' ')} ({len(rows)}{seen})"
 
 
-def draw(rows: Sequence[Row], figure: Figure) -> None:
-    """Draw recorded against planned bytes on logarithmic axes."""
-    axes = figure.subplots()
-    shown = predicted(rows, are_times=False)
-    for number, points in enumerate(by_kind(shown)):
-        axes.scatter(
-            [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
-            zorder=3, marker=_MARKERS[number % len(_MARKERS)],
-            label=label_of(points),
-        )  # fmt: skip
-    ends = [
-        min(row.recorded for row in shown) / GB * 0.85,
-        max(row.recorded for row in shown) / GB * 1.15,
-    ]
-    axes.plot(ends, ends, color="#444444", linewidth=0.8, zorder=2)
-    axes.fill_between(
-        ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#eeeeee", zorder=1, label="within 5 %"
-    )
-    axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
-    ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_title("Plans against what others measured", fontsize=11)
-    axes.legend(fontsize=8)
+def _picture(rows: Sequence[Row]) -> Picture:
+    kinds = {"memory": ("GB", GB, False), "step time": ("s", 1, True)}
+    shown = {view: predicted(rows, are_times=are_times) for view, (_, _, are_times) in kinds.items()}
+    return Picture(
+        name="recorded", title="Planned against recorded", choice="figure", is_png=True, says=headline(rows),
+        evidence="recorded: measured by others on CUDA; planned: without a card, times by a roofline; on the line both "
+        "are equal",
+        views={view: _view(found, *kinds[view][:2]) for view, found in shown.items() if found},
+    )  # fmt: skip
 
 
-def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[str]:
+def _view(rows: Sequence[Row], unit: str, size: float) -> View:
+    return View(
+        series=[
+            Series(
+                name=label_of(points), mark="point", color=COLORS[number % len(COLORS)], symbol=number, unit=unit,
+                x=[row.recorded / size for row in points], y=[(row.planned or 0.0) / size for row in points],
+                notes=[f"{row.id} ({100 * (row.error or 0.0):+.2f} %)" for row in points],
+            )
+            for number, points in enumerate(by_kind(rows))
+        ],
+        x=Axis(title=f"{unit} recorded on CUDA by others", is_log=True),
+        y=Axis(title=f"{unit} planned without a card", is_log=True), has_diagonal=True,
+    )  # fmt: skip
+
+
+def _source(name: str, source: PublishedSource, rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[str]:
     packages = next((record.packages for record in reversed(planned) if record.source == name), {})
     here = ", ".join(f"{package} {version}" for package, version in packages.items())
-    table = [
+    rows_of_source = [
         [
             row.id, row.quantity.replace("_", " "), row.role.value.replace("_", " "),
             _value(row.quantity, row.recorded),
@@ -164,7 +137,7 @@ def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[Pl
         f"## {source.title}",
         f"{source.where}; {source.card}, {source.versions}. Planned with {here or 'nothing yet'}.",
         source.protocol,
-        tabulate(table, headers=headers, tablefmt=MARKDOWN, disable_numparse=True),
+        table_with_notes(headers, rows_of_source, MARKDOWN),
     ]
 
 
@@ -182,4 +155,18 @@ def _error(row: Row) -> str:
     return f"{100 * (row.error or 0):+.2f} %"
 
 
-PAGE = Page(order=5, group="Evidence", write=write_recorded)
+def _pages(results: Results) -> Iterator[Page]:
+    planned, rows = read_planned(results.records), results.published
+    if not planned:
+        return
+    picture = _picture(rows)
+    parts = ["# Recorded by others, planned by us", headline(rows), score_table(rows, MARKDOWN), _HOW]
+    parts.append(png_links("recorded", [picture]))
+    for name, source in read_sources(results.files.folder).items():
+        parts += _source(name, source, [row for row in rows if row.source == name], planned)
+    newest = {(record.source, record.run): record for record in planned}
+    text = "\n\n".join([*parts, made_by(("", record) for record in newest.values())])
+    yield Page(name="recorded", group="Evidence", text=text, pictures=[picture])
+
+
+SOURCE = Source(order=5, pages=_pages)

@@ -2,28 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from tabulate import tabulate
-
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import by_status, counts, roll_up
-from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
+from hybridvalidation.judge.time_error import LEAST_WAITING
 from hybridvalidation.judge.verdict import Verdict
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
-from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.pages.profiler import judge_profiler
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
+from hybridvalidation.show.results import Results
 from hybridvalidation.study.equivalence import Comparison, Finding
 from hybridvalidation.study.factors import judge_study
-from hybridvalidation.study.protocol import ladders, read_study, studies
-from hybridvalidation.study.quality import judge_ladder, ladder_verdicts, range_text, telling_of_stacks
+from hybridvalidation.study.protocol import ladders, read_study
+from hybridvalidation.study.quality import judge_ladder, range_text
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
@@ -46,10 +42,9 @@ _HOW = (
 )
 
 
-def all_targets(files: ScenarioFiles, results: Path) -> list[Verdict]:
+def all_targets(results: Results) -> list[Verdict]:
     """Return one row per stated figure, from records alone."""
-    telling = telling_of_stacks(files, results)
-    return [_with_quality(row, telling.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
+    return [_with_quality(row, results.telling.get(row.stack)) for row in roll_up(results.targets, _judged(results))]
 
 
 def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
@@ -67,9 +62,7 @@ def targets_text(rows: Sequence[Verdict], style: str) -> str:
         [row.target, row.says, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
         for row in rows
     ]
-    widths = [None, 34, None, None, 14, 18, 56] if style == TERMINAL else None
-    table = tabulate(cells, headers=_HEADERS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
-    return f"{counts(rows)}\n\n{table}"
+    return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, 34, None, None, 14, 18, 56))}"
 
 
 def _record(row: Verdict) -> str:
@@ -79,12 +72,10 @@ def _record(row: Verdict) -> str:
     return f"{row.place}: {row.record}"
 
 
-def _judged(files: ScenarioFiles, results: Path) -> Iterator[Verdict]:
-    targets, records = files.targets(), results / "records"
-    store, elsewhere = RecordStore(records), ladder_verdicts(files, results)
-    for name in files.scenario_names():
-        scenario = files.scenario(name)
-        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+def _judged(results: Results) -> Iterator[Verdict]:
+    targets, records, elsewhere = results.targets, results.records, results.elsewhere
+    for name in results.files.scenario_names():
+        run = results.run(name)
         joint = judge_jointly(run, targets, elsewhere)
         for verdict in judge_all(run, targets, elsewhere):
             alone = ""
@@ -92,32 +83,30 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Verdict]:
                 alone = by_status(joint.alone(verdict.target))
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
             yield replace(verdict, place=name, is_registered=studied, alone=alone)
-    for study in studies(files.folder):
-        for verdict in judge_study(study, read_study(results, study), targets):
+    for study in results.studies():
+        for verdict in judge_study(study, read_study(results.folder, study), targets):
             record = verdict.record or f"studies/{study.name}"
             yield replace(verdict, record=record, place=f"study {study.name}", is_registered=True)
-    for ladder in ladders(files.folder):
-        for verdict in judge_ladder(ladder, read_study(results, ladder), targets):
+    for ladder in ladders(results.files.folder):
+        for verdict in judge_ladder(ladder, read_study(results.folder, ladder), targets):
             yield replace(verdict, place=f"study {ladder.name}", is_registered=True)
+    attention = read_attention(records)[-1:]
     pages = {
         "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
-        "attention": [
-            verdict for record in read_attention(records)[-1:] for verdict in judge_attention(record, targets)
-        ],
+        "attention": [verdict for record in attention for verdict in judge_attention(record, targets)],
         "profiler": judge_profiler(records, targets),
     }
     for place, verdicts in pages.items():
-        for verdict in verdicts:
-            yield replace(verdict, place=place)
+        yield from (replace(verdict, place=place) for verdict in verdicts)
 
 
-def _write(files: ScenarioFiles, results: Path) -> list[Path]:
-    if not (files.folder / "targets.toml").is_file():  # scenarios of others state nothing
-        return []
-    rows = all_targets(files, results)
-    if not any(row.record for row in rows):  # arithmetic alone needs no page
-        return []
-    return [write_page(results, "targets", f"# Stated targets\n\n{targets_text(rows, MARKDOWN)}\n\n{_HOW}")]
+def _pages(results: Results) -> Iterator[Page]:
+    if not (results.files.folder / "targets.toml").is_file():  # scenarios of others state nothing
+        return
+    rows = all_targets(results)
+    if any(row.record for row in rows):  # arithmetic alone needs no page
+        text = f"# Stated targets\n\n{targets_text(rows, MARKDOWN)}\n\n{_HOW}"
+        yield Page(name="targets", group="Evidence", text=text)
 
 
-PAGE = Page(order=70, group="Evidence", write=_write)
+SOURCE = Source(order=70, pages=_pages)

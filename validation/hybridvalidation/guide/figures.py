@@ -1,0 +1,169 @@
+"""Figures in README and the guide: each stands between markers that name it, and ``report`` fills them from records.
+
+    <!--figure recorded median-->0.47 %<!--/figure-->
+
+A marker has the name of a method of ``Figures`` and the words that it takes; where it stands in lines of its own, so
+does what it is filled with. Nobody types such a figure, and ``report --check`` fails where text and records differ.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from hybridtrain.atomic_write import replace_file
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.units import format_count
+from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridvalidation.guide.departures import defaults_table, names_table
+from hybridvalidation.guide.models import recommendations
+from hybridvalidation.judge.verdict import Status, Verdict
+from hybridvalidation.recorded.source import Role
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.pages.recorded import RESIDENT, predicted
+from hybridvalidation.show.pages.scenario import summary_table
+from hybridvalidation.show.pages.targets import all_targets
+from hybridvalidation.show.report import stale_pages
+from hybridvalidation.show.results import Results
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.factors import method_figures
+from hybridvalidation.study.protocol import StudyFile, read_study, read_study_file
+from hybridvalidation.study.quality import all_judged
+
+_MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
+_PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
+
+
+class Figures(Results):
+    """What pages can name, from committed records."""
+
+    def recorded(self, word: str) -> str:
+        """Return how near plans are to peaks of memory that others measured: count, median, ninety or outcomes.
+
+        Means of what stays between steps are left out, as they are easier to plan; so is what was seen before planning.
+        """
+        blind = [row for row in self.published if row.role is Role.PREDICT]
+        sizes = [row for row in predicted(blind, are_times=False) if row.quantity != RESIDENT]
+        errors = sorted(abs(row.error or 0.0) for row in sizes)
+        answers = [row for row in blind if row.quantity == "oom" and row.error is not None]
+        return _chosen(word, {
+            "count": lambda: str(len(sizes)),
+            "median": lambda: f"{100 * median(errors):.1f} %",
+            "ninety": lambda: f"{100 * errors[int(0.9 * len(errors))]:.1f} %",
+            "outcomes": lambda: f"{sum(row.error == 0 for row in answers)} of {len(answers)}",
+        })  # fmt: skip
+
+    def speed_error(self) -> str:
+        """Return how far estimated speeds are off recorded ones on cards left out of the fit, on average."""
+        return f"{100 * time_errors()['leave_one_card_out'].mean_absolute:.0f} %"
+
+    def held(self, word: str) -> str:
+        """Return of the stated figures how many there are (``all``), hold, or hold without a remark (``plainly``)."""
+        rows = [row for row in self._judged if row.status is Status.HOLDS]
+        counts = {"all": len(self._judged), "hold": len(rows), "plainly": sum(not row.has_remark for row in rows)}
+        return _chosen(word, {name: lambda name=name: str(counts[name]) for name in counts})  # type: ignore[misc]
+
+    def departures(self, word: str) -> str:
+        """Return documented defaults beside ours (``defaults``), or the documents' names of options (``names``)."""
+        return _chosen(word, {"defaults": defaults_table, "names": names_table})
+
+    def scenario(self, name: str, *stacks: str) -> str:
+        """Return a scenario's dry runs: the whole first table of its page, or the main columns of some stacks."""
+        return summary_table(self.run(name), MARKDOWN, stacks, only_main=bool(stacks))
+
+    def recommendations(self) -> str:
+        """Return the fastest stack on record that fits, for every scenario about a model on a card."""
+        return recommendations(self)
+
+    def ladder(self, rung: str, word: str) -> str:
+        """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
+        judged = [found for found in self._ladder if found.size.name == rung]
+        number = Counter(found.finding for found in judged)
+        told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}
+        return _chosen(word, {"size": lambda: format_count(judged[0].scale[0]), **told})
+
+    def arms(self, rung: str, *names: str) -> str:
+        """Return the smallest and the largest mean difference of loss of configurations at a model size, in nats."""
+        means = [
+            found.interval.mean
+            for found in self._ladder
+            if found.size.name == rung and found.configuration.name in names
+            if found.interval is not None
+        ]
+        ends = [f"{mean:+.3f}" for mean in (min(means), max(means))]
+        return " to ".join(dict.fromkeys(ends))
+
+    def factor(self, study: str, method: str) -> str:
+        """Return a method's compute factor in a study, with its 95 % interval."""
+        file = read_study_file(self.files.folder, study)
+        assert isinstance(file, StudyFile), f"{study} is no study of time to loss"
+        found = method_figures(file, read_study(self.folder, file), method)
+        assert found is not None, f"{study} has no figures of {method}"
+        return f"{found.factor.mean:.2f} (95 % interval {found.factor.low:.2f} to {found.factor.high:.2f})"
+
+    @cached_property
+    def _judged(self) -> list[Verdict]:
+        return all_targets(self)
+
+    @cached_property
+    def _ladder(self) -> list[Comparison]:
+        return [judged for _, judged in all_judged(self.files, self.folder)]
+
+
+def filled(text: str, figures: Figures, source: str) -> str:
+    """Return a page with every marked figure as the records have it.
+
+    Raises:
+        ConfigError: A marker names no figure, or its words are wrong.
+    """
+    known = [name for name in vars(Figures) if not name.startswith("_") and callable(getattr(Figures, name))]
+
+    def fill(found: re.Match[str]) -> str:
+        name, *words = found[1].split()
+        if name not in known:
+            raise ConfigError(source, [f"<!--figure {found[1]}-->: {unknown_name('figure', name, known)}"])
+        try:
+            told = str(getattr(figures, name)(*words))
+        except TypeError as error:
+            raise ConfigError(source, [f"<!--figure {found[1]}-->: {error}; give the words that it takes"]) from error
+        lines = "\n\n" if found[2].startswith("\n") else ""
+        if not lines and not text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip():
+            fault = "begins a line, which Markdown takes for HTML to its end; put a word before it"
+            raise ConfigError(source, [f"<!--figure {found[1]}-->: {fault}"])
+        return f"<!--figure {found[1]}-->{lines}{told}{lines}<!--/figure-->"
+
+    return _MARKED.sub(fill, text)
+
+
+def marked_pages(root: Path) -> Iterator[Path]:
+    """Yield the pages of a checkout that have marked figures."""
+    paths = (path for pattern in _PAGES for path in sorted(root.glob(pattern)))
+    return (path for path in paths if "<!--figure " in path.read_text(encoding="utf-8"))
+
+
+def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Path]:
+    """Fill every marked figure of a checkout's pages; return the pages that changed, or would."""
+    changed = []
+    for path in marked_pages(root):
+        before = path.read_text(encoding="utf-8")
+        after = filled(before, figures, str(path))
+        if after != before:
+            changed.append(path)
+            if writes:
+                replace_file(path, after.encode())
+    return changed
+
+
+def check_report(files: ScenarioFiles, folder: Path) -> list[str]:
+    """Return what ``report`` would write otherwise than it stands: figures in a checkout's pages, and tables."""
+    figures = Figures(files, folder)
+    return [path.as_posix() for path in (*fill_pages(folder.parent, figures, writes=False), *stale_pages(figures))]
+
+
+def _chosen(word: str, told: Mapping[str, Callable[[], str]]) -> str:
+    if word not in told:
+        raise TypeError(unknown_name("word", word, list(told)))
+    return told[word]()
