@@ -46,11 +46,11 @@ def gate(
         jobs: Processes at a time; default: one for each core.
         markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
     """
-    from hybridvalidation.gate.ci_text import write_markdown
-    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.gate.command import gate_all
+    from hybridvalidation.gate.gate import Order, write_markdown
     from hybridvalidation.scenario_files import scenario_folder
 
-    order = GateOrder(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
+    order = Order(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
     report = gate_all(scenario_folder(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
@@ -186,7 +186,8 @@ def records(
         jobs: Processes at a time; default: one for each core.
     """
     from hybridtrain.stacks import evidence_folder
-    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.gate.command import gate_all
+    from hybridvalidation.gate.gate import Order
     from hybridvalidation.runs.validate import other_records, prune_records
     from hybridvalidation.scenario_files import scenario_folder
 
@@ -194,7 +195,7 @@ def records(
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
-    order = GateOrder(
+    order = Order(
         names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
     )
     results = common.results if record else evidence_folder(common.results)

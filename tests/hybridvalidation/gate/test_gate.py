@@ -118,7 +118,7 @@ def test_one_more_retained_activation_is_a_regression_that_names_class_and_block
     assert code is GateExit.REGRESSED
     plain = [line for line in lines_of(out, code) if "mine plain: allocated, step 2" in line]
     assert len(plain) == 1
-    assert plain[0].endswith("moved: activation/block.{0..2} +4,096 B each")
+    assert plain[0].endswith("moved: activation/block.{0..2}: +12,288 B, +4,096 B in each block")
     assert " B, +" in plain[0]
     assert "gate: regressed, 2 dry runs" in out
 
@@ -136,7 +136,7 @@ def test_a_pipeline_is_shown_a_regression(gate: Gate, monkeypatch: pytest.Monkey
     assert "::error title=regressed::mine plain: allocated, step 2" in out
     report = Path("report.md").read_text()
     assert re.search(
-        r"^\| regressed +\| mine +\| plain +\| allocated, step 2: .*activation/block.\{0..2\} \+", report, re.MULTILINE
+        r"^\| regressed +\| mine +\| plain +\| allocated, step 2: .*activation/block.\{0..2\}: \+", report, re.MULTILINE
     )
     assert Path("summary.md").read_text() == Path("equal.md").read_text() + report
 
@@ -197,7 +197,7 @@ def test_an_unrecorded_improvement_fails_too(gate: Gate, monkeypatch: pytest.Mon
     code, out = gate()
     assert code is GateExit.IMPROVED
     assert "improved: mine plain: allocated, step 2" in out
-    assert "activation/block.{0..2} -" in out
+    assert "activation/block.{0..2}: -" in out
 
 
 def test_a_stack_that_fits_no_longer_is_over_budget(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def test_a_stack_that_fits_again_is_a_win() -> None:
 
 def test_a_finding_shows_before_after_and_the_difference() -> None:
     found = compare(figures(), figures((10_000, 20_512)))
-    words = "allocated, step 2: 19.53 KiB -> 20.03 KiB (+512 B, +2.560 %); moved: weight/head +512 B"
+    words = "allocated, step 2: 19.53 KiB -> 20.03 KiB (+512 B, +2.560 %); moved: weight/head: +512 B"
     assert found[0] == (GateExit.REGRESSED, words)
 
 
@@ -413,7 +413,7 @@ def test_bytes_that_moved_away_from_the_peak_are_told_by_class() -> None:
     old = figures()
     assert old.timeline is not None
     new = replace(old, timeline=replace(old.timeline, by_class={"weight": (5, 9), "activation": (0, 7)}))
-    assert compare(old, new) == [(GateExit.REGRESSED, "changed: timeline; moved: weight +4 B")]
+    assert compare(old, new) == [(GateExit.REGRESSED, "changed: timeline; moved: weight: +4 B")]
 
 
 def test_a_slower_step_is_told_in_seconds() -> None:
@@ -426,8 +426,8 @@ def test_the_largest_changes_are_named_first_and_the_rest_counted() -> None:
     new |= {f"activation/block.{block}": 1_100 for block in range(9, 20)}
     found = compare(figures(by_unit=old), figures((10_000, 23_600), by_unit=new))
     moved = found[0][1].partition("moved: ")[2]
-    assert moved.startswith("activation/block.{9..19} +1,000 B each, activation/block.8 +800 B, ")
-    assert moved.endswith("activation/block.4 +400 B and 3 more")
+    assert moved.startswith("activation/block.{9..19}: +11,000 B, +1,000 B in each block; activation/block.8: +800 B; ")
+    assert moved.endswith("activation/block.4: +400 B; and 3 more: +600 B")
 
 
 def test_holders_are_told_once_a_step() -> None:
