@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
-from hybridtrain.planning.candidates import Question
+from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
@@ -72,8 +72,8 @@ def plan_part(job: PlanJob) -> PlannedPart:
     part, model = job.part, model_preset(job.part.model)
     stack = part.stack
     if stack is None:
-        question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
-        candidate = recommend(question, lambda _: None, free_share=0.0).chosen  # the cap is exact
+        request = FitRequest(model, job.card, job.host, part.seq_len, part.num_sequences)
+        candidate = recommend(request, lambda _: None, free_share=0.0).chosen  # the cap is exact
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
         stack = Stack(
             name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()

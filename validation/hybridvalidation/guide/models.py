@@ -54,7 +54,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
     )  # fmt: skip
     rows = []
-    for way in report.ways:
+    for way in report.options:
         hours = way.hours(report.tokens)
         rows.append([
             way.name, way.candidate.arrangement.name, fits_cell(report.verdict(way)),
@@ -66,7 +66,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         "evidence of bytes",
     ]  # fmt: skip
     shown = table(headers, rows, MARKDOWN, keys=2)
-    question = report.question
+    question = report.request
     command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
     return (
         f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "

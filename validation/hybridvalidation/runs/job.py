@@ -11,7 +11,7 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
-from hybridtrain.planning.dry_runs import dry_run_ranks
+from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
@@ -95,21 +95,11 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
 def run_dry(job: Job) -> StackRun:
     """Plan what a job asks for."""
     plan = job.stack.plan()
-    workload = job.workload.micro_batch(plan)
-    return run_and_record(
-        job,
-        lambda: figures_of_ranks(
-            dry_run_ranks(
-                job.model,
-                plan,
-                job.card,
-                workload,
-                host=job.host,
-                config=job.stack.training(),
-                world=job.world,
-            )
-        ),
-    )
+    setup = RunSetup(
+        model=job.model, plan=plan, card=job.card, workload=job.workload.micro_batch(plan), host=job.host,
+        config=job.stack.training(), world=job.world,
+    )  # fmt: skip
+    return run_and_record(job, lambda: figures_of_ranks(setup.dry_run_ranks()))
 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:

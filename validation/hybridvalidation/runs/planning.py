@@ -46,9 +46,9 @@ def plan_all(jobs: Sequence[Job], *, processes: int | None = None) -> Iterator[t
                 yield (job := waiting.pop(future)), _answer(job, future)
         pool.shutdown()
     finally:  # left early: nobody wants the rest
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.kill()
+        pool.shutdown(cancel_futures=True)  # waits, so that its thread alone reaps them
 
 
 def failed_run(job: Job, message: str, seconds: float = 0.0) -> StackRun:
