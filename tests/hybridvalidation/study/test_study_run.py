@@ -125,7 +125,7 @@ def test_a_stopped_study_goes_on_where_it_was(
     made = read_study(folder / "results", study)
     assert next_runs(study, made) == []
     files = {Path(name).name for name in told["files"]}
-    names = {"study-tiny.md", "study-tiny-horizon.png", "study-tiny-cost.png", "study-tiny-lr.png"}
+    names = {"study-tiny.md", "study-tiny-factor.png", "study-tiny-horizon.png", "study-tiny-lr.png"}
     assert files == names
     bytes_of = {name: Path(name).read_bytes() for name in told["files"]}
     table = bytes_of[str(folder / "results/tables/study-tiny.md")].decode()

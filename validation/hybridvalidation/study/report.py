@@ -8,10 +8,12 @@ from typing import Any
 
 from tabulate import tabulate
 
+from hybridtrain.atomic_write import replace_file
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.tables import verdict_table
+from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -36,6 +38,7 @@ from hybridvalidation.study.factors import (
 )
 from hybridvalidation.study.forecast import write_forecasts
 from hybridvalidation.study.order import first_runs, more_runs, next_runs
+from hybridvalidation.study.pictures import pictures_of
 from hybridvalidation.study.protocol import (
     BASELINE,
     JUDGED,
@@ -121,9 +124,13 @@ def study_text(study: Study, made: Mapping[str, Any], targets: Mapping[str, Targ
 
 def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Target], results: Path) -> list[Path]:
     """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
-    from hybridvalidation.study.plots import write_plots  # noqa: PLC0415  matplotlib takes half a second
+    from hybridvalidation.pictures.png import png_of  # noqa: PLC0415  matplotlib takes half a second
 
-    plots = write_plots(study, made, results / "plots")
+    plots = []
+    for picture in pictures_of(study, made, verdict_sentence(study, made)):
+        suffix = "" if isinstance(study, LadderFile) else f"-{picture.name}"
+        plots.append(results / "plots" / f"study-{study.name}{suffix}.png")
+        replace_file(plots[-1], png_of(picture))
     title = "Quality"
     if isinstance(study, StudyFile):
         title = "Time to loss" if study.largest_harm_pct is None else "Harm"
@@ -142,6 +149,12 @@ def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
         if made := read_study(results, study):
             written += write_study(study, made, files.targets(), results)
     return written + write_forecasts(results)
+
+
+def study_pictures(files: ScenarioFiles, results: Path) -> dict[str, Sequence[Picture]]:
+    """Return the pictures of every study that has records, by the page's name."""
+    found = [(study, read_study(results, study)) for study in all_studies(files.folder)]
+    return {f"study-{s.name}": pictures_of(s, made, verdict_sentence(s, made)) for s, made in found if made}
 
 
 def _table(rows: Sequence[Sequence[object]], headers: Sequence[str], style: str) -> str:
