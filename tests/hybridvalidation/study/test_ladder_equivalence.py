@@ -222,10 +222,10 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
     near, far = extrapolate(found, 1e5, 20.0), extrapolate(found, 1e10, 20.0)
     assert near is not None
     assert far is not None
-    assert near.terms == ("parameters", "tokens per parameter")
-    assert far.interval.high - far.interval.low > 3 * (near.interval.high - near.interval.low)
+    assert near[1] == "parameters and tokens per parameter"
+    assert far[0].high - far[0].low > 3 * (near[0].high - near[0].low)
     assert extrapolate(found[:2], 1e10, 20.0) is None, "a line through two points has no interval"
-    assert near.interval.low < fmean(found[0].differences) + 0.01
+    assert near[0].low < fmean(found[0].differences) + 0.01
 
 
 @pytest.mark.parametrize(

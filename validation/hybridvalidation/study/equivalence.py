@@ -157,20 +157,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return list(adjusted.tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extrapolation:
-    """Where a line through all model sizes' differences lies far outside of them. No measurement."""
+def extrapolate(
+    comparisons: Sequence[Comparison], num_params: float, tokens_per_param: float
+) -> tuple[Interval, str] | None:
+    """Return the mean difference, nats per token, far outside of all model sizes, and the terms of its line.
 
-    interval: Interval
-    """Of the mean difference, nats per token, if the line goes on; 95 %."""
-    terms: tuple[str, ...]
-    """What the line depends on, as far as model sizes differ in it."""
-
-
-def extrapolate(comparisons: Sequence[Comparison], num_params: float, tokens_per_param: float) -> Extrapolation | None:
-    """Fit difference = a + b log10 parameters + c log10 tokens per parameter by least squares over all pairs of seeds.
-
-    None where finished sizes are fewer than a term each and one more: a line through all points has no interval.
+    difference = a + b log10 parameters + c log10 tokens per parameter, by least squares over all pairs of seeds, with
+    the terms in which sizes differ; the interval is of 95 %, if the line goes on: no measurement. None where finished
+    sizes are fewer than a term each and one more: a line through all points has no interval.
     """
     done = [one for one in comparisons if one.is_finished and not one.num_diverged]
     points = {one.size.name: (one.scale[0], float(f"{one.scale[1]:.2g}")) for one in done}
@@ -188,8 +182,8 @@ def extrapolate(comparisons: Sequence[Comparison], num_params: float, tokens_per
     variance = float(((target_S - design_SF @ fit_F) ** 2).sum()) / freedom
     error = math.sqrt(variance * float(at_F @ np.linalg.inv(design_SF.T @ design_SF) @ at_F))
     mean, half = float(at_F @ fit_F), float(stdtrit(freedom, 0.975)) * error
-    terms = tuple(("parameters", "tokens per parameter")[at] for at in columns)
-    return Extrapolation(interval=Interval(mean, mean - half, mean + half), terms=terms)
+    terms = " and ".join(("parameters", "tokens per parameter")[at] for at in columns)
+    return Interval(mean, mean - half, mean + half), terms
 
 
 def _compare(

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from tabulate import tabulate
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import embedded_corpus
@@ -18,7 +17,7 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridvalidation.experiment import answer_of, begin_header
@@ -156,13 +155,13 @@ def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: floa
             "runs of its own length without validations on their way."
         )
     headers = _HEADERS if of_card_s is None else (*_HEADERS, "of a card's %")
-    table, card = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True), "."
+    shown, card = table(headers, rows, style, keys=2), "."
     if of_card_s is not None:
         card = (
             f"; a card's step is far shorter, so the share is told of the one that is estimated for {CARD_STEP_OF}, "
             f"{1000 * of_card_s:.0f} ms, too, as if nothing hid the processor's work."
         )
-    return f"{_sentence(records)}\n\n{table}\n\n{_HOW}{card}"
+    return f"{_sentence(records)}\n\n{shown}\n\n{_HOW}{card}"
 
 
 def write_forecasts(results: Path) -> list[Path]:

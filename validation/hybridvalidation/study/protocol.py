@@ -43,6 +43,7 @@ Disturbance = Literal["data_shift", "nan_gradients"]
 nan_gradients: one step computes no number, once."""
 Control = Literal["random", "average"]
 """random: jumps of the same norm in a random direction. average: AdamW, judged at the mean of its last weights."""
+_composed = cache(compose)
 Family = Literal["stack", "method", "control"]
 """stack: meant to train as the baseline does. method: another way to train. control: known to do harm; must be judged
 worse, or the ladder shows nothing. p-values are adjusted within a family."""
@@ -261,11 +262,6 @@ class StudyFile(Protocol):
     def is_constant(self) -> bool:
         """Whether the learning rate never decays, so that every step of a run could be its last."""
         return self.schedule.kind == "constant"
-
-    @property
-    def num_tokens(self) -> int:
-        """Trained on in a run of the study's own length."""
-        return self.num_steps * self.batch_size * self.seq_len
 
     def first_rates(self) -> list[StudyRun]:
         """Return AdamW's runs at the learning rates that are tried, at the tuning seed and the optimizer's betas."""
@@ -681,11 +677,6 @@ def _size_faults(
 
 def _twice(key: str, names: list[str]) -> list[str]:
     return [f"{key}: '{name}' stands twice" for name in sorted({name for name in names if names.count(name) > 1})]
-
-
-@cache
-def _composed(optimizations: tuple[Optimization, ...]) -> MemoryPlan:
-    return compose(optimizations)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

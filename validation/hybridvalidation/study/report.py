@@ -6,10 +6,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tabulate import tabulate
-
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.tables import verdict_table
@@ -87,20 +85,20 @@ _HOW_QUALITY = (
     "over the other's. Products of bfloat16 matrices are summed in float32 and rounded once. Stacks that compute the "
     "same to the bit share a configuration's runs."
 )
-_FACTOR_HEADERS = (
-    "method", "role", "lr", "seeds", "loss", "test", "gain on AdamW", "compute factor", "by seed",
+_METHOD_HEADERS = (
+    "method", "role", "seeds", "gain on AdamW", "compute factor", "by seed", "lr", "loss", "test", "cost, steps",
+    "step time", "predicted steps", "taken back", "planned GiB",
 )  # fmt: skip
-_COST_HEADERS = ("method", "cost, steps", "step time", "predicted steps", "taken back", "planned GiB")
 _HARM_HEADERS = (
-    "setting", "what", "against", "loss", "AdamW's loss", "harm %", "worst seed %", "jumps", "taken back", "bound kept",
+    "setting", "against", "harm %", "worst seed %", "bound kept", "loss", "AdamW's loss", "jumps", "taken back", "what",
 )  # fmt: skip
 _QUALITY_HEADERS = (
-    "configuration", "against", "lr", "seeds", "loss", "difference, nats", "deviation", "top-1 kept %",
-    "adjusted p, equivalent", "adjusted p, different", "verdict",
+    "configuration", "against", "difference, nats", "adjusted p, equivalent", "adjusted p, different", "verdict", "lr",
+    "seeds", "loss", "deviation", "top-1 kept %",
 )  # fmt: skip
 _PROGRESS_HEADERS = (
-    "model size", "parameters", "tokens per parameter", "tokens", "steps x rows x tokens", "configurations", "seeds",
-    "runs made", "second interim analysis", "processor hours",
+    "model size", "parameters", "tokens per parameter", "runs made", "second interim analysis", "processor hours",
+    "tokens", "steps x rows x tokens", "configurations", "seeds",
 )  # fmt: skip
 
 
@@ -157,10 +155,6 @@ def study_pictures(files: ScenarioFiles, results: Path) -> dict[str, Sequence[Pi
     return {f"study-{s.name}": pictures_of(s, made, verdict_sentence(s, made)) for s, made in found if made}
 
 
-def _table(rows: Sequence[Sequence[object]], headers: Sequence[str], style: str) -> str:
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-
-
 # --- time to loss -----------------------------------------------------------------------------------------------------
 
 
@@ -202,15 +196,15 @@ def _factor_parts(study: StudyFile, made: Made, style: str) -> list[str]:
     registration = _registration(
         study,
         f"{study.target}. {study.stop_rule} {study.num_steps} steps of {study.batch_size} x {study.seq_len} tokens, "
-        f"{study.num_tokens / params:.1f} tokens per parameter ({params:,}).",
+        f"{study.num_steps * study.batch_size * study.seq_len / params:.1f} tokens per parameter ({params:,}).",
     )
     tuned = _tuned_text(study, made)
     if len(versions := sorted({record.environment.commit[:8] for record in made.values()})) > 1:
         tuned += f" The runs were made by {len(versions)} versions of the program: {', '.join(versions)}."
     if (floor := noise_floor(study, made)) is not None:
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."
-    tables = _method_tables(study, made, style)
-    return [registration, tuned, *tables, _HOW_FACTORS, _horizon_table(study, made, style), _lrs(study, made, style)]
+    shown = [_method_table(study, made, style), _HOW_FACTORS, _horizon_table(study, made, style)]
+    return [registration, tuned, *shown, _lrs(study, made, style)]
 
 
 def _registration(study: StudyFile, text: str) -> str:
@@ -240,34 +234,29 @@ def _tuned_text(study: StudyFile, made: Made) -> str:
     return told
 
 
-def _method_tables(study: StudyFile, made: Made, style: str) -> list[str]:
-    """Return what each method reaches, and what it takes."""
-    reached, taken, is_finished = list[list[str]](), list[list[str]](), not next_runs(study, made)
+def _method_table(study: StudyFile, made: Made, style: str) -> str:
+    rows, is_finished = list[list[str]](), not next_runs(study, made)
     for name in [BASELINE, *(method.name for method in study.methods)]:
         figures = method_figures(study, made, name) if name != BASELINE or not study.is_constant else None
         if figures is not None:
-            reached.append(_method_row(study, figures))
-            taken.append([
-                name, f"{figures.cost:,.0f}", f"{fmean(figures.cpu_ratios):.2f}",
-                f"{figures.mean('predicted_steps'):,.0f}", str(sum(record.rollbacks for record in figures.records)),
-                f"{to_gib(figures.records[0].planned_device_bytes):.3f}",
-            ])  # fmt: skip
+            rows.append(_method_row(study, figures))
         elif is_finished and name != BASELINE:
-            reached.append([name, *["diverged"] * (len(_FACTOR_HEADERS) - 1)])
-    tables = ((reached, _FACTOR_HEADERS), (taken, _COST_HEADERS))
-    return [_table(rows, headers, style) for rows, headers in tables if rows]
+            rows.append([name, *["diverged"] * (len(_METHOD_HEADERS) - 1)])
+    return table(_METHOD_HEADERS, rows, style) if rows else ""
 
 
 def _method_row(study: StudyFile, figures: MethodFigures) -> list[str]:
-    method, about = study.method(figures.name), "about " if figures.bounds else ""
+    method, about, records = study.method(figures.name), "about " if figures.bounds else "", figures.records
     gained = ["-", "1", "-"]
     if method is not None:
         by_seed = " ".join(map(str, figures.factors))
         gained = [_range(figures.gain, digits=4), f"{about}{_range(figures.factor)}", by_seed]
-    tests = [math.nan if record.test_loss is None else record.test_loss for record in figures.records]
+    tests = [math.nan if record.test_loss is None else record.test_loss for record in records]
     return [
-        figures.name, "baseline" if method is None else method.role, f"{figures.lr:g}", str(len(tests)),
-        f"{figures.mean('validation_loss'):.4f}", f"{fmean(tests):.4f}", *gained,
+        figures.name, "baseline" if method is None else method.role, str(len(records)), *gained, f"{figures.lr:g}",
+        f"{figures.mean('validation_loss'):.4f}", f"{fmean(tests):.4f}", f"{figures.cost:,.0f}",
+        f"{fmean(figures.cpu_ratios):.2f}", f"{figures.mean('predicted_steps'):,.0f}",
+        str(sum(record.rollbacks for record in records)), f"{to_gib(records[0].planned_device_bytes):.3f}",
     ]  # fmt: skip
 
 
@@ -279,7 +268,7 @@ def _horizon_table(study: StudyFile, made: Made, style: str) -> str:
         [f"{steps:,}", *(_cell(curve.get(float(steps))) for curve in curves)]
         for steps in sorted({*study.horizons, *study.tuning_horizons})
     ]
-    return _table(rows, ["AdamW's steps", *(f"seed {seed}" for seed in study.seeds)], style)
+    return table(["AdamW's steps", *(f"seed {seed}" for seed in study.seeds)], rows, style)
 
 
 def _lrs(study: StudyFile, made: Made, style: str) -> str:
@@ -291,7 +280,7 @@ def _lrs(study: StudyFile, made: Made, style: str) -> str:
         [f"{lr:g}", *(_cell(curve[lr], "diverged") if lr in curve else "-" for curve in curves)]
         for lr in sorted({lr for curve in curves for lr in curve})
     ]
-    return _table(rows, ["learning rate", *names], style)
+    return table(["learning rate", *names], rows, style)
 
 
 def _cell(loss: float | None, missing: str = "-") -> str:
@@ -328,8 +317,8 @@ def _harm_sentence(study: StudyFile, made: Made) -> str:
 
 def _harm_parts(study: StudyFile, made: Made, style: str) -> list[str]:
     rows = [_harm_row(harm, study.largest_harm_pct or 0.0) for harm in harms(study, made)]
-    table = _table(rows, _HARM_HEADERS, style)
-    return [_registration(study, f"{study.target}. {study.stop_rule}"), table, _HOW_HARM]
+    shown = table(_HARM_HEADERS, rows, style)
+    return [_registration(study, f"{study.target}. {study.stop_rule}"), shown, _HOW_HARM]
 
 
 def _harm_row(harm: Harm, largest_pct: float) -> list[str]:
@@ -337,11 +326,11 @@ def _harm_row(harm: Harm, largest_pct: float) -> list[str]:
     ended = [[loss for loss in some if loss is not None] for some in losses]
     percents, own = harm.percents, [record for record, _ in harm.pairs]
     return [
-        harm.method.name, harm.method.says, harm.method.against,
-        *(_cell(fmean(some) if some else None, "stopped") for some in ended),
+        harm.method.name, harm.method.against,
         *(f"{pick(percents):+.2f}" if percents else "-" for pick in (fmean, max)),
-        f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)),
         "yes" if harm.keeps(largest_pct) else "NO",
+        *(_cell(fmean(some) if some else None, "stopped") for some in ended),
+        f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)), harm.method.says,
     ]  # fmt: skip
 
 
@@ -395,11 +384,11 @@ def _progress(ladder: LadderFile, made: LadderMade, style: str) -> str:
             owed = [run_key(ladder, run) for run in more_runs(ladder, made, size)]
             again = f"{sum(key in made for key in owed)} of {len(owed)}"
         rows.append([
-            size.name, f"{size.model.num_params:,}", f"{size.tokens_per_param:.0f}", format_count(size.num_tokens),
-            f"{size.num_steps:,} x {size.batch_size} x {size.seq_len}", num_own, len(size.seeds),
-            f"{count} of {total}", again, f"{hours:.1f}",
+            size.name, f"{size.model.num_params:,}", f"{size.tokens_per_param:.0f}", f"{count} of {total}", again,
+            f"{hours:.1f}", format_count(size.num_tokens), f"{size.num_steps:,} x {size.batch_size} x {size.seq_len}",
+            str(num_own), str(len(size.seeds)),
         ])  # fmt: skip
-    return _table(rows, _PROGRESS_HEADERS, style)
+    return table(_PROGRESS_HEADERS, rows, style)
 
 
 def _power(ladder: LadderFile, made: LadderMade) -> str:
@@ -429,7 +418,7 @@ def _size_parts(ladder: LadderFile, made: LadderMade, size: ModelSize, style: st
     judged = {one.configuration.name: one for one in judge_size(ladder, made, size)}
     rows = [_row(ladder, made, size, own, judged.get(own.name)) for own in ladder.configurations_at(size)]
     title = f"## {text}" if style == MARKDOWN else text
-    return [title, _table(rows, _QUALITY_HEADERS, style), _rates(ladder, made, size)]
+    return [title, table(_QUALITY_HEADERS, rows, style), _rates(ladder, made, size)]
 
 
 def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize) -> str:
@@ -458,19 +447,20 @@ def _row(
     seeds = size.seeds if judged is None else judged.seeds
     records = [found for seed in seeds if (found := ladder_record(ladder, made, size, own, seed)) is not None]
     losses = [record.validation_loss for record in records if record.validation_loss is not None]
-    head = [
+    tail = [
         f"{chosen_lr(ladder, made, size, own):g}", f"{len(records)} of {len(seeds)}",
         _cell(fmean(losses) if losses else None),
     ]  # fmt: skip
     if judged is None:
-        return [own.name, "-", *head, *["-"] * 5, "baseline" if own is ladder.baseline else "compared with"]
-    deviation = _cell(stdev(judged.differences) if len(judged.differences) > 1 else None)
+        word = "baseline" if own is ladder.baseline else "compared with"
+        return [own.name, *["-"] * 4, word, *tail, "-", "-"]
     p_values = ["-", "-"]
     if judged.finding is not Finding.UNFINISHED:
         p_values = ["<0.0001" if p < 0.0001 else f"{p:.4f}" for p in (judged.p_equivalent, judged.p_different)]
+    deviation = _cell(stdev(judged.differences) if len(judged.differences) > 1 else None)
     return [
-        own.name, judged.reference.name, *head, range_text(judged.interval, "+.4f"), deviation,
-        range_text(judged.retention(), ".2f"), *p_values, f"{judged.finding}{judged.diverged_text}",
+        own.name, judged.reference.name, range_text(judged.interval, "+.4f"), *p_values,
+        f"{judged.finding}{judged.diverged_text}", *tail, deviation, range_text(judged.retention(), ".2f"),
     ]  # fmt: skip
 
 
@@ -480,7 +470,7 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
         pairs = [(size, pair) for size in ladder.rungs for pair in ladder.pairs_at(size) if pair[0] is own]
         found = extrapolate([last_analysis(ladder, made, size, *pair) for size, pair in pairs], *_FAR)
         if found is not None:
-            told.append(f"{own.name} {range_text(found.interval, '+.4f')} (line in {' and '.join(found.terms)})")
+            told.append(f"{own.name} {range_text(found[0], '+.4f')} (line in {found[1]})")
     far = f"{format_count(int(_FAR[0]))} parameters and {_FAR[1]:.0f} tokens per parameter"
     if not told:
         return f"Extrapolation to {far}: none yet, too few model sizes are finished."
@@ -493,7 +483,7 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
 def _shares(ladder: LadderFile, style: str) -> str:
     rows = [[stack, own.name, own.says] for own in ladder.arms for stack in sorted(own.stacks)]
     rows += [[f"({own.family})", own.name, own.says] for own in ladder.arms if not own.stacks]
-    return _table(rows, ["stack", "shares the runs of", "which computes"], style)
+    return table(["stack", "shares the runs of", "which computes"], rows, style)
 
 
 def _replays(ladder: LadderFile, made: LadderMade, results: Path) -> str:
