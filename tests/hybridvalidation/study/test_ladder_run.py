@@ -10,11 +10,10 @@ import torch
 
 from hybridtrain.cli.main import main
 from hybridtrain.data.pinned_corpus import pinned_corpus
-from hybridtrain.errors import HybridTrainError, RecordError
+from hybridtrain.errors import RecordError
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import experiment
 from hybridvalidation.records.store import append_line
-from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import protocol, runner
 from hybridvalidation.study.controls import nearest_rounding
 from hybridvalidation.study.order import next_runs
@@ -95,19 +94,6 @@ def test_a_stopped_ladder_goes_on_where_it_was(ladder: LadderFile, tmp_path: Pat
 def test_a_process_of_its_own_makes_the_same_run(ladder: LadderFile, tmp_path: Path) -> None:
     (made,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     assert outcome(made) == outcome(make_run(ladder, made.run))
-
-
-@pytest.mark.usefixtures("here")
-def test_a_crash_keeps_what_was_run(ladder: LadderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Crashing(InlineChild):
-        def poll(self) -> Ended[Any]:
-            is_second = len(read_study(tmp_path, ladder)) == 1
-            return replace(self._ended, answer=None, fault="out of paper") if is_second else self._ended
-
-    monkeypatch.setattr(runner, "Child", Crashing)
-    with pytest.raises(HybridTrainError, match="out of paper; runs that ended are kept"):
-        run_study(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
-    assert len(read_study(tmp_path, ladder)) == 1
 
 
 @pytest.mark.usefixtures("here")

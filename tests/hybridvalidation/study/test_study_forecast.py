@@ -1,7 +1,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,17 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.records.store import append_line
-from hybridvalidation.runs.child import Child, Ended
+from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import forecast as study_forecast
 from hybridvalidation.study.forecast import (
-    ForecastJob,
-    ForecastRecord,
     forecast_text,
     read_forecasts,
-    score_in_child,
     score_study,
     signals_of,
     write_forecasts,
 )
 from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun, record_path
+from inline_child import InlineChild
 from tiny_studies import METHOD, finished, study_of
 
 LENGTH = 720
@@ -37,7 +35,6 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 QUICK = ("ema", "power_law")
 STEP_CPU_S = 2.0
-WORK = "hybridvalidation.study.forecast:score_in_child"
 
 
 def loss_after(step: int, seed: int) -> float:
@@ -53,17 +50,6 @@ def with_losses(study: StudyFile) -> dict[str, StudyRecord]:
     return {key: told(record) for key, record in finished(study, lambda _: 2.0).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """A child's place: the same function, in this process."""
-
-    job: ForecastJob
-
-    def wait(self) -> Ended[ForecastRecord]:
-        answer = score_in_child(self.job)
-        return Ended(answer=answer, fault="", seconds=0.0, peak_rss_bytes=0, log="")
-
-
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Leave out processes, a step of a real model, and forecasters that learn; return the steps asked for."""
@@ -75,7 +61,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     before = torch.get_num_threads()
     monkeypatch.setattr(study_forecast, "_step_cpu_s", step_cpu_s)
-    monkeypatch.setattr(study_forecast, "_start", Here)
+    monkeypatch.setattr(study_forecast, "Child", InlineChild)
     monkeypatch.setattr(study_forecast, "FORECASTERS", {kind: FORECASTERS[kind] for kind in QUICK})
     yield steps
     torch.set_num_threads(before)
@@ -116,11 +102,12 @@ def test_only_what_is_new_is_scored(tmp_path: Path) -> None:
 def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = study_of(**LONG)
 
-    def start(job: ForecastJob) -> Child[ForecastRecord] | Here:
-        broken = replace(job, kinds=("oracle",), step_cpu_s=STEP_CPU_S)
-        return Child(WORK, broken, ForecastRecord) if job.run.run.seed == 1 else Here(job)
+    class Failing(InlineChild):
+        def wait(self) -> Ended[Any]:
+            seed = self._ended.answer.seed
+            return replace(self._ended, answer=None, fault="no oracle") if seed == 1 else self._ended
 
-    monkeypatch.setattr(study_forecast, "_start", start)
+    monkeypatch.setattr(study_forecast, "Child", Failing)
     with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* no record: .*oracle.*; runs that ended are"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]

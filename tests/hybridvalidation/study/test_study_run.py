@@ -141,13 +141,6 @@ def test_a_stopped_study_goes_on_where_it_was(
     assert len(here) == NUM_RUNS, "a complete study makes no run"
 
 
-def test_a_process_of_its_own_makes_the_same_run(tmp_path: Path) -> None:
-    study = study_of()
-    made = run_study(study, tmp_path, jobs=1, max_runs=1, say=lambda _: None)
-    assert [outcome(record) for record in made.values()] == [outcome(make_run(study, run_of(BASELINE)))]
-    assert read_study(tmp_path, study) == made
-
-
 def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monkeypatch: pytest.MonkeyPatch) -> None:
     class Crashing(InlineChild):
         def poll(self) -> Ended[Any]:

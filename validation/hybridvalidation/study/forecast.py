@@ -86,16 +86,13 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
         if run is None or run.key in scored or len(run.step_losses) < _SHORTEST:
             continue
         job = ForecastJob(study=study, run=run, kinds=tuple(FORECASTERS), step_cpu_s=step_cpu_s)
-        record = answer_of(_start(job).wait(), run.run, f"forecasts of {study.name}")
+        ended = Child("hybridvalidation.study.forecast:score_in_child", job, ForecastRecord).wait()
+        record = answer_of(ended, run.run, f"forecasts of {study.name}")
         append_line(record_path(results, "forecasts"), record)
         known.append(record)
         step_cpu_s = record.step_cpu_s
         say(f"forecasts of {record.method}, seed {record.seed}: scored")
     return known
-
-
-def _start(job: ForecastJob) -> Child[ForecastRecord]:
-    return Child("hybridvalidation.study.forecast:score_in_child", job, ForecastRecord)
 
 
 def score_in_child(job: ForecastJob) -> ForecastRecord:
