@@ -17,9 +17,8 @@ from mkdocs.structure.pages import Page
 
 from hybridtrain.diagnoses import troubles_page
 from hybridvalidation import guide
-from hybridvalidation.guide.commands import commands
-from hybridvalidation.guide.models import architectures, ways
-from hybridvalidation.guide.settings import file_settings, optimizers
+from hybridvalidation.guide.models import architectures, training_options
+from hybridvalidation.guide.reference import commands, file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.results import Results
@@ -35,7 +34,7 @@ FUNCTIONS = {
     "optimizers": optimizers,
     "techniques": catalogue,
     "troubles": troubles_page,
-    "ways": lambda *arguments: cached(ways, *arguments),
+    "training_options": lambda *arguments: cached(training_options, *arguments),
 }
 TEMPLATES = Environment(
     undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True,  # noqa: S701  Markdown

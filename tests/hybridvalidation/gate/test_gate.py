@@ -99,23 +99,22 @@ def block_class(monkeypatch: pytest.MonkeyPatch, block: type[nn.Module]) -> None
 def test_equal_runs_pass(gate: Gate) -> None:
     accept(gate)
     before = RECORDS.read_bytes()
-    code, out = gate()
-    assert (code, out.splitlines(keepends=True)[-1]) == (GateExit.OK, EQUAL)
+    for names in ((), ("mine",)):
+        code, out = gate(*names)
+        assert (code, out.splitlines(keepends=True)[-1]) == (GateExit.OK, EQUAL)
     assert RECORDS.read_bytes() == before
-
-
-def test_equal_runs_pass_by_name(gate: Gate) -> None:
-    accept(gate)
-    assert gate("mine")[0] is GateExit.OK
 
 
 def test_one_more_retained_activation_is_a_regression_that_names_class_and_blocks(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept(gate)
+    before = RECORDS.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
-    code, out = gate()
+    code, out = gate("mine")
     assert code is GateExit.REGRESSED
+    assert RECORDS.read_bytes() == before
+    assert 'if the change is meant, run: hybridtrain gate mine --accept --reason "WHY"' in out
     plain = [line for line in lines_of(out, code) if "mine plain: allocated, step 2" in line]
     assert len(plain) == 1
     assert plain[0].endswith("moved: activation/block.{0..2}: +12,288 B, +4,096 B in each block")
@@ -152,15 +151,6 @@ def test_a_regression_is_measured_to_the_byte(gate: Gate, monkeypatch: pytest.Mo
     # Each block holds the sigmoid, and one whose backward pass has not begun its own output beside it.
     assert all(grown[name] >= ACTIVATION_BYTES for name in blocks)
     assert all(grown[name] % ACTIVATION_BYTES == 0 for name in blocks)
-
-
-def test_a_regression_keeps_the_record_and_says_how_it_is_accepted(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept(gate)
-    before = RECORDS.read_bytes()
-    block_class(monkeypatch, ForgetfulBlock)
-    _, out = gate("mine")
-    assert RECORDS.read_bytes() == before
-    assert 'if the change is meant, run: hybridtrain gate mine --accept --reason "WHY"' in out
 
 
 def test_an_accepted_change_is_kept_with_its_reason_and_clean_the_next_time(

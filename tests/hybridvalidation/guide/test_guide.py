@@ -18,9 +18,8 @@ from hybridtrain.planning.savings import without
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import recommendations
-from hybridvalidation.guide.settings import FILES, file_settings, keys_of, settings_table, tables_of
+from hybridvalidation.guide.reference import FILES, commands, file_settings, keys_of, settings_table, tables_of
 from hybridvalidation.guide.techniques import catalogue, example_stack, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.scenario import summary_table

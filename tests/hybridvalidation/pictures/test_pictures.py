@@ -159,6 +159,8 @@ def test_a_timeline_is_the_records_own() -> None:
     assert found is not None
     series = pictures_of()["timeline"].views["lean"].series
     assert {len(part.x) for part in series} == {len(found.times_s)}
+    drawn = page_spec(pictures_of()["timeline"])["lean"]["data"]
+    assert drawn[0]["x"] == pytest.approx(found.times_s, rel=1e-5)  # a step of microseconds too
     heights = [sum(map(float, sizes)) for sizes in zip(*(part.y for part in series), strict=True)]
     totals = [sum(sizes) for sizes in zip(*found.by_class.values(), strict=True)]
     assert heights == pytest.approx([to_gib(total) for total in totals], abs=0.0005 * len(series))

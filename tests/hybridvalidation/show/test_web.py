@@ -34,7 +34,7 @@ PLACES = {"../tables/recorded.md": "recorded.html", "../plots/new.png": "picture
 def test_markdown_becomes_tables_that_say_what_they_are() -> None:
     found = render(TEXT, PLACES.get)
     assert found.title == "A title"
-    assert [heading.id for heading in found.headings] == ["stated-targets", "stated-targets-2"]
+    assert [*found.headings] == ["stated-targets", "stated-targets-2"]
     assert "<caption>Stated targets</caption>" in found.html
     assert '<th scope="row">a&amp;b</th>' in found.html
     assert '<td class="verdict refuted">refuted</td>' in found.html

@@ -34,7 +34,7 @@ class GateReport:
     def as_mapping(self) -> dict[str, object]:
         """Return exit, findings and files."""
         return {
-            "exit": self.exit_code.name.lower(),
+            "exit": self.exit_code.word,
             "compared": self.compared,
             "findings": [encode(finding) for finding in self.findings],
             "notes": self.notes,
@@ -43,13 +43,9 @@ class GateReport:
 
     def as_text(self) -> str:
         """Return the same for a reader, with what to run if the change is meant."""
-        lines = list[str]()
-        for finding in self.findings:
-            where = " ".join(part for part in (finding.scenario, finding.stack) if part)
-            accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
-            lines.append(f"{accepted}{finding.exit.name.lower()}: {where}: {finding.message}")
-        lines += self.notes
-        lines.append(f"gate: {self.exit_code.name.lower()}, {self.compared} compared")
+        accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
+        lines = [f"{accepted}{f.exit.word}: {f.scenario} {f.stack}: {f.message}" for f in self.findings]
+        lines += [*self.notes, f"gate: {self.exit_code.word}, {self.compared} compared"]
         if self.written:
             lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}")
         if self.accepted and self.written:
@@ -61,8 +57,8 @@ class GateReport:
 
     def as_markdown(self) -> str:
         """Return the same for a pull request or a step summary."""
-        rows = [[f.exit.name.lower(), f.scenario, f.stack, f.message] for f in self.findings]
-        parts = [f"### Memory gate: {self.exit_code.name.lower()}, {self.compared} compared"]
+        rows = [[f.exit.word, f.scenario, f.stack, f.message] for f in self.findings]
+        parts = [f"### Memory gate: {self.exit_code.word}, {self.compared} compared"]
         if rows:
             parts.append(markdown_table(["verdict", "scenario", "stack", "what"], rows))
         return "\n\n".join(parts) + "\n"
@@ -70,7 +66,7 @@ class GateReport:
     def annotations(self) -> list[str]:
         """Return a line for each finding that GitHub shows as an error; none elsewhere, or where all is accepted."""
         findings = self.findings if self.exit_code is not GateExit.OK else []
-        lines = (annotation(f"{f.scenario} {f.stack}: {f.message}", title=f.exit.name.lower()) for f in findings)
+        lines = (annotation(f"{f.scenario} {f.stack}: {f.message}", title=f.exit.word) for f in findings)
         return [line for line in lines if line]
 
 

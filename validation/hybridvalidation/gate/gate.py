@@ -22,6 +22,11 @@ class GateExit(IntEnum):
     """Better than what is kept: accept the win, or it can be lost unseen."""
     COULD_NOT_MEASURE = 6
 
+    @property
+    def word(self) -> str:
+        """The code as reports have it."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -1,7 +1,8 @@
 """Bytes before and after, and who holds the difference: like blocks under one name."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import groupby
 
 from hybridtrain.units import format_bytes
 
@@ -20,7 +21,7 @@ def moved_lines(old: Mapping[str, int], new: Mapping[str, int]) -> list[str]:
     """Return who holds more or fewer bytes, a line each, the largest change of all its blocks first."""
     changes = {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
     folded = fold({name: change for name, change in changes.items() if change})
-    moved = [(name, each, each * _num_blocks(name)) for name, each in folded.items()]
+    moved = [(name, each, each * len(unfold({name: 0}))) for name, each in folded.items()]
     moved.sort(key=lambda row: (-abs(row[2]), row[0]))
     lines = [
         f"{name}: {total:+,} B" + (f", {each:+,} B in each block" if each != total else "")
@@ -45,8 +46,10 @@ def fold(held: Mapping[str, int]) -> dict[str, int]:
         else:
             alike.setdefault((name[: block.start()], name[block.end() :], size), []).append(int(block[0]))
     for (before, after, size), blocks in alike.items():
-        for first, last in _runs(sorted(blocks)):
-            folded[f"{before}{first if first == last else f'{{{first}..{last}}}'}{after}"] = size
+        for _, run in groupby(enumerate(sorted(blocks)), key=lambda pair: pair[1] - pair[0]):  # neighbours
+            numbers = [number for _, number in run]
+            name = f"{{{numbers[0]}..{numbers[-1]}}}" if len(numbers) > 1 else f"{numbers[0]}"
+            folded[f"{before}{name}{after}"] = size
     return dict(sorted(folded.items()))
 
 
@@ -58,18 +61,3 @@ def unfold(folded: Mapping[str, int]) -> dict[str, int]:
         numbers = range(int(blocks[1]), int(blocks[2]) + 1) if blocks else ()
         held |= {_BLOCKS.sub(str(number), name, count=1): size for number in numbers} or {name: size}
     return held
-
-
-def _num_blocks(name: str) -> int:
-    return len(unfold({name: 0}))
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last of each run of neighbours; the numbers are sorted."""
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        if number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    yield first, last

@@ -99,15 +99,8 @@ def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: O
     """Plan again, equal questions once, and compare; what has no record is planned only to be accepted."""
     verified = _verifications(plans, results) if order.trusts_verified else {}
     again = [found for found in plans if found.scenario.name not in verified]
-    jobs = {job.key: job for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
-    took = {record.key: record.duration_s for found in again for record in found.records.values()}
-    begin, fresh = time.perf_counter(), dict[str, StackRun]()
-    longest_first = sorted(jobs.values(), key=lambda job: -took.get(job.key, 0))
-    with progress_bar(longest_first, desc="plan", unit="run", shown=order.progress) as bar:
-        for job, run in plan_all(longest_first, processes=order.processes):
-            fresh[job.key] = run
-            bar.set_postfix_str(f"{job.scenario} {job.stack.name}")
-            bar.update()
+    begin = time.perf_counter()
+    fresh = _planned(again, order)
     seconds = time.perf_counter() - begin
     findings, changed, equal = list[Finding](), list[StackRun](), dict[str, str]()
     for found in again:
@@ -123,23 +116,42 @@ def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: O
         equal |= {} if of_scenario else {found.scenario.name: found.state}
     count = sum(job.key in fresh and job.stack.name in found.records for found in again for job in found.jobs)
     different = f" ({len(fresh)} different ones)" if len(fresh) < count else ""
-    here = read_environment()
-    checkout = (here.commit[:8] or "of no checkout") + (", with changes" if here.dirty else "")
-    program = f"program {program_digest()} (commit {checkout}, torch {here.torch})"
-    notes = [f"planned again in {seconds:.0f} s by {program}"] if fresh else []
-    if verified:
-        newest = max(done.started_at for done in verified.values())
-        trusted = sum(len(found.jobs) for found in plans) - sum(len(found.jobs) for found in again)
-        notes.append(
-            f"{trusted} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}; "
-            "--verify plans them once more"
-        )
     gone = [found.scenario.name for found in again if found.gone]
     return Comparison(
-        subject=f"{count} dry runs{different} of {len(again)} scenarios", findings=findings, notes=notes,
+        subject=f"{count} dry runs{different} of {len(again)} scenarios", findings=findings,
+        notes=[*([_how_long(seconds)] if fresh else []), *_trusted(plans, verified)],
         accept=lambda: _accept(files, changed, gone, results, order.reason),
         written=[_keep_verification(results, equal, seconds)] if order.keeps_verified and equal else [],
     )  # fmt: skip
+
+
+def _planned(again: Sequence[ScenarioPlans], order: Order) -> dict[str, StackRun]:
+    """Return runs of today by the key of what was asked."""
+    jobs = {job.key: job for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
+    took = {record.key: record.duration_s for found in again for record in found.records.values()}
+    longest_first, fresh = sorted(jobs.values(), key=lambda job: -took.get(job.key, 0)), dict[str, StackRun]()
+    with progress_bar(longest_first, desc="plan", unit="run", shown=order.progress) as bar:
+        for job, run in plan_all(longest_first, processes=order.processes):
+            fresh[job.key] = run
+            bar.set_postfix_str(f"{job.scenario} {job.stack.name}")
+            bar.update()
+    return fresh
+
+
+def _how_long(seconds: float) -> str:
+    here = read_environment()
+    checkout = (here.commit[:8] or "of no checkout") + (", with changes" if here.dirty else "")
+    return f"planned again in {seconds:.0f} s by program {program_digest()} (commit {checkout}, torch {here.torch})"
+
+
+def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification]) -> list[str]:
+    """Return a sentence about what was not planned again, if anything."""
+    if not verified:
+        return []
+    count = sum(len(found.jobs) for found in plans if found.scenario.name in verified)
+    newest = max(done.started_at for done in verified.values())
+    told = f"{count} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}"
+    return [f"{told}; --verify plans them once more"]
 
 
 def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:

@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.gate import annotation, markdown_table, write_markdown
 from hybridvalidation.gate.memory_baseline import CELL_HEADERS, MemoryBaseline, PlanChange, PlanFigures
-from hybridvalidation.gate.planned_memory import MemoryPlanner
+from hybridvalidation.gate.planned_memory import MemoryPlanner, PlannedMemory
 
 MARKER = "memory_plan"
 """Of every test that uses the fixture: ``pytest -m memory_plan`` runs those alone."""
@@ -92,12 +92,10 @@ class MemoryGate:
         try:
             result = yield
         except BaseException:
-            told = self._told(item)
-            if told:
+            if told := self._told(item):
                 item.add_report_section("call", "planned memory", told)
             raise
-        told = self._told(item)
-        if told:
+        if told := self._told(item):
             pytest.fail(told, pytrace=False)
         return result
 
@@ -106,8 +104,7 @@ class MemoryGate:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put the plans into the report: bytes as properties, which JUnit XML shows, and all of it for ``note``."""
-        planner = item.stash.get(_PLANNER, None)
-        plans = planner.plans if planner is not None and call.when == "call" else []
+        plans = _plans_of(item) if call.when == "call" else []
         found = [(plan.name, plan.figures(item.nodeid), min(plan.limits_bytes, default=None)) for plan in plans]
         for name, figures, _ in found:
             of_plan = "" if name == item.nodeid else f"[{name}]"
@@ -185,9 +182,7 @@ class MemoryGate:
 
     def _told(self, item: pytest.Item) -> str:
         """Return what is wrong with a test's plans, compared with the baseline."""
-        planner = item.stash.get(_PLANNER, None)
-        plans = planner.plans if planner is not None else []
-        changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in plans]
+        changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in _plans_of(item)]
         return "\n\n".join(change.text(self.file.name) for change in changes if change.is_unlike)
 
     def _runs_all(self) -> bool:
@@ -201,3 +196,8 @@ class MemoryGate:
             return ""
         title, file = f"planned memory: {change.words}", self.config.rootpath / change.path
         return annotation(change.text(self.file.name), title=title, file=file, line=change.line)
+
+
+def _plans_of(item: pytest.Item) -> list[PlannedMemory]:
+    planner = item.stash.get(_PLANNER, None)
+    return [] if planner is None else planner.plans

@@ -8,7 +8,7 @@ does what it is filled with. Nobody types such a figure, and ``report --check`` 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -138,16 +138,10 @@ def filled(text: str, figures: Figures, source: str) -> str:
     return _MARKED.sub(fill, text)
 
 
-def marked_pages(root: Path) -> Iterator[Path]:
-    """Yield the pages of a checkout that have marked figures."""
-    paths = (path for pattern in _PAGES for path in sorted(root.glob(pattern)))
-    return (path for path in paths if "<!--figure " in path.read_text(encoding="utf-8"))
-
-
 def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Path]:
     """Fill every marked figure of a checkout's pages; return the pages that changed, or would."""
     changed = []
-    for path in marked_pages(root):
+    for path in (path for pattern in _PAGES for path in sorted(root.glob(pattern))):
         before = path.read_text(encoding="utf-8")
         after = filled(before, figures, str(path))
         if after != before:

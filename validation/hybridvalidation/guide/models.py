@@ -1,7 +1,5 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
 
-from tabulate import tabulate
-
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
@@ -17,7 +15,7 @@ _ABOUT_OTHERS = {"hybrid", "techniques"}
 def architectures() -> str:
     """Return the architectures of Hugging Face folders that are read, and the families that they are here."""
     rows = [[f"`{name}`", family] for name, family in hf_architectures().items()]
-    return tabulate(rows, headers=["`architectures` in config.json", "family"], tablefmt=MARKDOWN)
+    return table(["`architectures` in config.json", "family"], rows, MARKDOWN)
 
 
 def recommendations(results: Results) -> str:
@@ -44,33 +42,35 @@ def recommendations(results: Results) -> str:
         "parameters, card", "stack", "tokens per step", "device GiB", "host GiB", "tokens/s (bottleneck)",
         "loss above float32's, executed small",
     ]  # fmt: skip
-    return tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+    return table(headers, rows, MARKDOWN)
 
 
-def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
+def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
     """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
     report = fit_command(
         model=model, card=card, host_memory=host_memory, seq=None, tokens_per_step=None, tokens=100_000_000,
         methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
     )  # fmt: skip
     rows = []
-    for way in report.options:
-        hours = way.hours(report.tokens)
+    for option in report.options:
+        hours = option.hours(report.tokens)
         rows.append([
-            way.name, way.candidate.arrangement.name, fits_cell(report.verdict(way)),
-            "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}", "-" if hours is None else f"{hours:.1f}",
-            *(f"{to_gib(size):.1f}" for size in (way.device_bytes, way.host_bytes, way.disk_bytes)), way.evidence,
+            option.name, option.candidate.arrangement.name, fits_cell(report.verdict(option)),
+            "-" if option.tokens_per_s is None else f"{option.tokens_per_s:,.0f}",
+            "-" if hours is None else f"{hours:.1f}",
+            *(f"{to_gib(size):.1f}" for size in (option.device_bytes, option.host_bytes, option.disk_bytes)),
+            option.evidence,
         ])  # fmt: skip
     headers = [
         "precision", "offload", "fits", "tokens/s", "h / 100M tokens", "device GiB", "host GiB", "disk GiB",
         "evidence of bytes",
     ]  # fmt: skip
     shown = table(headers, rows, MARKDOWN, keys=2)
-    question = report.request
+    request = report.request
     command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
     return (
-        f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "
-        f"{question.num_sequences} x {question.seq_len} tokens per step, {report.free_percent:g} % of the card free."
+        f"{format_count(request.model.num_params)} parameters on {request.card.name}, {host_memory} of host memory, "
+        f"{request.num_sequences} x {request.seq_len} tokens per step, {report.free_percent:g} % of the card free."
         f"\n\n{shown}\n\n"
-        f"Found when this page was built; times are estimated (roofline). Files that train each way:\n\n    {command}"
+        f"Found when this page was built; times are estimated (roofline). Files that train each:\n\n    {command}"
     )

@@ -4,21 +4,19 @@ import tomllib
 from collections.abc import Sequence
 from functools import cache
 
-from tabulate import tabulate
-
 from hybridtrain.config.decode import decode
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.savings import without
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import find_card
-from hybridvalidation.guide.settings import settings_table
+from hybridvalidation.guide.reference import settings_table
 from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
 from hybridvalidation.show.pages.scenario import headline, summary_table
 from hybridvalidation.show.pages.targets import all_targets
@@ -49,29 +47,28 @@ def technique_sections(kind: str, step: str, results: Results) -> str:
 def step_table(
     kind: str, example: str, *, model: ModelConfig | None = None, card: str = CARD, workload: Workload = WORK
 ) -> str:
-    """Return a step of the example's stack with the technique and without, planned now.
-
-    Args:
-        kind: The technique.
-        example: Its stack, as TOML.
-        model: None: MODEL.
-        card: By name.
-        workload: Of a step; accumulation splits it.
+    """Return a step of the example's stack (TOML) with the technique and without, planned now; None: ``MODEL``.
 
     Raises:
         ConfigError: the example does not have the technique, or is no stack.
     """
     stack, mine = example_stack(kind, example)
-    shape = model or model_preset(MODEL)
-    rows = [_row("with it", _run(shape, stack, card, workload))]
-    rows.append(_row("without", _run(shape, without(stack, mine), card, workload)))
+    rows = []
+    for name, items in (("with it", stack), ("without", without(stack, mine))):
+        steps = next((item.grad_accum_steps for item in items if isinstance(item, GradAccumulation)), 1)
+        micro_batch = Workload(micro_batch_size=workload.micro_batch_size // steps, seq_len=workload.seq_len)
+        run = dry_run(model or model_preset(MODEL), compose(items), find_card(card), micro_batch)
+        sizes = (run.peak.allocated_bytes, run.device_used_bytes, run.host_peak_bytes, run.disk_peak_bytes)
+        rows.append([
+            name, fits_cell(run.verdict), *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
+            f"{run.tokens_per_s:,.0f}",
+        ])  # fmt: skip
     headers = ["the stack above", "fits", "allocated GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s"]
-    shown = table(headers, rows, MARKDOWN)
     name = MODEL if model is None else "the model"
     return (
-        f"{shown}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x {workload.seq_len} tokens per "
-        "step. Bytes are planned, by a dry run when this page was built; times are estimated (roofline). What other "
-        "stacks gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
+        f"{table(headers, rows, MARKDOWN)}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x "
+        f"{workload.seq_len} tokens per step. Bytes are planned, by a dry run when this page was built; times are "
+        "estimated (roofline). What other stacks gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
     )
 
 
@@ -93,21 +90,7 @@ def catalogue() -> str:
     rows = [
         [f"[{kind}]({kind}.md)", (cls.__doc__ or "").partition("\n")[0]] for kind, cls in sorted(OPTIMIZATIONS.items())
     ]
-    return tabulate(rows, headers=["kind", "what it does"], tablefmt=MARKDOWN)
-
-
-def _run(model: ModelConfig, stack: Sequence[Optimization], card: str, workload: Workload) -> DryRun:
-    steps = next((item.grad_accum_steps for item in stack if isinstance(item, GradAccumulation)), 1)
-    micro_batch = Workload(micro_batch_size=workload.micro_batch_size // steps, seq_len=workload.seq_len)
-    return dry_run(model, compose(stack), find_card(card), micro_batch)
-
-
-def _row(name: str, run: DryRun) -> list[str]:
-    sizes = (run.peak.allocated_bytes, run.device_used_bytes, run.host_peak_bytes, run.disk_peak_bytes)
-    return [
-        name, fits_cell(run.verdict), *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
-        f"{run.tokens_per_s:,.0f}",
-    ]  # fmt: skip
+    return table(["kind", "what it does"], rows, MARKDOWN)
 
 
 def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
@@ -166,7 +149,7 @@ def _quality(names: Sequence[str], results: Results) -> str:
             rows.append([stack, own.says, same])
     if not rows:
         return ""
-    shown = tabulate(rows, headers=["stack", "computes", "against plain float32"], tablefmt=MARKDOWN)
+    shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)
     return (
         f"{shown}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
         "records."

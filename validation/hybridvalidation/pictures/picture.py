@@ -6,6 +6,7 @@ from math import ceil, floor, log10
 from typing import Literal
 
 from hybridtrain.units import format_count, to_gib
+from hybridvalidation.judge.statistics import Interval
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#999999")
 """Okabe and Ito's, which colour-blind readers can tell apart, then brown and grey."""
@@ -92,13 +93,43 @@ class Picture:
     """What is chosen."""
     is_png: bool = False
     """Whether the Markdown page shows it."""
-    replaces: str = ""
-    """End of the name of another PNG that shows no more than this picture."""
 
 
-def colored(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name."""
-    return {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
+def colored(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each different name."""
+    return {name: COLORS[number % len(COLORS)] for number, name in enumerate(dict.fromkeys(names))}
+
+
+def bars_by(
+    points: Sequence[tuple[str, str, float]], *, unit: str, digits: int, opacity: Mapping[str, float] | None = None
+) -> list[Series]:
+    """Return lying bars of (series, category, value), a colour for each series.
+
+    Args:
+        points: In the order of their series.
+        unit: Of the values.
+        digits: Shown behind the point.
+        opacity: By category.
+    """
+    return [
+        Series(
+            name=name, color=color, unit=unit, digits=digits,
+            x=[value for series, _, value in points if series == name],
+            y=(rows := [row for series, row, _ in points if series == name]),
+            opacity=[opacity[row] for row in rows] if opacity else (),
+        )
+        for name, color in colored(series for series, _, _ in points).items()
+    ]  # fmt: skip
+
+
+def intervals(name: str, points: Mapping[str, Interval], color: str, *, unit: str = "", digits: int) -> Series:
+    """Return means with their intervals by category."""
+    means = points.values()
+    return Series(
+        name=name, mark="point", color=color, unit=unit, digits=digits, x=[one.mean for one in means], y=list(points),
+        low=[one.low for one in means], high=[one.high for one in means],
+        notes=[f"[{one.low:.{digits}f}, {one.high:.{digits}f}]" for one in means],
+    )  # fmt: skip
 
 
 def rounded_gib(size_bytes: float) -> float:

@@ -47,7 +47,8 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
     if series.opacity:
         marker["opacity"] = list(series.opacity)
     trace: dict[str, Any] = {
-        **_MARKS[series.mark], "name": series.name, "x": _rounded(series.x, series.digits),
+        **_MARKS[series.mark], "name": series.name,
+        "x": list(series.x) if series.mark in {"area", "line"} else _rounded(series.x, series.digits),
         "y": _rounded(series.y, series.digits),
         "hovertemplate": f"{place}<br>{series.name}: {shown}{notes}<extra></extra>",
     }  # fmt: skip
@@ -128,5 +129,5 @@ def _axis(view: View, name: str, axis: Axis) -> dict[str, Any]:
         shown |= {"type": "log", "tickvals": list(ticks), "ticktext": list(ticks.values())}
         return shown | ({"fixedrange": False} if name == "y" and view.has_diagonal else {})
     if axis.range is not None:
-        return shown | {"range": [round(end, 6) for end in axis.range]}
+        return shown | {"range": [float(f"{end:.6g}") for end in axis.range]}
     return shown | ({"rangemode": "tozero"} if any(series.mark in {"bar", "area"} for series in view.series) else {})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hybridtrain.units import MIB
 from hybridvalidation.kernel_bench.attention_lengths import read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
-from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View, colored
+from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View, bars_by
 from hybridvalidation.show.results import Results
 
 
@@ -22,18 +22,9 @@ def kernel_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
             if record.op == op
             for result, times in record.timed()
         ]
-        colors = colored(list(dict.fromkeys(provider for provider, _, _ in timed)))
         views[op] = View(
-            series=[
-                Series(
-                    name=name, color=color, unit="us", digits=1,
-                    x=[us for provider, _, us in timed if provider == name],
-                    y=[case for provider, case, _ in timed if provider == name],
-                )
-                for name, color in colors.items()
-            ],
-            x=Axis(title="us per call, log scale", is_log=True), is_grouped=True,
-            y=Axis(names=list(dict.fromkeys(case for _, case, _ in timed))),
+            series=bars_by(timed, unit="us", digits=1), x=Axis(title="us per call, log scale", is_log=True),
+            y=Axis(names=list(dict.fromkeys(case for _, case, _ in timed))), is_grouped=True,
         )  # fmt: skip
     cards = ", ".join(dict.fromkeys(f"{record.card} ({record.evidence})" for record in records))
     picture = Picture(

@@ -6,7 +6,7 @@ from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.metrics import accuracy_retention
-from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View, rounded_gib
+from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View, intervals, rounded_gib
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 
@@ -145,7 +145,7 @@ def _timeline(run: ScenarioRun, stacks: Stacks) -> Picture | None:
             series=[
                 Series(
                     name=name.value.replace("_", " "), mark="area", unit="GiB", color=CLASS_COLORS[name],
-                    x=[round(memory.timeline.times_s[index], 6) for index in kept],
+                    x=[float(f"{memory.timeline.times_s[index]:.6g}") for index in kept],
                     y=[rounded_gib(memory.timeline.by_class[name][index]) for index in kept],
                 )
                 for name in _CLASSES
@@ -216,11 +216,7 @@ def _accuracy(run: ScenarioRun) -> Picture | None:
         return None
     proxy = f"a proxy of {record.accuracy.num_params / 1e6:.2f}M parameters with {len(record.accuracy.seeds)} seeds"
     told = ", ".join(f"{name} {kept.mean:.2f} % ({kept.low:.2f} to {kept.high:.2f})" for name, kept in points.items())
-    series = Series(
-        name="top-1 kept", mark="point", unit="%", color=COLORS[0], x=[kept.mean for kept in points.values()],
-        y=list(points), low=[kept.low for kept in points.values()], high=[kept.high for kept in points.values()],
-        notes=[f"[{kept.low:.2f}, {kept.high:.2f}]" for kept in points.values()],
-    )  # fmt: skip
+    series = intervals("top-1 kept", points, COLORS[0], unit="%", digits=2)
     view = View(
         series=[series], x=Axis(title=f"% of {BASELINE_STACK}'s top-1"), y=Axis(names=list(points)),
         lines=[Line(at=100, text=BASELINE_STACK)],

@@ -5,8 +5,7 @@ from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridvalidation.judge.statistics import Interval
-from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View
+from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View, intervals
 from hybridvalidation.study.equivalence import Finding, judge_size
 from hybridvalidation.study.factors import harms, horizon_curve, lr_curve, method_figures
 from hybridvalidation.study.protocol import (
@@ -53,11 +52,11 @@ def pictures_of(study: Study, made: Mapping[str, Any], says: str) -> list[Pictur
 
 def _factors(study: StudyFile, made: Made) -> Picture:
     found = [figures for method in study.methods if (figures := method_figures(study, made, method.name)) is not None]
-    points = [(figures.name, figures.factor) for figures in found]
+    points = {figures.name: figures.factor for figures in found}
     return _picture(
         "factor", "Compute factor against AdamW", f"{_HOW}; above 1: less compute for the same loss",
-        _intervals("compute factor", points, COLORS[0], digits=2) if points else [], Axis(title="compute factor"),
-        Axis(names=[name for name, _ in points]), lines=[Line(at=1.0, text="AdamW")],
+        [intervals("compute factor", points, COLORS[0], digits=2)] if points else [], Axis(title="compute factor"),
+        Axis(names=list(points)), lines=[Line(at=1.0, text="AdamW")],
     )  # fmt: skip
 
 
@@ -138,8 +137,8 @@ def _differences(ladder: LadderFile, made: LadderMade) -> Picture:
         ]
         series: list[Series] = []
         for finding, color in _FINDING_COLORS.items():
-            mine = [(name, interval) for name, interval, found in rows if found is finding]
-            series += _intervals(finding.value, mine, color) if mine else []
+            mine = {name: interval for name, interval, found in rows if found is finding}
+            series += [intervals(finding.value, mine, color, digits=4)] if mine else []
         far = {name: (found.mean, f"{found.mean:+.3f}") for name, found, _ in rows if abs(found.mean) > edge}
         if rows:
             views[f"{size.name}, {size.tokens_per_param:.0f} tokens per parameter"] = View(
@@ -148,7 +147,7 @@ def _differences(ladder: LadderFile, made: LadderMade) -> Picture:
                 band=(-margin, margin), labels=far,
             )  # fmt: skip
     return Picture(
-        name="sizes", replaces=ladder.name, title="Loss of every configuration beside the one it is compared with",
+        name=f"study-{ladder.name}", title="Loss of every configuration beside the one it is compared with",
         evidence=f"{_HOW}, not adjusted; band: registered equivalence margin of {margin:g} nats", choice="model size",
         views=views, says="",
     )  # fmt: skip
@@ -158,16 +157,7 @@ def _picture(
     name: str, title: str, evidence: str, series: Sequence[Series], x: Axis, y: Axis, *, lines: Sequence[Line] = ()
 ) -> Picture:
     view = View(series=series, x=x, y=y, lines=lines)
-    return Picture(name=name, replaces=f"-{name}", title=title, evidence=evidence, says="", views={"": view})
-
-
-def _intervals(name: str, points: Sequence[tuple[str, Interval]], color: str, *, digits: int = 4) -> list[Series]:
-    notes = [f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]" for _, interval in points]
-    return [Series(
-        name=name, mark="point", color=color, digits=digits, x=[interval.mean for _, interval in points],
-        y=[row for row, _ in points], low=[interval.low for _, interval in points],
-        high=[interval.high for _, interval in points], notes=notes,
-    )]  # fmt: skip
+    return Picture(name=name, title=title, evidence=evidence, says="", views={"": view})
 
 
 def _mean_line(name: str, points: Points, color: str) -> list[Series]:

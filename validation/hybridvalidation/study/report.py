@@ -124,10 +124,10 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
     """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
     from hybridvalidation.pictures.png import png_of  # noqa: PLC0415  matplotlib takes half a second
 
-    plots = []
+    plots, page = list[Path](), f"study-{study.name}"
     for picture in pictures_of(study, made, verdict_sentence(study, made)):
-        suffix = "" if isinstance(study, LadderFile) else f"-{picture.name}"
-        plots.append(results / "plots" / f"study-{study.name}{suffix}.png")
+        stem = page if picture.name == page else f"{page}-{picture.name}"
+        plots.append(results / "plots" / f"{stem}.png")
         replace_file(plots[-1], png_of(picture))
     title = "Quality"
     if isinstance(study, StudyFile):
@@ -137,7 +137,7 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
         made_by(("", record) for record in made.values()), "## Pictures",
         "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots),
     ]  # fmt: skip
-    return [write_page(results, f"study-{study.name}", "\n\n".join(parts)), *plots]
+    return [write_page(results, page, "\n\n".join(parts)), *plots]
 
 
 def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:

@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tabulate import tabulate
-
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.pictures.picture import Axis, Picture, Series, View
-from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.pictures.picture import Axis, Picture, View, bars_by
+from hybridvalidation.records.executed import ExecutedRun, read_executed
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source
 
@@ -32,39 +30,11 @@ def executed_table(runs: Sequence[ExecutedRun], style: str) -> str:
     return table(_HEADERS, [_row(run) for run in runs], style, keys=2)
 
 
-def step_table(run: ExecutedRun, style: str) -> str:
-    """Return one row per step of a run."""
-    rows = [
-        [
-            str(step.step), step.phase, _loss(step), "-" if step.grad_norm is None else f"{step.grad_norm:.3f}",
-            f"{step.seconds:.1f}", f"{to_gib(step.device_peak_bytes):.3f}",
-            f"{to_gib(step.planned_device_peak_bytes):.3f}",
-        ]
-        for step in run.steps
-    ]  # fmt: skip
-    headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-
-
 def equality_line(run: ExecutedRun) -> str:
     """Return whether the dry run counted the same, in a sentence."""
     if run.is_equal:
         return f"dry run equals execution: yes, {run.num_events} events"
     return f"dry run equals execution: no, {run.difference}"
-
-
-def rank_table(run: ExecutedRun, style: str) -> str:
-    """Return one row per rank of a run on several."""
-    rows = [
-        [
-            str(rank.rank), f"{rank.executed.device_bytes:,}", f"{rank.planned.device_bytes:,}",
-            f"{rank.executed.host_bytes:,}", f"{rank.planned.host_bytes:,}", str(rank.num_events),
-            rank.difference or "none",
-        ]
-        for rank in run.ranks
-    ]  # fmt: skip
-    headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
 
 
 def _row(run: ExecutedRun) -> list[str]:
@@ -81,10 +51,6 @@ def _row(run: ExecutedRun) -> list[str]:
     ]  # fmt: skip
 
 
-def _loss(step: ExecutedStep) -> str:
-    return f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}"
-
-
 def _stack(run: ExecutedRun) -> str:
     return f"{run.stack} on {len(run.ranks)} ranks" if run.ranks else run.stack
 
@@ -92,8 +58,27 @@ def _stack(run: ExecutedRun) -> str:
 def _of_run(run: ExecutedRun) -> Iterator[str]:
     yield f"## {run.model} under {_stack(run)}, lr {run.lr:g}"
     if run.ranks:
-        yield rank_table(run, MARKDOWN)
-    yield step_table(run, MARKDOWN)
+        ranks = [
+            [
+                str(rank.rank), f"{rank.executed.device_bytes:,}", f"{rank.planned.device_bytes:,}",
+                f"{rank.executed.host_bytes:,}", f"{rank.planned.host_bytes:,}", str(rank.num_events),
+                rank.difference or "none",
+            ]
+            for rank in run.ranks
+        ]  # fmt: skip
+        headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
+        yield table(headers, ranks, MARKDOWN)
+    steps = [
+        [
+            str(step.step), step.phase,
+            f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}",
+            "-" if step.grad_norm is None else f"{step.grad_norm:.3f}", f"{step.seconds:.1f}",
+            f"{to_gib(step.device_peak_bytes):.3f}", f"{to_gib(step.planned_device_peak_bytes):.3f}",
+        ]
+        for step in run.steps
+    ]  # fmt: skip
+    headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
+    yield table(headers, steps, MARKDOWN)
     yield (
         f"{run.environment.cpu}, {run.num_threads} threads, torch {run.environment.torch}; "
         f"{run.build_s:.0f} s to draw the initial weights, {run.duration_s:.0f} s in all; corpus {run.corpus}."
@@ -103,24 +88,20 @@ def _of_run(run: ExecutedRun) -> Iterator[str]:
 
 
 def _picture(runs: Sequence[ExecutedRun]) -> Picture:
-    names = [f"{number}: {run.model}, {run.stack}" for number, run in enumerate(runs, 1)]
-    views = {
-        tier: View(
-            series=[
-                Series(
-                    name=kind, color=color, unit="GiB", digits=3, y=names,
-                    x=[to_gib(getattr(getattr(run, kind), field)) for run in runs],
-                )
-                for kind, color in (("planned", "#56b4e9"), ("executed", "#0072b2"))
-            ],
-            x=Axis(title="GiB"), y=Axis(names=names), is_grouped=True,
-        )
-        for tier, field in _TIERS.items()
-        if any(getattr(run.executed, field) for run in runs)
-    }  # fmt: skip
+    names = {f"{number}: {run.model}, {run.stack}": run for number, run in enumerate(runs, 1)}
+    views = {}
+    for tier, field in _TIERS.items():
+        points = [
+            (kind, name, to_gib(getattr(getattr(run, kind), field)))
+            for kind in ("executed", "planned")
+            for name, run in names.items()
+        ]
+        if any(size for _, _, size in points):
+            bars = bars_by(points, unit="GiB", digits=3)
+            views[tier] = View(series=bars, x=Axis(title="GiB"), y=Axis(names=list(names)), is_grouped=True)
     equal = sum(run.is_equal for run in runs)
     return Picture(
-        name="executed", title="Planned and executed, most bytes at once", choice="where", views=views,
+        name="executed", title="Planned and executed, most bytes at once", choice="tier", views=views,
         evidence="executed: trained with real arithmetic on the CPU, bytes counted; planned: by a dry run",
         says=f"{equal} of {len(runs)} executed runs held what was planned, event by event.",
     )  # fmt: skip

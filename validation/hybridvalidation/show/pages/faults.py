@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridvalidation.records.faults import FaultRecord, read_faults
 from hybridvalidation.records.makers import made_by
@@ -27,7 +25,7 @@ def faults_table(records: Sequence[FaultRecord], style: str) -> str:
         for record in records
     ]  # fmt: skip
     headers = ("campaign", "attempts", "failed", "seed", "seconds")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    return table(headers, rows, style)
 
 
 def _subjects(record: FaultRecord) -> str:

@@ -10,7 +10,7 @@ from hybridtrain.units import format_count, to_gib
 from hybridvalidation.peers.figures import PeerFigures, Row, read_peer_records, rows_of
 from hybridvalidation.peers.scenario import PeerScenario, read_peers
 from hybridvalidation.peers.table import peer_table, versions_lines
-from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, Series, View, colored
+from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, View, bars_by
 from hybridvalidation.recorded.planned import recipe_errors
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
@@ -94,20 +94,11 @@ def _told(found: _Planned, values: Sequence[str]) -> str:
 
 
 def _bars(found: _Planned, values: Sequence[float], unit: str, digits: int, lines: Sequence[Line]) -> View:
-    bars = [(row.run.engine, row.run.id, value, 1.0 if figures.fits else PALE)
-            for (row, figures), value in zip(found, values, strict=True)]  # fmt: skip
-    colors = colored(list(dict.fromkeys(engine for engine, *_ in bars)))
+    bars = [(row.run.engine, row.run.id, value) for (row, _), value in zip(found, values, strict=True)]
+    opacity = {row.run.id: 1.0 if figures.fits else PALE for row, figures in found}
     return View(
-        series=[
-            Series(
-                name=name, color=color, unit=unit, digits=digits,
-                x=[value for engine, _, value, _ in bars if engine == name],
-                y=[recipe for engine, recipe, _, _ in bars if engine == name],
-                opacity=[opacity for engine, _, _, opacity in bars if engine == name],
-            )
-            for name, color in colors.items()
-        ],
-        x=Axis(title=unit), y=Axis(names=[recipe for _, recipe, _, _ in bars]), lines=lines,
+        series=bars_by(bars, unit=unit, digits=digits, opacity=opacity), x=Axis(title=unit),
+        y=Axis(names=list(opacity)), lines=lines,
     )  # fmt: skip
 
 

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from hybridtrain.reports.tables import MARKDOWN, table_with_notes
+from hybridtrain.reports.tables import MARKDOWN, table, table_with_notes
 from hybridtrain.units import GB
 from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
 from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, scores
+from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned
 from hybridvalidation.recorded.source import Role, read_sources
 from hybridvalidation.recorded.source import Source as PublishedSource
 from hybridvalidation.records.makers import made_by
@@ -21,7 +21,7 @@ _HOW = (
     "in our words too, run on a virtual card with the versions that are named; nothing was computed and no card was "
     "there. The protocol of each source "
     "was written before predicting: what was fitted, on which one run, and what counts as an error; figures that were"
-    " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
+    " known when what plans them was written or changed are called seen, and stand apart in the table above. The "
     "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
 _SECONDS = "seconds"
@@ -30,47 +30,46 @@ RESIDENT = "allocated_mean"
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return in sentences how many figures of how many sources were met how closely; figures seen before apart."""
-    blind = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
-    found = [row for row in blind if not row.quantity.endswith(("params", _SECONDS))]  # counted, not measured
-    sizes = [row for row in found if row.quantity != "oom"]
-    answers = [row for row in found if row.quantity == "oom"]
-    publications = {row.source.partition("-")[0] for row in found}  # a second file of one has its name, a dash and more
-    told = f"{len(sizes)} CUDA figures of memory and {len(answers)} outcomes of {len(publications)} sources predicted"
-    if sizes:
-        largest, count = Counter(row.source for row in sizes).most_common(1)[0]
-        others = [row for row in sizes if row.source != largest]
-        means = [row for row in sizes if row.quantity == RESIDENT]
-        peaks = [row for row in sizes if row.quantity != RESIDENT]
-        apart = [f"without {count} figures of {largest}: {_spread(others)}"] if others else []
-        apart += [f"without {len(means)} means of allocated bytes: {_spread(peaks)}"] if means and peaks else []
-        told += f": {_spread(sizes)}" + (f" ({'; '.join(apart)})" if apart else "")
-    if answers:
-        right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
-        told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
-    known = [_seen(each) for each in scores(rows) if each.worst.role is Role.SEEN]
+    """Return how closely figures of memory and outcomes were met that were predicted before they were seen."""
+    blind = [row for row in rows if row.role is Role.PREDICT]
+    sizes, answers = (
+        predicted(blind, are_times=False),
+        [row for row in blind if row.quantity == "oom" and row.error is not None],
+    )
+    publications = {
+        row.source.partition("-")[0] for row in (*sizes, *answers)
+    }  # a second file of one has a dash and more
+    right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
+    _, median_error, ninety, _ = _spread(sizes)
+    return (
+        f"Predicted before they were seen: {len(sizes)} CUDA figures of memory of {len(publications)} publications, "
+        f"median error {median_error}, nine in ten within {ninety}. Of {len(answers)} outcomes {right} are right "
+        f"({fit} fit, {len(answers) - fit} ran out of memory)."
+    )
+
+
+def spread_table(rows: Sequence[Row]) -> str:
+    """Return errors of figures of memory: of predicted ones, of parts of them, and with those seen before."""
     every = predicted(rows, are_times=False)
-    if len(every) > len(sizes):
-        told += f". With those that were seen before, {len(every)} figures: {_spread(every)}"
-    return f"{told}. Seen before: {', '.join(known)}." if known else f"{told}."
+    sizes = [row for row in every if row.role is Role.PREDICT]
+    largest = max(Counter(row.source for row in sizes).items(), key=lambda item: item[1], default=("", 0))[0]
+    parts = {
+        "predicted": sizes,
+        f"predicted, without those of {largest}": [row for row in sizes if row.source != largest],
+        "predicted, without means of allocated bytes": [row for row in sizes if row.quantity != RESIDENT],
+        "with those seen before": every,
+    }
+    headers = ("figures of memory", "number", "median error", "nine in ten within", "largest error")
+    return table(headers, [[name, *_spread(found)] for name, found in parts.items() if found], MARKDOWN)
 
 
-def _seen(score: Score) -> str:
-    if score.quantity == "oom":
-        return f"{round(score.count * (1 - score.mean_absolute))} of {score.count} {score.source} outcomes right"
-    what = f"{score.count} {score.source} {score.quantity}".replace("_", " ")
-    return f"{what} {_percent(score.mean_absolute)} off on average (signed: {100 * score.mean_error:+.1f} %)"
-
-
-def _spread(rows: Sequence[Row]) -> str:
+def _spread(rows: Sequence[Row]) -> list[str]:
+    """Return number, median, ninth decile and largest of absolute errors."""
     errors = sorted(abs(row.error or 0.0) for row in rows)
-    high = errors[int(0.9 * len(errors))]
-    middle, largest = _percent(median(errors), 2), _percent(errors[-1], 0)
-    return f"median error {middle}, nine in ten within {_percent(high)}, largest {largest}"
-
-
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f} %"
+    if not errors:
+        return ["0", "-", "-", "-"]
+    ends = (f"{100 * errors[int(0.9 * len(errors))]:.1f} %", f"{100 * errors[-1]:.0f} %")
+    return [str(len(errors)), f"{100 * median(errors):.2f} %", *ends]
 
 
 def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
@@ -160,7 +159,13 @@ def _pages(results: Results) -> Iterator[Page]:
     if not planned:
         return
     picture = _picture(rows)
-    parts = ["# Recorded by others, planned by us", headline(rows), score_table(rows, MARKDOWN), _HOW]
+    parts = [
+        "# Recorded by others, planned by us",
+        headline(rows),
+        spread_table(rows),
+        score_table(rows, MARKDOWN),
+        _HOW,
+    ]
     parts.append(png_links("recorded", [picture]))
     for name, source in read_sources(results.files.folder).items():
         parts += _source(name, source, [row for row in rows if row.source == name], planned)

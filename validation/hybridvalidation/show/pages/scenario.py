@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tabulate import tabulate
-
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
@@ -224,7 +222,7 @@ def _quality(run: ScenarioRun, quality: Quality, style: str) -> list[str]:
         "stack", "configuration", "parameters, tokens per parameter", "seeds", "loss above, nats", "top-1 kept %",
         "verdict",
     )  # fmt: skip
-    return [tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True), _HOW_QUALITY] if rows else []
+    return [table(headers, rows, style), _HOW_QUALITY] if rows else []
 
 
 def _targets(run: ScenarioRun, results: Results, style: str) -> list[str]:

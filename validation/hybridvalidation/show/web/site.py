@@ -1,8 +1,7 @@
 """The folder: a page for every page of the Markdown report and for every scenario, and what lies over them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from hybridvalidation.judge.verdict import Status
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.page import Page
+from hybridvalidation.show.page import Page, png_name
 from hybridvalidation.show.pages.scenario import headline
 from hybridvalidation.show.report import all_pages
 from hybridvalidation.show.results import Results
@@ -29,26 +28,8 @@ _NEEDED = {"jinja2": "jinja2", "markdown_it": "markdown-it-py", "plotly": "plotl
 _TARGETS = "targets"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScenarioCard:
-    """A scenario on the first page."""
-
-    name: str
-    headline: str
-    num_stacks: int
-    num_fitting: int
-    joint: str
-    """What one stack holds together; empty without such rows."""
-    counts: Mapping[Status, int]
-
-
 def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> list[Path]:
-    """Write all pages into a folder, from records alone; nothing is run, and the folder of results stays as it is.
-
-    Args:
-        files: Scenarios, stacks, targets.
-        folder_of_results: Folder with records.
-        folder: Made if need be; files of the same names are replaced.
+    """Write all pages into a folder, made if need be, from records alone; the folder of results stays as it is.
 
     Raises:
         ConfigError: a package of the extra ``html`` is missing, or there are no records.
@@ -70,21 +51,21 @@ def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> l
     return _Writer([*all_pages(results), environment, *notes], cards, results.folder / "plots", folder).write()
 
 
-def _card(run: ScenarioRun, results: Results) -> ScenarioCard:
-    joint = judge_jointly(run, results.targets, results.elsewhere)
-    stacks = with_memory(run)
+def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
+    """Return a scenario as the first page shows it."""
+    joint, stacks = judge_jointly(run, results.targets, results.elsewhere), with_memory(run)
     found = Counter(verdict.status for verdict in judge_all(run, results.targets, results.elsewhere))
-    return ScenarioCard(
-        name=run.scenario.name, headline=headline(run), num_stacks=len(stacks),
-        num_fitting=sum(memory.fits for _, memory in stacks), joint="" if joint is None else joint.sentence,
-        counts={status: found[status] for status in Status if found[status]},
-    )  # fmt: skip
+    return {
+        "name": run.scenario.name, "headline": headline(run), "num_stacks": len(stacks),
+        "num_fitting": sum(memory.fits for _, memory in stacks), "joint": "" if joint is None else joint.sentence,
+        "counts": {status: found[status] for status in Status if found[status]},
+    }  # fmt: skip
 
 
 class _Writer:
     """Writes the pages and what they need."""
 
-    def __init__(self, pages: Sequence[Page], cards: Sequence[ScenarioCard], plots: Path, folder: Path) -> None:
+    def __init__(self, pages: Sequence[Page], cards: Sequence[dict[str, object]], plots: Path, folder: Path) -> None:
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  of an extra
 
         self._pages, self._cards, self._plots, self._folder = pages, cards, plots, folder
@@ -96,11 +77,8 @@ class _Writer:
             trim_blocks=True, lstrip_blocks=True,
         )  # fmt: skip
         self._templates.filters["spec"] = page_spec
-        self._templates.policies["json.dumps_kwargs"] = {
-            "sort_keys": False,
-            "separators": (",", ":"),
-            "allow_nan": False,
-        }
+        exact = {"sort_keys": False, "separators": (",", ":"), "allow_nan": False}
+        self._templates.policies["json.dumps_kwargs"] = exact
 
     def write(self) -> list[Path]:
         """Write everything; the first path is that of the page to open."""
@@ -128,17 +106,17 @@ class _Writer:
     def _render(self, page: Page) -> "Rendered":
         from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  of an extra
 
-        shown = tuple(picture.replaces or picture.name for picture in page.pictures)
+        shown = {png_name(page.name, picture) for picture in page.pictures}
         return render(page.text, lambda target: self._locate(target, shown))
 
-    def _locate(self, target: str, shown: tuple[str, ...]) -> str | None:
+    def _locate(self, target: str, shown: set[str]) -> str | None:
         """Return where a link of the Markdown leads within the folder; pictures come along, but for those shown."""
         if target.startswith(("https://", "http://", "#")):
             return target
         path = Path(target.partition("#")[0])
         if path.suffix == ".md" and path.stem in self._names:
             return f"{path.stem}.html"
-        if path.suffix == ".png" and not path.stem.endswith(shown):
+        if path.suffix == ".png" and path.name not in shown:
             kept = self._plots / path.name
             content = self._drawn.get(path.name) or (kept.read_bytes() if kept.is_file() else b"")
             if content:

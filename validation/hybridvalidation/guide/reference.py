@@ -1,21 +1,22 @@
-"""The configuration reference: every key of every file, from the dataclasses that read it."""
+"""The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Final, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
-from tabulate import tabulate
 
+from hybridtrain.cli.main import APP, EXIT_CODES
 from hybridtrain.config.decode import describe_hint
 from hybridtrain.config.encode import tag_of
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.memory_plan import SETTINGS
-from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.stacks import Stack
 from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.card import Card
@@ -27,6 +28,9 @@ FILES: Final[Mapping[str, type]] = {
     "training": TrainFile, "stack": Stack, "model": ModelConfig, "card": Card, "scenario": Scenario,
 }  # fmt: skip
 """What a user may write."""
+
+
+_VERB = re.compile(r"^## hybridtrain (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ def settings_table(cls: type) -> str:
     ]
     if not rows:
         return "It has no settings."
-    return tabulate(rows, headers=["key", "allowed", "default", "meaning"], tablefmt=MARKDOWN, disable_numparse=True)
+    return table(["key", "allowed", "default", "meaning"], rows, MARKDOWN)
 
 
 def file_settings(name: str) -> str:
@@ -76,11 +80,6 @@ def file_settings(name: str) -> str:
         heading = f"### {path}\n\n" if path else ""
         parts.append(f"{heading}{_first_line(cls)}\n\n{settings_table(cls)}")
     return "\n\n".join(parts)
-
-
-def optimization_settings(kind: str) -> str:
-    """Return the settings of an optimization as Markdown."""
-    return settings_table(OPTIMIZATIONS[kind])
 
 
 def optimizers() -> str:
@@ -124,7 +123,8 @@ def _default(field: "Field[object]") -> str:
         value = field.default_factory()
         if not value:
             return "[]" if isinstance(value, tuple) else "{}"
-        return f'kind = "{tag}"' if (tag := tag_of(type(value))) else "the table's defaults"
+        cls: type = type(value)
+        return f'kind = "{tag}"' if (tag := tag_of(cls)) else "the table's defaults"
     return "" if field.default is MISSING else _toml(field.default)
 
 
@@ -146,3 +146,11 @@ def _cell(text: str) -> str:
 
 def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
+
+
+def commands() -> str:
+    """Return what ``hybridtrain VERB --help`` says of every verb, as Markdown."""
+    text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
+    first = _VERB.search(text)
+    assert first is not None, "the help has verbs"
+    return f"{EXIT_CODES}\n\n{text[first.start() :]}"
