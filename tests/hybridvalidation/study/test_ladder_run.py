@@ -70,8 +70,7 @@ def outcome(record: LadderRecord) -> tuple[object, ...]:
 
 
 def trial_of(ladder: LadderFile, arm: str, source: FinalWeights | None = None) -> LadderTrial:
-    found = ladder.configuration(arm)
-    recipe = recipe_of(ladder, found.plan(), found.optimizer, 0.01, to_nearest=found.rounds_to_nearest)
+    recipe = recipe_of(ladder, ladder.configuration(arm), 0.01)
     return LadderTrial(ladder.rungs[0], recipe, 0, pinned_corpus(), source)
 
 
@@ -109,8 +108,7 @@ def test_the_control_loses_what_stochastic_rounding_keeps(ladder: LadderFile) ->
     small = replace(ladder, optimizer=replace(ladder.optimizer, weight_decay=0.0))
 
     def scales(arm_name: str) -> torch.Tensor:
-        arm = small.configuration(arm_name)
-        recipe = recipe_of(small, arm.plan(), arm.optimizer, 0.001, to_nearest=arm.rounds_to_nearest)
+        recipe = recipe_of(small, small.configuration(arm_name), 0.001)
         trial = LadderTrial(small.rungs[0], recipe, 0, pinned_corpus())
         trial.train(20)
         named = dict(trial.trainer.model.named_unit_parameters())

@@ -14,6 +14,7 @@ from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.study.order import next_runs
 from hybridvalidation.study.protocol import (
+    Configuration,
     LadderFile,
     LadderMade,
     LadderRecord,
@@ -165,12 +166,11 @@ def configurations_of_stacks(ladder: LadderFile, stacks: Iterable[Stack]) -> dic
     """
     size, corpus, names = ladder.rungs[0], pinned_corpus(TEXT), dict[Probe, str]()
 
-    def probe(own: Any, *, to_nearest: bool = False) -> Probe:
-        recipe = recipe_of(ladder, own.plan(), own.optimizer, size.lrs[0], to_nearest=to_nearest)
-        return run_probe(size, recipe, ladder.tuning_seed, corpus)
+    def probe(own: Configuration | Stack) -> Probe:
+        return run_probe(size, recipe_of(ladder, own, size.lrs[0]), ladder.tuning_seed, corpus)
 
     for own in ladder.arms:
-        names.setdefault(probe(own, to_nearest=own.rounds_to_nearest), own.name)
+        names.setdefault(probe(own), own.name)
     return {stack.name: names.get(probe(stack)) for stack in stacks}
 
 

@@ -35,6 +35,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.run.environment import Environment
+from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
@@ -44,6 +45,7 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 from hybridvalidation.study.controls import RandomDirection, WeightAverage, nearest_rounding, poison_gradients, shifted
 from hybridvalidation.study.protocol import (
+    Configuration,
     LadderFile,
     LadderRecord,
     LadderRun,
@@ -264,12 +266,13 @@ class Recipe:
         return not self.jumps and any(table != full for table in self.plan.phases.values())
 
 
-def recipe_of(ladder: LadderFile, plan: MemoryPlan, optimizer: str, lr: float, *, to_nearest: bool = False) -> Recipe:
-    """Return the recipe of a plan; another optimizer takes over what every optimizer has."""
+def recipe_of(ladder: LadderFile, own: Configuration | Stack, lr: float) -> Recipe:
+    """Return what a configuration or a stack computes with; another optimizer takes over what every optimizer has."""
     base = replace(ladder.optimizer, lr=lr)
     common = {name: getattr(base, name) for name in ("lr", "weight_decay", "max_grad_norm")}
-    found: Optimizer = base if optimizer == base.kind else OPTIMIZERS[optimizer](**common)
-    return Recipe(plan=plan, optimizer=found, hybrid=ladder.hybrid, rounds_to_nearest=to_nearest)
+    optimizer: Optimizer = base if own.optimizer == base.kind else OPTIMIZERS[own.optimizer](**common)
+    to_nearest = isinstance(own, Configuration) and own.rounds_to_nearest
+    return Recipe(plan=own.plan(), optimizer=optimizer, hybrid=ladder.hybrid, rounds_to_nearest=to_nearest)
 
 
 class LadderTrial(Trial):
@@ -355,14 +358,13 @@ def run_ladder_job(job: LadderJob) -> LadderRecord:
     torch.set_num_threads(1)
     ladder, run, header, begin = job.ladder, job.run, begin_header(), time.process_time()
     own, size, corpus = ladder.configuration(run.arm), ladder.size(run.rung), pinned_corpus(TEXT)
-    recipe = recipe_of(ladder, own.plan(), own.optimizer, run.lr, to_nearest=own.rounds_to_nearest)
+    recipe = recipe_of(ladder, own, run.lr)
     probe, source = run_probe(size, recipe, run.seed, corpus), None
     place = _base_path(job, header()["environment"], corpus) if job.is_whole and job.bases is not None else None
     if own.fine_tunes:
         source = None if place is None else read_weights(place)
         if source is None:
-            of_base = recipe_of(ladder, ladder.baseline.plan(), ladder.optimizer.kind, run.base_lr)
-            base = LadderTrial(size, of_base, run.seed, corpus)
+            base = LadderTrial(size, recipe_of(ladder, ladder.baseline, run.base_lr), run.seed, corpus)
             base.train(size.num_steps if job.is_whole else _FIRST_STEPS)
             source = FinalWeights.of(base)
             source.write(place)
