@@ -9,7 +9,6 @@ from hybridtrain.config.decode import Unions, load_toml
 from hybridtrain.config.rules import Most, above_most, below_least
 from hybridtrain.data.data_config import DataConfig
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
-from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
@@ -116,6 +115,8 @@ class TrainFile:
                     f"guard.on_spike: '{self.guard.on_spike}' is for plain runs, a hybrid one has a guard of its own; "
                     "set 'say'"
                 )
+            from hybridtrain.hybrid.watch import LossWatch  # noqa: PLC0415  plain training imports no forecaster
+
             try:
                 LossWatch(self.hybrid, self.seed, lambda _: 0.0)
             except ValueError as error:  # the forecaster does not fit its budget
