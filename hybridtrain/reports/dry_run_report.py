@@ -113,7 +113,7 @@ class DryRunReport:
                 steps,
                 speed,
                 *self._rank_lines(),
-                *([] if self.phases is None else [f"\n{_phase_table(self.phases)}\n"]),
+                *([] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]),
                 *([] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]),
                 *(f"not as asked: {change}" for change in self.changes),
                 *self._answer(),
@@ -256,7 +256,8 @@ def phase_precision(plan: MemoryPlan) -> dict[str, dict[str, str]] | None:
     return None if all(row == asked[0] for row in asked) else rows
 
 
-def _phase_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+def phase_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the same for a reader."""
     told = [[phase, *row.values()] for phase, row in rows.items()]
     headers = ["phase", "compute", "weights", "master", "gradients", "optimizer state"]
     return tabulate(told, headers=headers, tablefmt="simple", disable_numparse=True)

@@ -61,14 +61,13 @@ _CORPUS, _CORPUS_FILE = "embedded", "embedded.txt"
 class MatrixFormat:
     """A form in which a matrix is stored."""
 
-    says: str
     num_bytes: Callable[[tuple[int, ...]], int]
     """Of a matrix of this shape, scales included."""
     rounded: Callable[[Tensor], Tensor]
     """Of (..., F, D) float32 values, the float32 ones that the stored form stands for."""
 
 
-def _coded(codec: Codec, says: str) -> MatrixFormat:
+def _coded(codec: Codec) -> MatrixFormat:
     codes = CODE_FORMATS[codec]
 
     def num_bytes(shape: tuple[int, ...]) -> int:
@@ -81,7 +80,7 @@ def _coded(codec: Codec, says: str) -> MatrixFormat:
         codes.widen(stored, found.view(-1))
         return found
 
-    return MatrixFormat(says, num_bytes, rounded)
+    return MatrixFormat(num_bytes, rounded)
 
 
 def _ternary(value: Tensor) -> Tensor:
@@ -91,15 +90,11 @@ def _ternary(value: Tensor) -> Tensor:
 
 
 FORMATS: Final[Mapping[str, MatrixFormat]] = {
-    "bfloat16": MatrixFormat(
-        "8 bits of mantissa", lambda shape: 2 * math.prod(shape), lambda value: value.bfloat16().float()
-    ),
-    "int8": _coded(Codec.INT8_BLOCKS, "evenly spaced, a scale per 256"),
-    "nf4": _coded(Codec.NF4, "normal quantiles, 8-bit scales per 64"),
+    "bfloat16": MatrixFormat(lambda shape: 2 * math.prod(shape), lambda value: value.bfloat16().float()),
+    "int8": _coded(Codec.INT8_BLOCKS),
+    "nf4": _coded(Codec.NF4),
     "ternary": MatrixFormat(
-        "-1, 0 or 1 times the mean magnitude (absmean), five to a byte",
-        lambda shape: -(-math.prod(shape) // _TERNARY_PER_BYTE) + 4 * math.prod(shape[:-2]),
-        _ternary,
+        lambda shape: -(-math.prod(shape) // _TERNARY_PER_BYTE) + 4 * math.prod(shape[:-2]), _ternary
     ),
 }
 
