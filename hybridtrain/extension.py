@@ -1,4 +1,4 @@
-"""What other installed packages add to the command: verbs, kinds of names, scenarios, what is known of quality.
+"""Additions of other installed packages to the command: verbs, kinds of names, scenarios, notes on quality.
 
 A package names an ``Extension`` by an entry point of the group ``hybridtrain.extensions``; the harness is one.
 """
@@ -20,7 +20,7 @@ _GROUP = "hybridtrain.extensions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioRequest:
-    """A request that a scenario file asks."""
+    """The request of a scenario file."""
 
     name: str
     request: "FitRequest"
@@ -30,7 +30,7 @@ class ScenarioRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """What a package adds. Functions take the folder of scenario files (None: the default one)."""
+    """Additions of a package. Functions take the folder of scenario files (None: the default one)."""
 
     verbs: Mapping[str, Callable[..., Any]]
     """Functions that return an ``Answer``, by name."""

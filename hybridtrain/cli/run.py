@@ -65,7 +65,7 @@ def train(
         config: A training .toml file.
         data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
             what [data] in the file names, else the embedded corpus.
-        out: Folder for log and checkpoint.
+        out: Folder for log and checkpoints.
         resume: Continue the run saved in --out; its stack may be another one.
         change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
             schedule.

@@ -1,4 +1,4 @@
-"""What goes wrong in training: one table that answers for a log, and is a page of the guide.
+"""Troubles of training: one table that diagnoses a log, and is a page of the guide.
 
 >>> [answer.trouble.name for answer in diagnose("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")]
 ['card-too-small']

@@ -1,4 +1,4 @@
-"""What a log shows of the table of troubles."""
+"""Diagnosis of a log by the table of troubles."""
 
 import re
 from collections import deque

@@ -1,6 +1,6 @@
-"""What a search for a stack chooses from: how exact numbers are, times where things live, times how much goes together.
+"""Candidates of a search for a stack: precisions, times offload arrangements, times sizes of a micro-batch.
 
-Gentler numbers come first.
+More exact precisions come first.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _VISIT_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How exact weights and optimizer state are: one level of the search."""
+    """Precision of weights and optimizer state: one level of the search."""
 
     name: str
     says: str
@@ -91,7 +91,7 @@ LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where things live, and in which order micro-batches pass: one shape of the search."""
+    """Places of weights and state, and the order of micro-batches: one shape of the search."""
 
     name: str
     streams: bool = False

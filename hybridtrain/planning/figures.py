@@ -145,20 +145,15 @@ def figures_of_ranks(runs: Sequence[DryRun], *, with_timeline: bool = True) -> M
 
 def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
     """Return the figures of a dry run that a record keeps."""
-    return MemoryFigures(
-        num_params=run.num_params,
-        fits=run.fits,
+    return _like(
+        MemoryFigures,
+        run,
         steps=tuple(
             _like(StepPeaks, step, by_class=_plain(step.by_class), phase=run.phase_of(step.step).value)
             for step in run.steps
         ),
         peak_allocated_bytes=run.peak.allocated_bytes,
-        peak_reserved_bytes=run.peak_reserved_bytes,
-        device_used_bytes=run.device_used_bytes,
-        host_peak_bytes=run.host_peak_bytes,
         host_by_class=_plain(run.host_by_class),
-        disk_peak_bytes=run.disk_peak_bytes,
-        fits_host=run.fits_host,
         by_class=_plain(run.by_class()),
         by_unit=unit_names(run.peak.by_unit),
         oom=None if run.oom is None else refused_request(run.oom),
@@ -166,11 +161,9 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
         busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
         flops=run.time.flops,
         time_by_bound={bound.value: seconds for bound, seconds in run.time.seconds_by_bound.items()},
-        tokens_per_step=run.tokens_per_step,
-        tokens_per_s=run.tokens_per_s,
-        bound=run.bound,
         timeline=_timeline(run) if with_timeline else None,
-    )  # fmt: skip
+        ranks={},
+    )
 
 
 def unit_names(by_unit: Mapping[tuple[TensorClass, str], int]) -> dict[str, int]:

@@ -78,7 +78,7 @@ _FREE_SHARE = 0.03
 """Of the card, beside the margin, in short runs: their bytes are extended by arithmetic, reserved ones are no line."""
 _WORTH_HARSHER = 1.05
 """A harsher level must be this much faster to be chosen."""
-_WORTH_HARSHER_STILL = 1.02
+_WORTH_NEXT_LEVEL = 1.02
 """A harsher level must be this much faster than the one before, or even harsher ones are not looked at."""
 _WAITS = 0.01
 """Of a step, for the bus: less than this is not worth blocks that stay on the card."""
@@ -435,7 +435,7 @@ def recommend(
 def _chosen(options: Sequence[TrainingOption]) -> TrainingOption:
     chosen = options[0]
     for before, option in pairwise(options):
-        if speed(option) < _WORTH_HARSHER_STILL * speed(before):
+        if speed(option) < _WORTH_NEXT_LEVEL * speed(before):
             break
         if speed(option) > _WORTH_HARSHER * speed(chosen):
             chosen = option

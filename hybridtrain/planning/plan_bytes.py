@@ -1,4 +1,4 @@
-"""What a plan takes, by arithmetic alone: bytes per parameter and per token, in microseconds. A hint, no dry run.
+"""Bytes of a plan, by arithmetic alone: per parameter and per token, in microseconds. A hint, no dry run.
 
 Sums what lives at the head and at the end of the backward pass, without the allocator's rounding: within 10 % of the
 planned bytes for 20 of 22 stacks of gpt2-medium, further off where streaming leaves next to nothing. What PREDICT moves
@@ -36,7 +36,7 @@ _ROUNDING = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """What a plan takes in each place."""
+    """Bytes of a plan in each place."""
 
     card: float
     host: float

@@ -1,4 +1,4 @@
-"""What each optimization of a stack saves and costs: the stack without it beside the whole one.
+"""Savings and costs of each optimization of a stack: the stack without it beside the whole one.
 
 By dry runs for ``hybridtrain dry-run --savings``, by arithmetic for the first lines of a training run. Savings do not
 add up: two optimizations may save the same bytes, or each only beside the other.
@@ -109,12 +109,12 @@ def arithmetic_savings(
 def arithmetic_line(kind: str, settings: str, saved: float | None) -> str:
     """Return a line on an optimization for the log of a training run."""
     if saved is None:
-        told = "others in the stack need it"
+        effect = "others in the stack need it"
     elif abs(saved) < 1:
-        told = "no bytes of the card by arithmetic"
+        effect = "no bytes of the card by arithmetic"
     else:
-        told = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))} of the card (arithmetic)"
-    return f"{kind}{f' ({settings})' if settings else ''}: {told}"
+        effect = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))} of the card (arithmetic)"
+    return f"{kind}{f' ({settings})' if settings else ''}: {effect}"
 
 
 def without(stack: Sequence[Optimization], item: Optimization) -> tuple[Optimization, ...]:
@@ -124,11 +124,13 @@ def without(stack: Sequence[Optimization], item: Optimization) -> tuple[Optimiza
 
 def claims_of(item: Optimization) -> str:
     """Return the claims of an optimization that differ from plain training, in words."""
-    told: dict[str, list[str]] = {}
+    phases_of: dict[str, list[str]] = {}
     for claim in item.claims():
         if claim.value != SETTINGS[claim.path].default or claim.path == "master.codec":
-            told.setdefault(f"{claim.path} {claim.value}", []).append("" if claim.phase is None else claim.phase.value)
-    return ", ".join(f"{what} ({'/'.join(phases)})" if all(phases) else what for what, phases in told.items())
+            phases_of.setdefault(f"{claim.path} {claim.value}", []).append(
+                "" if claim.phase is None else claim.phase.value
+            )
+    return ", ".join(f"{claim} ({'/'.join(phases)})" if all(phases) else claim for claim, phases in phases_of.items())
 
 
 def settings_of(item: Optimization) -> str:

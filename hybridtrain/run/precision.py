@@ -36,18 +36,18 @@ class CastCounts:
 
     def as_mapping(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return counts and bytes by phase and by types."""
-        found: dict[str, dict[str, dict[str, int]]] = {}
+        by_phase: dict[str, dict[str, dict[str, int]]] = {}
         for (phase, source, target), count in sorted(self._slices.items()):
-            told = {"count": count, "bytes": self._bytes[phase, source, target]}
-            found.setdefault(phase.value, {})[f"{source} to {target}"] = told
-        return found
+            casts = {"count": count, "bytes": self._bytes[phase, source, target]}
+            by_phase.setdefault(phase.value, {})[f"{source} to {target}"] = casts
+        return by_phase
 
     def as_text(self) -> str:
         """Return a line for each phase; empty where nothing was cast."""
         lines = []
-        for phase, found in self.as_mapping().items():
-            told = (f"{one['count']:,} {types} ({format_bytes(one['bytes'])})" for types, one in found.items())
-            lines.append(f"casts in {phase}: {', '.join(told)}")
+        for phase, by_type in self.as_mapping().items():
+            words = (f"{cast['count']:,} {types} ({format_bytes(cast['bytes'])})" for types, cast in by_type.items())
+            lines.append(f"casts in {phase}: {', '.join(words)}")
         return "\n".join(lines)
 
 
