@@ -171,7 +171,8 @@ def study(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Damage, kill and cut off by the thousand, hours of it: nox -s faults -- [NAME ...] [--count N] [--seed N]."""
     install(session, "test")
-    session.run("python", "-m", "hybridvalidation.faults", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "tests/support"}
+    session.run("python", "-m", "faults", *session.posargs, env=environment)
 
 
 @nox.session(default=False)

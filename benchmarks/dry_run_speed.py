@@ -8,7 +8,7 @@ _RUN = """
 import json, resource, sys, time
 begin = time.perf_counter()
 from pathlib import Path
-from hybridtrain.dry_runs import dry_run
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.virtual_gpu.card import find_card

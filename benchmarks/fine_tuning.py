@@ -36,6 +36,8 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import Lora, Nf4Weights
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.run.environment import read_environment, uncommitted_files
+from hybridtrain.run.program import program_digest
 from hybridtrain.sampling import sample_text
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
@@ -44,9 +46,7 @@ from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
 from hybridtrain.weights.adapters import export_adapter, has_adapters
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import ONE_FILE, open_folder
-from hybridvalidation.records.environment import read_environment, uncommitted_files
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 

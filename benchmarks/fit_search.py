@@ -9,9 +9,9 @@ import argparse
 import time
 from collections.abc import Callable
 
-from hybridtrain.candidates import Question
-from hybridtrain.fitting import Way, confirmed, fit
 from hybridtrain.models.model_config import PRESETS
+from hybridtrain.planning.candidates import Question
+from hybridtrain.planning.fitting import Way, confirmed, fit
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.links import World
 

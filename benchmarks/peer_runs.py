@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.dry_runs import on_links, record_steps
 from hybridtrain.memory import formats
 from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.state_store import StateSlot, StateStore
@@ -33,6 +32,7 @@ from hybridtrain.optimizations import (
     Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import on_links, record_steps
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.ledger import OpRecord

@@ -19,12 +19,12 @@ from hybridtrain.models.model_config import ModelConfig, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.profiler.memory_profiler import MemoryProfiler
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfiledCase, ProfilerRecord, append_profiled
-from hybridvalidation.records.program import program_digest
 
 _TINY = ModelConfig(
     family="gpt2", vocab_size=256, max_seq_len=64, num_blocks=2, width=64, num_heads=4, num_kv_heads=4, ffn_width=256

@@ -16,13 +16,13 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations.bitnet import Bitnet
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.quantize import QuantizeReport, quantize
+from hybridtrain.run.train import train
 from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_count
-from hybridvalidation.records.environment import read_environment
-from hybridvalidation.runs.quantize import QuantizeReport, quantize
-from hybridvalidation.runs.train import train
-from hybridvalidation.show.tables import MARKDOWN
 
 MODEL = ModelConfig(
     family="llama", vocab_size=256, max_seq_len=128, num_blocks=4, width=128, num_heads=4, num_kv_heads=4, ffn_width=344

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.optimizations import (
     GradAccumulation,
@@ -23,6 +22,7 @@ from hybridtrain.optimizations import (
     Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.links import World

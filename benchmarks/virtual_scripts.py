@@ -149,7 +149,7 @@ def run(package: str, prepare: str, name: str, command: str, folder: Path) -> st
     subprocess.run([sys.executable, "-c", prepare], check=True, cwd=folder, env=environment, stdout=sys.stderr)
     (folder / "card.toml").write_text(_CARD)
     begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = "import resource, sys\nfrom hybridvalidation.cli.main import main\ncode = main()\n"
+    program = "import resource, sys\nfrom hybridtrain.cli.main import main\ncode = main()\n"
     program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\nraise SystemExit(code)"
     options = ["virtual", "--card", "card.toml", "--json", "--", *command.split()]
     done = subprocess.run(

@@ -15,13 +15,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hybridtrain.diagnoses import troubles_page
 from hybridvalidation import guide, recommend
 from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import architectures, ways
 from hybridvalidation.guide.settings import file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.troubles import troubles_page
 
 ROOT = Path(__file__).parents[1]
 FILES, RESULTS = ScenarioFiles(ROOT / "scenarios"), ROOT / "results"

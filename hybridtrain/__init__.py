@@ -27,11 +27,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridtrain.candidates import Question as Question
-    from hybridtrain.dry_runs import DryRun as DryRun
-    from hybridtrain.dry_runs import dry_run as dry_run
-    from hybridtrain.fitting import Way as Way
-    from hybridtrain.fitting import fit as fit
     from hybridtrain.memory.transfer import DirectTransfer as DirectTransfer
     from hybridtrain.models.find_model import find_model as find_model
     from hybridtrain.models.model_config import ModelConfig as ModelConfig
@@ -39,7 +34,12 @@ if TYPE_CHECKING:
     from hybridtrain.models.model_config import model_preset as model_preset
     from hybridtrain.plan.compose import compose as compose
     from hybridtrain.plan.memory_plan import MemoryPlan as MemoryPlan
-    from hybridtrain.recommendation import recommend as recommend
+    from hybridtrain.planning.candidates import Question as Question
+    from hybridtrain.planning.dry_runs import DryRun as DryRun
+    from hybridtrain.planning.dry_runs import dry_run as dry_run
+    from hybridtrain.planning.fitting import Way as Way
+    from hybridtrain.planning.fitting import fit as fit
+    from hybridtrain.planning.recommendation import recommend as recommend
     from hybridtrain.trainer import Trainer as Trainer
     from hybridtrain.trainer_config import TrainerConfig as TrainerConfig
     from hybridtrain.training_file import TrainFile as TrainFile
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from hybridtrain.weights.hf_source import open_folder as open_folder
 
 _NAMES = {
-    "candidates": ("Question",),
-    "dry_runs": ("DryRun", "dry_run"),
-    "fitting": ("Way", "fit"),
+    "planning.candidates": ("Question",),
+    "planning.dry_runs": ("DryRun", "dry_run"),
+    "planning.fitting": ("Way", "fit"),
     "memory.transfer": ("DirectTransfer",),
     "models.find_model": ("find_model",),
     "models.model_config": ("ModelConfig", "Workload", "model_preset"),
     "plan.compose": ("compose",),
     "plan.memory_plan": ("MemoryPlan",),
-    "recommendation": ("recommend",),
+    "planning.recommendation": ("recommend",),
     "trainer": ("Trainer",),
     "trainer_config": ("TrainerConfig",),
     "training_file": ("TrainFile", "load_config"),

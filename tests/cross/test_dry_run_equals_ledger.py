@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.optimizations import (
@@ -31,6 +30,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import DynamicRange, UpdateDevice
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.observer import Lane, Stage

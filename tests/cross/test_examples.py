@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import hybridtrain
-from hybridtrain import fitting
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import AdamWConfig
+from hybridtrain.planning import fitting
+from hybridtrain.run.export import export_run
+from hybridtrain.run.train import train
 from hybridtrain.training_file import load_config
-from hybridvalidation.runs.export import export_run
-from hybridvalidation.runs.train import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {

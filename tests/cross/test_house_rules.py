@@ -8,9 +8,10 @@ from statistics import fmean
 import pytest
 from matplotlib.figure import Figure
 
+from hybridtrain.cli.main import main
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.virtual_gpu.roofline import time_errors
-from hybridvalidation.cli.main import main
-from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING, TIME_ERROR, WAITING_ERROR
+from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.memory.copy_engine import CopyEngine
@@ -18,6 +17,7 @@ from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger, holders
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from memory_parts import plan_of

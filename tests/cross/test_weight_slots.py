@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.build import build_model
 from hybridtrain.models.model_config import ModelConfig
@@ -23,6 +22,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, holders
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, random_steps

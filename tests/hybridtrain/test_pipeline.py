@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -30,6 +29,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig

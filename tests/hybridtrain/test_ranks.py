@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -32,6 +31,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig

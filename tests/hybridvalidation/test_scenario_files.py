@@ -3,16 +3,17 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.decode import load_toml
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Schedule
 from hybridtrain.plan.placement import Placement
-from hybridvalidation.cli.main import main
+from hybridtrain.stacks import RESULTS, default_folder, evidence_folder
 from hybridvalidation.judge import metrics
 from hybridvalidation.judge.case import RATE_METRICS
 from hybridvalidation.scenario import ScenarioTarget
-from hybridvalidation.scenario_files import RESULTS, ScenarioFiles, default_folder, evidence_folder
+from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.protocol import StudyFile
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Lion, Muon, Optimizer
 from hybridtrain.optimizations import (
@@ -21,6 +20,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass

@@ -2,7 +2,6 @@
 
 import pytest
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, block_shapes
 from hybridtrain.optimizations import (
@@ -16,6 +15,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.ledger import holders
 from numerics import assert_bitwise
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps

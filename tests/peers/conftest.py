@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WORDS = ["[UNK]", "<s>", "</s>", *(f"w{number}" for number in range(61))]
-_COMMAND = "from hybridvalidation.cli.main import main; raise SystemExit(main())"
+_COMMAND = "from hybridtrain.cli.main import main; raise SystemExit(main())"
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Setup
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.run import Bench
 from hybridvalidation.kernel_bench.timing import Stopwatch, Times
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 
 CPU = torch.device("cpu")

@@ -6,19 +6,12 @@ from typing import Any
 
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.planning.figures import MemoryFigures, RefusedRequest, StepPeaks, Timeline
+from hybridtrain.run.environment import read_environment
+from hybridtrain.stacks import Stack
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.stack_run import (
-    AccuracyFigures,
-    MeasuredFigures,
-    MemoryFigures,
-    RefusedRequest,
-    SeedResult,
-    StackRun,
-    StepPeaks,
-    Timeline,
-)
-from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Stack
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
+from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from tiny_models import GPT2_UNTIED
 
 PROXY = replace(GPT2_UNTIED, vocab_size=256, max_seq_len=16, num_blocks=1, width=32, num_heads=2, num_kv_heads=2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridtrain.config.decode import decode
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.study.protocol import (
     BASELINE,

@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridvalidation.cli.main import main
+from hybridtrain.cli.main import main
 
 sys.exit(main())

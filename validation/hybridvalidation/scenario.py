@@ -1,34 +1,21 @@
 """What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from hybridtrain.config.rules import Most, above_most, below_least
-from hybridtrain.errors import ConfigError, PlanConflictError, unknown_name
+from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.optimizations.grad_accumulation import with_accumulation
-from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.stacks import name_faults
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
 from hybridtrain.virtual_gpu.links import World
-
-if TYPE_CHECKING:
-    from hybridtrain.trainer_config import TrainerConfig
 
 BASELINE_STACK = "vanilla"
 """What savings and quality are told against, unless a target names another stack."""
 RATE_BASELINE = "mixed"
 """What slow-downs and relative throughputs are told against: bf16 on tensor cores, which costs nothing but a flag."""
-
-
-def name_faults(name: str) -> list[str]:
-    """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        return []
-    return [f"name: '{name}' must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,50 +185,6 @@ class Scenario:
             if target.baseline is not None and target.baseline not in self.stacks:
                 faults.append(f"targets[{position}].baseline: {unknown_name('stack', target.baseline, self.stacks)}")
         return faults
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """One stack file: a named list of optimizations."""
-
-    name: str
-    """What commands and tables call it."""
-    says: str
-    """What it is, in a line."""
-    optimizer: str = "adamw"
-    """``kind`` of the optimizer that the stack is meant for, with its default settings."""
-    optimizations: tuple[Optimization, ...] = ()
-    """Each is a table of its own; their order does not matter."""
-
-    def __post_init__(self) -> None:
-        faults = name_faults(self.name)
-        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  needs torch, which names and help do without
-
-        if self.optimizer not in OPTIMIZERS:
-            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
-        if faults:
-            raise ValueError("\n".join(faults))
-        self.plan()
-
-    def plan(self, grad_accum_steps: int | None = None) -> MemoryPlan:
-        """Return the composed plan, with another number of micro-batches if one is given.
-
-        Raises:
-            PlanConflictError: the stack contradicts itself, or cannot accumulate so many.
-        """
-        try:
-            optimizations = with_accumulation(self.optimizations, grad_accum_steps)
-        except ValueError as error:
-            raise PlanConflictError(str(error)) from error
-        return compose(optimizations)
-
-    def training(self, lr: float | None = None) -> "TrainerConfig":
-        """Return the optimizer with its default settings, or at another learning rate."""
-        from hybridtrain.optim import OPTIMIZERS  # noqa: PLC0415  as above
-        from hybridtrain.trainer_config import TrainerConfig  # noqa: PLC0415  as above
-
-        optimizer = OPTIMIZERS[self.optimizer]
-        return TrainerConfig(optimizer=optimizer() if lr is None else optimizer(lr=lr))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,52 +1,23 @@
 """Finding and reading scenario, stack and target files."""
 
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.config.decode import Unions, load_toml
+from hybridtrain.config.decode import load_toml
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.phase import Phase
-from hybridtrain.plan.compose import Optimization
-from hybridvalidation.scenario import Scenario, Stack, Target, TargetFile
-
-STACK_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
-RESULTS = Path("results")
-"""Where records, tables and plots are, unless told."""
-
-
-def default_folder() -> Path:
-    """Return ``scenarios`` of the working folder if it is there, else the project's own."""
-    return _own_or_shipped(Path("scenarios"), "stacks")
-
-
-def evidence_folder(results: Path) -> Path:
-    """Return the folder to read records in: the project's own ones where ``results`` is the default and not there."""
-    return _own_or_shipped(results, "records") if results == RESULTS else results
-
-
-def _own_or_shipped(own: Path, holds: str) -> Path:
-    """Return a folder, or that of the same name in the checkout or the wheel; ``holds``: what makes it one."""
-    installed = Path(sysconfig.get_path("data"), "share", "hybridtrain")
-    candidates = (own, Path(__file__).parents[2] / own.name, installed / own.name)
-    return next((folder for folder in candidates if (folder / holds).is_dir()), own)
+from hybridtrain.stacks import StackFiles, stack_folder
+from hybridvalidation.scenario import Scenario, Target, TargetFile
 
 
 @dataclass(frozen=True, slots=True)
-class ScenarioFiles:
+class ScenarioFiles(StackFiles):
     """A folder with scenario files, ``stacks/`` and, where something is stated, ``targets.toml``."""
-
-    folder: Path
 
     def scenario_names(self) -> list[str]:
         """Return the names of all scenario files."""
         return sorted(path.stem for path in self.folder.glob("*.toml") if path.stem != "targets")
-
-    def stack_names(self) -> list[str]:
-        """Return the names of all stack files."""
-        return sorted(path.stem for path in (self.folder / "stacks").glob("*.toml"))
 
     def scenario(self, name: str) -> Scenario:
         """Read a scenario by name, or by path when ``name`` ends in ``.toml``; checks its stacks and targets too.
@@ -54,7 +25,7 @@ class ScenarioFiles:
         Raises:
             ConfigError: every fault at once.
         """
-        path = self._path(name, self.folder, self.scenario_names(), "scenario")
+        path = self.path_of(name, self.folder, self.scenario_names(), "scenario")
         scenario = load_toml(Scenario, path)
         faults = [
             f"$.stacks: {unknown_name('stack', stack, self.stack_names())}"
@@ -72,11 +43,6 @@ class ScenarioFiles:
             raise ConfigError(str(path), faults)
         return scenario
 
-    def stack(self, name: str) -> Stack:
-        """Read a stack by name, or by path when ``name`` ends in ``.toml``."""
-        path = self._path(name, self.folder / "stacks", self.stack_names(), "stack")
-        return load_toml(Stack, path, unions=STACK_UNIONS)
-
     def targets(self) -> dict[str, Target]:
         """Read every stated figure; none where the folder has no ``targets.toml``."""
         path = self.folder / "targets.toml"
@@ -84,13 +50,6 @@ class ScenarioFiles:
         if faults := [fault for target in targets.values() for fault in _range_faults(target)]:
             raise ConfigError(str(path), faults)
         return targets
-
-    def _path(self, name: str, folder: Path, names: list[str], what: str) -> Path:
-        if name.endswith(".toml"):
-            return Path(name)
-        if name not in names:
-            raise ConfigError(str(folder), [unknown_name(what, name, names)])
-        return folder / f"{name}.toml"
 
     def _batch_faults(self, scenario: Scenario) -> list[str]:
         faults = []
@@ -108,15 +67,8 @@ class ScenarioFiles:
 
 
 def scenario_folder(folder: Path | None) -> ScenarioFiles:
-    """Return the files of a folder that was named, or of the default one.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    folder = folder or default_folder()
-    if not folder.is_dir():
-        raise ConfigError(str(folder), ["no such folder; --scenarios names one with scenario files and stacks/"])
-    return ScenarioFiles(folder)
+    """Return the files of a folder that was named, or of the default one; raises ``ConfigError`` if it is not there."""
+    return ScenarioFiles(stack_folder(folder).folder)
 
 
 def _range_faults(target: Target) -> Iterator[str]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.optimizations import (
     FusedUpdate,
@@ -16,6 +15,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.ledger import OpRecord
 from hybridtrain.virtual_gpu.observer import Lane, Stage
 from tiny_models import GPT2_UNTIED, random_steps

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import adamw_int8_
 from hybridkernels.flash_attention import backward_workspace_bytes, causal_attention
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.step_visit import differentiate_block, run_block
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, Int8Optimizer, MixedPrecision
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu import op_rules

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.engine.block_work import block_key
 from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.transfer import VirtualTransfer
@@ -28,6 +27,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.observer import Lane, Stage

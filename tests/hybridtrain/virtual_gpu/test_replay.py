@@ -3,7 +3,6 @@ from functools import cache
 
 import pytest
 
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import (
@@ -15,6 +14,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark
 from hybridtrain.virtual_gpu.observer import Stage

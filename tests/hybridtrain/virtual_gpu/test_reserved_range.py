@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optimizations import GradAccumulation, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.virtual_gpu import estimate_memory, find_card
 from hybridtrain.virtual_gpu.replay import replay_trace
 from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
@@ -18,6 +19,8 @@ from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import OPTIMIZATIONS, OptimizerOffload, WeightStreaming
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.run.environment import read_environment
+from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import Host, find_card
@@ -40,12 +43,9 @@ from hybridvalidation.card_session.session import EvidenceRun, Session, answer_o
 from hybridvalidation.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.worker import Answer
-from hybridvalidation.cli.main import main
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs import measure
 from hybridvalidation.runs.child import Ended
-from hybridvalidation.scenario import Stack
 
 CARD_BYTES = 143_771 * MIB
 TINY = ModelConfig(

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridtrain.cli.main import main
 from hybridtrain.models import build
 from hybridtrain.models.block_model import Documents
 from hybridtrain.models.decoder import Block
 from hybridtrain.models.experts import BalanceLoss
-from hybridvalidation.cli.main import main
+from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridvalidation.gate import plans
 from hybridvalidation.gate.compare import compare, is_equal
 from hybridvalidation.gate.gate import GateExit
-from hybridvalidation.records.stack_run import MemoryFigures, Timeline
 from tiny_files import scenario_file, shape_file
 from tiny_runs import MEMORY, figures
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead
 from hybridkernels.compile_case import CAPABILITIES, CompileCase
-from hybridvalidation.cli.main import main
+from hybridtrain.cli.main import main
 from hybridvalidation.gate import kernel_gate
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.gate import GateExit, worst_exit

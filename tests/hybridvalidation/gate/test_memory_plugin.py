@@ -322,7 +322,7 @@ def test_the_actions_and_the_hooks_steps_fail_on_a_regression_and_comment_once(
 
 def test_the_plugin_leaves_torch_alone_and_hybridtrain_needs_no_pytest() -> None:
     code = (
-        "import sys, hybridtrain, hybridvalidation.cli.main\n"
+        "import sys, hybridtrain, hybridtrain.cli.main\n"
         "assert 'pytest' not in sys.modules\n"
         "import hybridvalidation.gate.pytest_plugin\n"
         "assert 'torch' not in sys.modules\n"

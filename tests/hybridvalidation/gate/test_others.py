@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridvalidation.cli.main import main
+from hybridtrain.cli.main import main
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.gate import others
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.recorded.job import PlannedFigures
 from hybridvalidation.recorded.planned import PlannedRun, append_planned, job_of
 from hybridvalidation.recorded.source import read_sources
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.runs.child import Ended
 

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.main import _VERBS, main
 from hybridtrain.config.decode import load_toml
+from hybridtrain.diagnoses import troubles_page
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.savings import without
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridvalidation.cli.main import _VERBS, main
 from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.guide.settings import FILES, file_settings, keys_of, settings_table, tables_of
 from hybridvalidation.guide.techniques import catalogue, example_stack, step_table, technique_sections
-from hybridvalidation.runs.savings import without
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.troubles import troubles_page
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

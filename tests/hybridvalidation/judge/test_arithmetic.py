@@ -3,18 +3,18 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, Workload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.figures import Timeline, memory_figures
+from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.stack_run import StackRun, Timeline
-from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario, StatedParts, Target
 from tiny_models import GPT2_UNTIED

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, Workload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.figures import Timeline, memory_figures
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.roofline import Bound
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
-from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun, Timeline
-from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Target
 from tiny_models import GPT2_UNTIED

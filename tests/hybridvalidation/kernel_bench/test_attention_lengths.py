@@ -10,6 +10,8 @@ from hybridkernels.flash_attention import backward_workspace_bytes
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
+from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.stacks import default_folder
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.ledger import StorageLedger
 from hybridvalidation.judge.verdict import Status
@@ -26,8 +28,7 @@ from hybridvalidation.kernel_bench.attention_lengths import (
     write_attention,
 )
 from hybridvalidation.scenario import Target
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.scenario_files import ScenarioFiles
 
 CARD = card_catalogue()["rtx-4090"]
 TARGETS = ScenarioFiles(default_folder()).targets()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridvalidation.cli.main import main
+from hybridtrain.cli.main import main
 from hybridvalidation.kernel_bench.attention_lengths import read_attention
 
 

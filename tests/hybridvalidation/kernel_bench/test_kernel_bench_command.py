@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench_cases import CPU, H200, record, result, times
+from hybridtrain.cli.main import main
 from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridvalidation.cli.main import main
 from hybridvalidation.kernel_bench import bench as command
 from hybridvalidation.kernel_bench.case import KernelCase, Mode, model_batches, own_providers
 from hybridvalidation.kernel_bench.record import KernelRecord, append_kernel, read_kernels

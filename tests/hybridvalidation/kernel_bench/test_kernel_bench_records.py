@@ -12,6 +12,7 @@ from hybridkernels import provider as chooser
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError, RecordError
+from hybridtrain.stacks import default_folder
 from hybridvalidation.card_session.record import Ceilings, EvidenceRecord
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.verdict import Status
@@ -33,7 +34,7 @@ from hybridvalidation.kernel_bench.table import (
     write_kernels,
 )
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.scenario_files import ScenarioFiles
 
 FAST, SLOW = times(1e-3), times(2e-3)
 TARGETS = ScenarioFiles(default_folder()).targets()

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.dry_runs import dry_run
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig, Workload
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.run.environment import read_environment
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.cli.main import main
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train
 from hybridvalidation.peers import command as peers_command
@@ -21,11 +23,9 @@ from hybridvalidation.peers import run as peer_run
 from hybridvalidation.peers.figures import KINDS, PeerFigures, PeerRecord, append_peer_record, rows_of
 from hybridvalidation.peers.scenario import PeerRun, jobs_of, read_peers
 from hybridvalidation.peers.table import peer_table, row_mapping, versions_lines
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.peers import spread_text, write_peers
-from hybridvalidation.show.tables import TERMINAL
 from inline_child import InlineChild
 from tiny_runs import MEASURED
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
-from hybridvalidation.cli.main import main
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.recorded.planned import PlannedRun, job_of, rows_of, scores
 from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.show.pages.recorded import by_kind, headline, label_of
 

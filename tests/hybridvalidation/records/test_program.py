@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import hybridtrain
-from hybridvalidation.records.program import PACKAGES, program_digest, torch_series
+from hybridtrain.run.program import PACKAGES, program_digest, torch_series
 
-_DIGEST = "from hybridvalidation.records.program import program_digest; print(program_digest())"
+_DIGEST = "from hybridtrain.run.program import program_digest; print(program_digest())"
 
 
 def digest_of(*folders: Path) -> str:

@@ -12,10 +12,10 @@ import pytest
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode, to_json
 from hybridtrain.errors import RecordError
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import torch_series
 from hybridtrain.virtual_gpu.card import Host
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import torch_series
 from hybridvalidation.records.record import SCHEMA
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore, read_lines

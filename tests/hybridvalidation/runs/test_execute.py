@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.dry_runs import record_steps
 from hybridtrain.memory.tier import TierAccount
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.optimizations import GradientCheckpointing
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import record_steps
+from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.cli.main import main
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.execute import first_difference
 from hybridvalidation.show.pages.executed import executed_table, write_executed
-from hybridvalidation.show.tables import TERMINAL
 from tiny_files import shape_file
 from tiny_models import GPT2_UNTIED, random_steps
 

@@ -11,14 +11,15 @@ from hybridtrain.config.encode import to_json
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
+from hybridtrain.run.program import program_digest
+from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.runs.job import make_job
 from hybridvalidation.runs.planning import plan_all
 from hybridvalidation.runs.runner import run_in_process
-from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack
+from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget
 from tiny_models import LLAMA_GROUPED
 from tiny_runs import PROXY, SCENARIO, VANILLA
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
-from hybridvalidation.cli.main import main
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.judge.joint import judge_all
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 from hybridtrain.virtual_gpu.card import find_card
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.show.exports import write_run_snapshot, write_run_trace
 from tiny_models import GPT2_UNTIED
 
 CLASSES = {item.value for item in TensorClass}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
-from hybridvalidation.cli.main import main
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.figures import Figures, filled
 

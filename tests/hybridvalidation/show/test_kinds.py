@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL
+from hybridtrain.run.environment import read_environment
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.record import Record
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Page, Plot, Section, kinds_in
 from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.report import report_text
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, made_by
 from tiny_runs import SCENARIO, record
 
 RUN = ScenarioRun(scenario=SCENARIO, stacks={}, records={("dry_run", "vanilla"): record(memory=None)}, num_cached=1)

@@ -6,16 +6,16 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, Workload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.figures import memory_figures
+from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario
 from hybridvalidation.show.pictures import write_plots

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.judge.verdict import Status
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfiledCase, ProfilerRecord, append_profiled
 from hybridvalidation.scenario_files import ScenarioFiles

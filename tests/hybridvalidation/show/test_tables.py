@@ -3,32 +3,26 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.models.model_config import BatchWorkload, Workload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.figures import RefusedRequest, StepPeaks, memory_figures
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL
+from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Status, Verdict
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.stack_run import (
-    AccuracyFigures,
-    MeasuredFigures,
-    RefusedRequest,
-    SeedResult,
-    StackRun,
-    StepPeaks,
-)
-from hybridvalidation.runs.figures import memory_figures
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.measured import measured_table
 from hybridvalidation.show.sections.memory import class_table, outcome_lines, phase_table
 from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, verdict_table
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from plotly.graph_objects import Figure
 
-from hybridtrain.dry_runs import dry_run
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import Workload
 from hybridtrain.plan.compose import compose
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.cli.main import main
-from hybridvalidation.records.stack_run import Timeline
-from hybridvalidation.runs.figures import memory_figures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.charts import memory, timeline

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.decode import decode, load_toml
 from hybridtrain.errors import ConfigError
-from hybridvalidation.cli.main import main
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.figures import check_targets
 from hybridvalidation.study.protocol import StudyFile

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast import FORECASTERS
-from hybridvalidation.cli.main import main
+from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.records.store import append_line
 from hybridvalidation.runs.child import Child, Ended
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study import forecast as study_forecast
 from hybridvalidation.study import forecast_run
 from hybridvalidation.study.forecast import forecast_text, read_forecasts, score_study, write_forecasts

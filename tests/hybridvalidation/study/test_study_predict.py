@@ -3,22 +3,22 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.cli.main import main
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, PredictorState
 from hybridtrain.plan.compose import Optimization
-from hybridvalidation.cli.main import main
+from hybridtrain.planning.figures import MemoryFigures
+from hybridtrain.stacks import Stack
 from hybridvalidation.gate.compare import compare
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.judge.planned import delta_reduction, predict_gib, predict_reduction
 from hybridvalidation.judge.verdict import Status, judge
-from hybridvalidation.records.stack_run import MemoryFigures
-from hybridvalidation.runs.figures import run_dry
-from hybridvalidation.runs.job import Job
+from hybridvalidation.runs.job import Job, run_dry
 from hybridvalidation.runs.runner import ScenarioRun
-from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Stack, Target
+from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Target
 from tiny_models import GPT2_UNTIED
 from tiny_runs import figures
 

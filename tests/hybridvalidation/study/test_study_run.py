@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError, RecordError
-from hybridvalidation.cli.main import main
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import run as study_run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.figures import check_targets, judge_study
 from hybridvalidation.study.harm import harm_sentence, harm_text, harms
 from hybridvalidation.study.protocol import BASELINE, StudyRun, next_runs

@@ -12,8 +12,8 @@ from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointi
 from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
+from hybridtrain.stacks import Stack
 from hybridtrain.units import GIB, MIB, format_bytes, format_seconds
-from hybridvalidation.scenario import Stack
 
 CEILINGS = "ceilings"
 """The part that always runs, first: it tells whether the card works at all."""

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybridtrain.candidates import Question
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.phase import Phase
-from hybridtrain.recommendation import recommend
+from hybridtrain.planning.candidates import Question
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.recommendation import recommend
+from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
 from hybridvalidation.runs.job import plan_figures
-from hybridvalidation.scenario import Stack
 
 _FP32_SHARE = 1 / 8
 """Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16."""

@@ -17,6 +17,9 @@ import torch
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.profiler.nvml import DeviceReadError, identify_device, open_device_reader
+from hybridtrain.run.environment import Environment, read_environment
+from hybridtrain.run.program import program_digest
+from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Host
 from hybridvalidation.card_session.parts import (
@@ -35,11 +38,9 @@ from hybridvalidation.card_session.record import Ceilings, EvidenceRecord, Train
 from hybridvalidation.card_session.table import write_evidence
 from hybridvalidation.card_session.train import TrainJob
 from hybridvalidation.card_session.worker import Answer, CeilingsJob
-from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridvalidation.scenario_files import ScenarioFiles
 
 _POLL_S = 0.2
 _RECORDING_S = 5.0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
 from hybridvalidation.card_session.record import (
     Ceilings,
@@ -14,8 +15,8 @@ from hybridvalidation.card_session.record import (
     Training,
     error_pct,
 )
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HEADERS = (
     "part", "model", "cap GiB", "stack", "tokens/step", "tokens/s", "planned", "allocated GiB", "planned",

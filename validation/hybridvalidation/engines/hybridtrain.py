@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from hybridtrain.data.batches import TokenBatch
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridvalidation.engines.task import Task
-from hybridvalidation.scenario import Stack
 
 
 def run_dry(task: Task, card: Card, host: Host) -> DryRun:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
-from hybridvalidation.scenario import Stack
+from hybridtrain.stacks import Stack
 
 Precision = Literal["bf16", "mixed"]
 """``bf16``: weights, gradients and optimizer state are bf16. ``mixed``: they are fp32, and autocast runs in bf16."""

@@ -11,6 +11,9 @@ from tqdm import tqdm
 from hybridkernels.ahead_of_time import KERNELS
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
+from hybridtrain.progress import progress_bar
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.gate import kernel_gate
 from hybridvalidation.gate.baseline_file import write_baseline
 from hybridvalidation.gate.ci_text import annotation, markdown_table
@@ -26,9 +29,6 @@ from hybridvalidation.gate.plans import (
     read_plans,
     verify_plans,
 )
-from hybridvalidation.progress import progress_bar
-from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.scenario_files import ScenarioFiles
 
 T = TypeVar("T")

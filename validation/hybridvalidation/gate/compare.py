@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 
 from hybridtrain.config.encode import JsonValue, encode
+from hybridtrain.planning.figures import MemoryFigures, StepPeaks, Timeline
 from hybridtrain.units import format_bytes
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.gate.memory_baseline import fold
-from hybridvalidation.records.stack_run import MemoryFigures, StepPeaks, Timeline
 
 _TIME_TOLERANCE = 1e-9
 """Relative: since Python 3.12 sum() of floats compensates, so that a time has other last digits."""

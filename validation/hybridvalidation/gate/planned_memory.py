@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.sizes import parse_size
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridvalidation.gate.memory_baseline import PlanFigures, fold
-from hybridvalidation.sizes import parse_size
 
 if TYPE_CHECKING:  # torch is imported when the first plan is made: the plugin is in every run of pytest
     import torch

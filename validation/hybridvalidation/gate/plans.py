@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hybridtrain.config.encode import digest
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest, torch_series
 from hybridvalidation.gate.compare import compare, is_equal
 from hybridvalidation.gate.gate import Finding, GateExit
 from hybridvalidation.records.asked import differences, key_of
-from hybridvalidation.records.environment import read_environment
-from hybridvalidation.records.program import program_digest, torch_series
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import Verification, append_verification, read_verifications

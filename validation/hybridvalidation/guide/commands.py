@@ -2,7 +2,7 @@
 
 import re
 
-from hybridvalidation.cli.main import APP, EXIT_CODES
+from hybridtrain.cli.main import APP, EXIT_CODES
 
 _VERB = re.compile(r"^## hybridtrain (\S+)$", re.MULTILINE)
 

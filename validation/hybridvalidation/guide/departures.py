@@ -16,8 +16,8 @@ from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.training_file import TrainFile
-from hybridvalidation.show.tables import MARKDOWN
 
 _CHECKPOINTED = ("full", "correct")
 _STREAMED = ("full",)

@@ -15,10 +15,11 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.memory_plan import SETTINGS
+from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.stacks import Stack
 from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.card import Card
-from hybridvalidation.scenario import Scenario, Stack
-from hybridvalidation.show.tables import MARKDOWN
+from hybridvalidation.scenario import Scenario
 
 _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
 """Meanings of fields that many classes have."""

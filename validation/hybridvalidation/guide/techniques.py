@@ -8,28 +8,29 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import decode
-from hybridtrain.dry_runs import DryRun, dry_run
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.savings import without
+from hybridtrain.reports.tables import MARKDOWN, fits_cell
+from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import find_card
 from hybridvalidation.guide.settings import settings_table
-from hybridvalidation.recommend.quality import interim_text
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records
-from hybridvalidation.runs.savings import without
-from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE, Stack
-from hybridvalidation.scenario_files import STACK_UNIONS, ScenarioFiles
+from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
+from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import headline
 from hybridvalidation.show.sections.summary import summary_table
-from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.ladder.equivalence import judge_rung
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.quality_notes import interim_text
 
 MODEL, CARD, WORK = "llama-3.2-1b", "rtx-4090", Workload(micro_batch_size=4, seq_len=1024)
 """What a technique is looked at on."""

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.planning.figures import MemoryFigures
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.stack_run import MemoryFigures, StackRun
+from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 

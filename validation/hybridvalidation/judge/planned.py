@@ -6,12 +6,12 @@ from dataclasses import replace
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Codec
+from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import GB, GIB, format_bytes, to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric
 from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.scenario import BASELINE_STACK
 
 _OVERSIZE = "does not fit; its speed is a roofline of a machine that holds it"

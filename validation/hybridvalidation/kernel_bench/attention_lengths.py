@@ -17,6 +17,9 @@ from tabulate import tabulate
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
+from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card, card_catalogue
 from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
@@ -24,14 +27,13 @@ from hybridtrain.virtual_gpu.observer import Stage
 from hybridtrain.virtual_gpu.roofline import estimate_step
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
-from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
 CARD = "rtx-4090"
 DTYPE = torch.bfloat16

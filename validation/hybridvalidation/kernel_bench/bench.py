@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from hybridtrain.config.encode import encode
+from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.run.environment import package_version, read_environment
 from hybridvalidation.card_session.ceilings import read_driver
 from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
 from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
@@ -31,10 +32,8 @@ from hybridvalidation.kernel_bench.run import (
     run_cases,
 )
 from hybridvalidation.kernel_bench.table import absent_lines, card_peaks, case_table, write_kernels
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import TERMINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,11 +192,3 @@ def _recorded(order: BenchOrder, earlier: Sequence[KernelRecord]) -> BenchOutcom
         if record.op in (order.only or OPS) and record.mode in (order.modes or list(Mode))
     ]
     return BenchOutcome(records=wanted)
-
-
-def package_version(package: str) -> str:
-    """Return an installed package's version, empty without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

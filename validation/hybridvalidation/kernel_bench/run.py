@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.run.environment import Environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.kernel_bench.attention import attention_cases
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Tensors
 from hybridvalidation.kernel_bench.elementwise import elementwise_cases
@@ -21,9 +23,7 @@ from hybridvalidation.kernel_bench.loss import loss_cases
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
 from hybridvalidation.kernel_bench.state import state_cases
 from hybridvalidation.kernel_bench.timing import Stopwatch, make_stopwatch, time_in_turn
-from hybridvalidation.records.environment import Environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import program_digest
 
 OPS = (
     "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",

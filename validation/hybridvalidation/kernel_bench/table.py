@@ -6,18 +6,20 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.judge.case import Metric
+from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.case import Clock
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
 from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
 SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
 """Op by target: how much faster a card's kernel is than the processor."""

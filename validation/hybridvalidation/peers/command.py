@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hybridtrain.reports.tables import TERMINAL
 from hybridvalidation.peers.figures import (
     PeerFigures,
     PeerRecord,
@@ -21,7 +22,6 @@ from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
 from hybridvalidation.runs.foreign import header, missing_package, run_jobs, versions_of
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import TERMINAL
 
 _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}

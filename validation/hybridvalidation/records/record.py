@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from hybridtrain.config.rules import young
-from hybridvalidation.records.environment import Environment
+from hybridtrain.run.environment import Environment
+from hybridtrain.run.program import torch_series
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import torch_series
 
 SCHEMA = 2
 

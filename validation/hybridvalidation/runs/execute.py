@@ -16,7 +16,6 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, open_corpus
-from hybridtrain.dry_runs import cycle_config
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError, RankError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
@@ -28,17 +27,18 @@ from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.dry_runs import cycle_config
 from hybridtrain.profiler.memory_reader import read_process_memory
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
+from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.runs.job import plan_figures
-from hybridvalidation.scenario import Stack
 
 _Event = tuple[int, int, str, str, int]
 """Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""

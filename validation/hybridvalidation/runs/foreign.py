@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, TypeVar
 
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 

@@ -11,14 +11,17 @@ from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.planning.dry_runs import dry_run_ranks
+from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
+from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.links import World, find_link
 from hybridvalidation.records.asked import key_of, values_of
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.program import program_digest
-from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, MemoryFigures, RunKind, StackRun
-from hybridvalidation.scenario import AccuracySpec, Scenario, Stack
+from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, RunKind, StackRun
+from hybridvalidation.scenario import AccuracySpec, Scenario
 
 EVIDENCE_OF_KIND: dict[RunKind, Evidence] = {
     "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,
@@ -87,6 +90,26 @@ def run_and_record(job: Job, find: Callable[[], MemoryFigures | AccuracyFigures 
         accuracy=found if isinstance(found, AccuracyFigures) else None,
         measured=found if isinstance(found, MeasuredFigures) else None,
     )  # fmt: skip
+
+
+def run_dry(job: Job) -> StackRun:
+    """Plan what a job asks for."""
+    plan = job.stack.plan()
+    workload = job.workload.micro_batch(plan)
+    return run_and_record(
+        job,
+        lambda: figures_of_ranks(
+            dry_run_ranks(
+                job.model,
+                plan,
+                job.card,
+                workload,
+                host=job.host,
+                config=job.stack.training(),
+                world=job.world,
+            )
+        ),
+    )
 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:

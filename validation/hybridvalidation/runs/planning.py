@@ -13,12 +13,11 @@ from multiprocessing.connection import wait as wait_for_any
 
 import torch
 
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.runs.figures import run_dry
-from hybridvalidation.runs.job import EVIDENCE_OF_KIND, Job, plan_figures
+from hybridvalidation.runs.job import EVIDENCE_OF_KIND, Job, plan_figures, run_dry
 
 _JOBS_OF_PROCESS = 3
 """A process that plans fewer takes longer to start than it saves."""

@@ -8,15 +8,17 @@ from typing import get_args
 import torch
 
 from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.planning.figures import MemoryFigures
+from hybridtrain.progress import progress_bar
+from hybridtrain.run.environment import Environment, read_environment
+from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.card import Host
-from hybridvalidation.progress import progress_bar
-from hybridvalidation.records.environment import Environment, read_environment
-from hybridvalidation.records.stack_run import MemoryFigures, RunKind, StackRun
+from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 from hybridvalidation.runs.job import Job, make_job
 from hybridvalidation.runs.planning import failed_run, plan_all
-from hybridvalidation.scenario import Scenario, Stack
+from hybridvalidation.scenario import Scenario
 
 _WORK: Mapping[RunKind, str] = {
     "accuracy": "hybridvalidation.runs.accuracy:run_accuracy",

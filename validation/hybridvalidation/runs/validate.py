@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import ConfigError, RecordError
-from hybridvalidation.records.environment import uncommitted_files
+from hybridtrain.run.environment import uncommitted_files
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
 from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario

@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.guide.departures import defaults_table, names_table
@@ -31,7 +32,6 @@ from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.targets import all_targets
-from hybridvalidation.show.tables import MARKDOWN, fits_cell
 from hybridvalidation.study.figures import method_figures
 from hybridvalidation.study.ladder.equivalence import Finding, Judged
 from hybridvalidation.study.ladder.quality import all_judged

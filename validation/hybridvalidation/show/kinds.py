@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.judge.verdict import Elsewhere
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import Drawing
-from hybridvalidation.show.tables import MARKDOWN
 
 if TYPE_CHECKING:  # half a second that a dry run does not need
     from matplotlib.figure import Figure

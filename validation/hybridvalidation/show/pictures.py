@@ -8,8 +8,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Plot, kinds_in
 

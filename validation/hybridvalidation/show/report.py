@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere
 from hybridvalidation.records.store import RecordStore
@@ -12,7 +13,6 @@ from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page, Section, View, kinds_in
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
 from hybridvalidation.study.ladder.quality import NO_QUALITY, Quality, stack_quality
 from hybridvalidation.study.ladder.targets import ladder_verdicts
 

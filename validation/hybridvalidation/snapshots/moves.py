@@ -8,12 +8,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridtrain.dry_runs import dry_run
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.scenario import Scenario

@@ -10,15 +10,16 @@ from tabulate import tabulate
 
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
-from hybridvalidation.records.environment import read_environment
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, made_by, write_page
 from hybridvalidation.snapshots.moves import moves_text, newest_moves
 from hybridvalidation.snapshots.public import PublicSnapshot, blob_of, read_public
 

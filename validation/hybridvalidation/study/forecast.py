@@ -9,10 +9,11 @@ from tabulate import tabulate
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 from hybridvalidation.study.figures import record_of
 from hybridvalidation.study.forecast_run import (
     HORIZONS,

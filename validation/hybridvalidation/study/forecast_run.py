@@ -14,11 +14,11 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.study.protocol import StudyFile, StudyRecord
 

@@ -11,10 +11,10 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.muon import Muon
 from hybridtrain.optim.slow_average import SlowMomentum
+from hybridtrain.stacks import name_faults
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.scenario import name_faults
 
 BASELINE = "adamw"
 """The method that every study has, without being named."""

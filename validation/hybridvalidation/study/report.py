@@ -7,11 +7,13 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import to_gib
 from hybridvalidation.judge.statistics import Interval
+from hybridvalidation.judge.tables import verdict_table
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 from hybridvalidation.study.figures import (
     Factor,
     MethodFigures,

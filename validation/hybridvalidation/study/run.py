@@ -16,7 +16,6 @@ from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batche
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray
 from hybridtrain.data.corpus import Corpus, embedded_corpus, split_tail
 from hybridtrain.data.pinned_corpus import pinned_corpus
-from hybridtrain.dry_runs import dry_run
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.step import StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch
@@ -33,13 +32,14 @@ from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.card import find_card
-from hybridvalidation.records.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.study.protocol import (
     StudyFile,
     StudyJob,

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridvalidation.judge.roll_up import Row
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import _with_quality
-from hybridvalidation.show.tables import MARKDOWN
 from hybridvalidation.study.ladder import quality as quality_module
 from hybridvalidation.study.ladder.equivalence import (
     Finding,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from hybridtrain.cli.main import main
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import HybridTrainError, RecordError
-from hybridvalidation.cli.main import main
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.run.environment import read_environment
 from hybridvalidation.records.store import append_line
 from hybridvalidation.runs.child import Ended
 from hybridvalidation.study.ladder import run as run_module

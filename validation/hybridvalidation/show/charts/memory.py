@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import to_gib
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.drawing import Drawing, Trace, bar_axes, figure_of, upright_line
 from hybridvalidation.show.kinds import Chart

@@ -1,7 +1,7 @@
 """Memory by class through one step, for the stack that is chosen."""
 
+from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
-from hybridvalidation.records.stack_run import MemoryFigures, Timeline
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.drawing import TEXT, Drawing, Trace, figure_of
 from hybridvalidation.show.kinds import Chart

@@ -6,10 +6,11 @@ from statistics import median
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HEADERS = (
     "model", "stack", "tokens/step", "steps", "loss", "device GiB", "host GiB", "disk GiB", "process GiB", "step s",

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridvalidation.faults.record import FaultRecord, read_faults
+from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridvalidation.records.faults import FaultRecord, read_faults
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Executed on the processor, the newest run of each campaign. Not survived: a traceback, a hang, a signal, "

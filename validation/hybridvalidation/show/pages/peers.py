@@ -5,18 +5,19 @@ from math import sqrt
 from pathlib import Path
 from statistics import stdev
 
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.judge.time_error import TIME_ERROR, WAITING_ERROR
 from hybridvalidation.peers.figures import Row, read_peer_records, rows_of
 from hybridvalidation.peers.scenario import PeerScenario, read_peers
 from hybridvalidation.peers.table import peer_table, versions_lines
 from hybridvalidation.recorded.planned import read_planned, recipe_errors
 from hybridvalidation.recorded.planned import rows_of as rows_of_recorded
 from hybridvalidation.recorded.source import read_sources
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Planned: the engine's own trainer, run for two steps on a virtual card; nothing was computed and no card was "

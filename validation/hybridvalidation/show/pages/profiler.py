@@ -5,15 +5,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridvalidation.judge.case import Decider, Metric
+from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfilerRecord, read_profiled
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 
 TARGET = "profiler-overhead"
 _HEADERS = (

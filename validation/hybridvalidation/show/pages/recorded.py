@@ -8,14 +8,15 @@ from statistics import median
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB
 from hybridvalidation.recorded.command import score_table
 from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, rows_of, scores
 from hybridvalidation.recorded.source import Role, Source, read_sources
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.pictures import picture_settings
-from hybridvalidation.show.tables import MARKDOWN, made_by, write_page
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "

@@ -7,10 +7,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
-from hybridvalidation.judge.time_error import LEAST_WAITING, TIME_ERROR, WAITING_ERROR
+from hybridvalidation.judge.time_error import LEAST_WAITING
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
@@ -20,7 +22,6 @@ from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.pages.profiler import judge_profiler
-from hybridvalidation.show.tables import MARKDOWN, TERMINAL, write_page
 from hybridvalidation.study.figures import judge_study
 from hybridvalidation.study.ladder.equivalence import Finding
 from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict

@@ -6,8 +6,8 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import to_gib
-from hybridvalidation.records.stack_run import MemoryFigures
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Plot
 from hybridvalidation.show.pictures import COLORS, ORDER, card_line, title_lines, with_memory

@@ -1,7 +1,7 @@
 """Which program made the records, and when."""
 
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.kinds import Section
-from hybridvalidation.show.tables import made_by
 
 SECTION = Section(
     order=50,

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section, View
-from hybridvalidation.show.tables import MARKDOWN
 
 _TITLE = "Where the memory goes, GiB allocated at the peak (planned)"
 

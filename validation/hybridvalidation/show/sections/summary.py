@@ -2,6 +2,7 @@
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import fits_cell
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import MARGIN_TOLD
 from hybridtrain.virtual_gpu.roofline import efficiency_of
@@ -9,7 +10,6 @@ from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section
-from hybridvalidation.show.tables import fits_cell
 
 _HEADERS = (
     "stack", "fits", "allocated GiB", "reserved GiB", "device GiB", "host GiB", "disk GiB", "tokens/step",

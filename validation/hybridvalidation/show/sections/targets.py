@@ -1,8 +1,8 @@
 """Stated figures and their verdicts: those about the scenario together, those about single stacks one by one."""
 
 from hybridvalidation.judge.joint import judge_all, judge_jointly
+from hybridvalidation.judge.tables import joint_table, verdict_table
 from hybridvalidation.show.kinds import Section, View
-from hybridvalidation.show.tables import joint_table, verdict_table
 
 _TOGETHER = (
     "Rows about the scenario are judged together: every stack that fits, on all of them; below, such a row has the "

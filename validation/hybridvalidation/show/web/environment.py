@@ -7,8 +7,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.config.decode import decode
-from hybridvalidation.records.environment import Environment
-from hybridvalidation.show.tables import MARKDOWN
+from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.run.environment import Environment
 
 _HEADERS = ("records of", "records", "commit", "days", "torch", "Python", "processor", "CUDA card")
 

@@ -18,10 +18,10 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
+from hybridtrain.stacks import name_faults
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.scenario import name_faults
 from hybridvalidation.study.protocol import settings_text
 
 UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}

@@ -6,10 +6,12 @@ from statistics import fmean, stdev
 
 from tabulate import tabulate
 
+from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count
+from hybridvalidation.judge.tables import verdict_table
+from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.tables import MARKDOWN, made_by, verdict_table, write_page
 from hybridvalidation.study.ladder.equivalence import (
     Finding,
     Judged,

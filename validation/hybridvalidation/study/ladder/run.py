@@ -31,11 +31,11 @@ from hybridtrain.optim import OPTIMIZERS, Optimizer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
+from hybridtrain.run.environment import Environment, read_environment
+from hybridtrain.run.program import program_digest
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridvalidation.records.environment import Environment, read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
 from hybridvalidation.study.ladder.protocol import (
     LadderFile,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from hybridtrain.data.pinned_corpus import pinned_corpus
-from hybridvalidation.scenario import Stack
+from hybridtrain.stacks import Stack
 from hybridvalidation.study.ladder.protocol import LadderFile, Probe
 from hybridvalidation.study.ladder.run import TEXT, recipe_of, run_probe
 

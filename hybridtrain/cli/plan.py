@@ -1,0 +1,249 @@
+"""Verbs that only plan: no card, no arithmetic."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from hybridtrain.cli.verb import (
+    COMMON,
+    RECORDED,
+    Answer,
+    CardName,
+    Common,
+    Count,
+    Flag,
+    ModelName,
+    Names,
+    Recorded,
+    ScenarioName,
+    StackName,
+    names_of,
+)
+
+_HOST_MEMORY = "64GiB"
+"""What both verbs assume unless they are told."""
+
+
+_RARELY = (50_000, 20, 20)
+"""``gc.set_threshold``: nearly all objects of a plan go by themselves, and looking for the others takes a tenth of its
+time."""
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_collecting_rarely()
+def dry_run(
+    *,
+    model: ModelName,
+    stack: StackName,
+    card: CardName,
+    micro_batch: Count,
+    seq: Count,
+    accum: Count | None = None,
+    host_memory: str = _HOST_MEMORY,
+    expandable_segments: Flag = False,
+    snapshot: Path | None = None,
+    trace: Path | None = None,
+    suggest: Flag = False,
+    savings: Flag = False,
+    world: Count = 1,
+    link: str = "pcie",
+    common: Common = COMMON,
+) -> Answer:
+    """Plan one model, stack and card without a GPU.
+
+    Exit code 1 when it does not fit.
+
+    Example: hybridtrain dry-run --model gpt2-1b --stack tight --card rtx-4080 --micro-batch 1 --seq 1024
+
+    Args:
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
+        stack: Name of a stack, or a .toml file.
+        card: Name of a card, or a .toml file with its figures.
+        micro_batch: Sequences per micro-batch.
+        seq: Tokens per sequence.
+        accum: Micro-batches per step; default: the stack's.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
+        expandable_segments: Plan with torch's expandable_segments:True.
+        snapshot: Write a memory_viz snapshot (.pickle).
+        trace: Write a Chrome trace (.json).
+        suggest: Where it does not fit, run all other stacks dry too.
+        savings: Run it dry without each optimization too, and tell what each saves.
+        world: Cards that train together, a rank each; the stack's zero says what is cut among them.
+        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
+    """
+    from hybridtrain.reports.dry_run_report import plan_run
+    from hybridtrain.reports.recommend_report import parse_host
+    from hybridtrain.stacks import stack_folder
+
+    report = plan_run(
+        stack_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
+        seq_len=seq, accum_steps=accum, host=parse_host(host_memory),
+        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest, savings=savings,
+        world=world, link=link, progress=not common.json,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
+
+
+def virtual(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    card: CardName,
+    host_memory: str | None = None,
+    steps: Count | None = None,
+    world: Count | None = None,
+    rank: int = 0,
+    link: str = "pcie",
+    expandable_segments: Flag = False,
+    snapshot: Path | None = None,
+    trace: Path | None = None,
+    common: Common = COMMON,
+) -> Answer:
+    """Run a script that wants a CUDA card, unmodified, on one that is not there. Nothing is computed.
+
+    Exit code 1 when it does not fit. Options stand before --, the script and its arguments after it.
+
+    Example: hybridtrain virtual --card rtx-4090 --steps 2 -- train.py --batch-size 4
+
+    Args:
+        command: A Python file, -m and a module, or a launcher (torchrun, accelerate launch), and its arguments.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
+        steps: Stop the script after so many optimizer steps; default: let it end.
+        world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
+            Default: what a launcher says, else a script that nobody launched.
+        rank: Which one.
+        link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
+        expandable_segments: Plan with torch's expandable_segments:True.
+        snapshot: Write a memory_viz snapshot (.pickle).
+        trace: Write a Chrome trace (.json).
+    """
+    from hybridtrain.errors import ConfigError
+    from hybridtrain.run.virtual_run import run_script
+    from hybridtrain.sizes import parse_size
+
+    if not command:
+        raise ConfigError("virtual", ["SCRIPT: missing; give a Python file, or -m and a module, after --."])
+    found = run_script(
+        command[0], command[1:], card=card, steps=steps, world=world, rank=rank, link=link,
+        snapshot=snapshot, trace=trace, quiet=common.json,
+        host_memory=None if host_memory is None else parse_size(host_memory, "--host-memory"),
+        expandable_segments=expandable_segments,
+    )  # fmt: skip
+    return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
+
+
+def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them
+    """Write weights that take no disk beside a model's config.json, for scripts that call from_pretrained.
+
+    Then run the script on that folder with hybridtrain virtual. Needs transformers; nothing is downloaded.
+
+    Example: hybridtrain dummy-weights models/llama-3.1-8b
+
+    Args:
+        folder: With the model's config.json (and its tokenizer, where the script loads one).
+    """
+    from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+
+    files, dtype = write_dummy_weights(folder)
+    size = sum(file.stat().st_size for file in files)
+    names, name = names_of(files), str(dtype).removeprefix("torch.")
+    return Answer(
+        text=f"{len(files)} files of {size / 1e9:.2f} GB in {name} that take no disk: {', '.join(names)}",
+        content={"files": names, "bytes": size, "dtype": name},
+    )
+
+
+@_collecting_rarely()
+def recommend(
+    *,
+    model: ModelName | None = None,
+    card: CardName | None = None,
+    host_memory: str = _HOST_MEMORY,
+    device_budget: str | None = None,
+    seq: Count | None = None,
+    tokens_per_step: Count | None = None,
+    scenario: ScenarioName | None = None,
+    write: Path | None = None,
+    common: Common = COMMON,
+) -> Answer:
+    """Find the fastest stack that fits a card and its host memory.
+
+    Example: hybridtrain recommend --model llama-7b --card rtx-4090 --host-memory 64GiB --write mine.toml
+
+    Args:
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
+        device_budget: At most so much of the card, as 14GiB; default: all of it, of a scenario what its rows state.
+        seq: Tokens per sequence; default: 2048, or all positions of the model.
+        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences, or the scenario's.
+        scenario: Take model, card, host and workload of a scenario instead.
+        write: Write the stack to a .toml file.
+    """
+    from hybridtrain.reports.recommend_report import recommend_command
+
+    report = recommend_command(
+        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, scenario=scenario,
+        write=write, scenarios=common.scenarios, say=common.note, device_budget=device_budget,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping())
+
+
+@_collecting_rarely()
+def fit(
+    model: ModelName,
+    /,
+    *,
+    card: CardName,
+    host_memory: str = _HOST_MEMORY,
+    seq: Count | None = None,
+    tokens_per_step: Count | None = None,
+    tokens: Count = 100_000_000,
+    method: Names = ("full", "lora", "qlora"),
+    margin: float | None = None,
+    world: Count = 1,
+    link: str = "pcie",
+    quick: Flag = False,
+    write: Path | None = None,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Tell every way to train a model on one card or several: what fits, how fast, what binds, what quality it costs.
+
+    Exit code 1 when nothing fits.
+
+    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
+
+    Args:
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
+        card: Name of a card, or a .toml file with its figures.
+        host_memory: Of the machine around the card, as 64GiB or 128GB.
+        seq: Tokens per sequence; default: 2048, or all positions of the model.
+        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
+        tokens: Of the data set, for the hours it takes.
+        method: full (at each level of exactness), lora, qlora; with commas between them.
+        margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
+        world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
+        link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
+        quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.
+        write: Folder for a stack file and a training file of every way that fits.
+    """
+    from hybridtrain.reports.fit_report import fit_command
+
+    report = fit_command(
+        model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step, tokens=tokens,
+        methods=method, margin=margin, confirm=not quick, write=write, say=common.note, world=world, link=link,
+        scenarios=common.scenarios, results=common.results,
+    )  # fmt: skip
+    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)

@@ -1,0 +1,158 @@
+"""Verbs that train, and what is done with a trained model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cyclopts import Parameter
+
+from hybridtrain.cli.verb import (
+    COMMON,
+    Amount,
+    Answer,
+    Common,
+    Count,
+    Flag,
+    Names,
+    names_of,
+)
+
+
+@Parameter(name="*", group="Monitoring (the first four also print a memory report at the end)")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What watches a training run."""
+
+    profile_memory: Path | None = None
+    """Write the memory after each step of this call to a .csv file."""
+    tensorboard: Path | None = None
+    """Folder for metrics and memory, for tensorboard --logdir."""
+    wandb: str | None = None
+    """Log both to this project of Weights & Biases; WANDB_MODE=offline keeps them on this machine."""
+    mlflow: Path | None = None
+    """Folder of MLflow for both, for mlflow ui --backend-store-uri."""
+    profile_every: Count = 1
+    """Steps between memory snapshots."""
+    alert_gb: Count = 45
+    """Say at once when more memory than this is used; the default is for cards of 48 GB."""
+    spike_percent: Amount = 10.0
+    """Report a memory snapshot as a spike where it is so much above the one before."""
+
+
+_WATCH = Watch()
+
+
+def train(
+    config: Path, /, *,
+    data: Path | None = None, out: Path = Path("run"), resume: Flag = False, change: Names = (),
+    allow_data_change: Flag = False, disk: Path | None = None,
+    host_limit_gib: Amount | None = None, rank_timeout_s: Amount = 600.0, watch: Watch = _WATCH,
+    common: Common = COMMON,
+) -> Answer:  # fmt: skip
+    """Train a model on your own text.
+
+    SIGINT and SIGTERM end a run after the step at work, saved; a second one ends it at once. Exit code 0 when the run
+    is done or was done before, 75 when a signal ended it and --resume goes on, 130 when a second one did.
+
+    On several cards: torchrun --nproc-per-node 2 -m hybridtrain train train.toml; the first rank writes log and states.
+
+    Example: hybridtrain train train.toml --data my-text/ --out run --profile-memory memory.csv
+
+    Args:
+        config: A training .toml file.
+        data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
+            what [data] in the file names, else the embedded corpus.
+        out: Folder for log and saved state.
+        resume: Continue the run saved in --out; its stack may be another one.
+        change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
+            schedule.
+        allow_data_change: With --resume, go on with other data.
+        disk: Folder where tensors placed on disk get their files.
+        host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
+        rank_timeout_s: Of several ranks, how long one waits for another before it ends.
+    """
+    from hybridtrain.data.corpus import open_corpus
+    from hybridtrain.errors import ConfigError
+    from hybridtrain.run.train import train as train_model
+    from hybridtrain.run.train_data import with_records
+    from hybridtrain.run.train_log import Monitoring
+    from hybridtrain.training_file import load_config
+    from hybridtrain.units import GB, GIB
+
+    file = load_config(config)
+    if data is not None and file.data is not None:
+        faults = [f"[data] names {file.data.path} and --data {data}; give one of them"]
+        raise ConfigError(str(config), faults)
+    corpus, file = None, with_records(file, data)
+    if file.data is None:
+        corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
+    said: list[str] = []
+    monitoring = Monitoring(
+        profile_csv=watch.profile_memory, profile_every=watch.profile_every, alert_bytes=watch.alert_gb * GB,
+        spike_fraction=watch.spike_percent / 100, tensorboard=watch.tensorboard, wandb_project=watch.wandb,
+        mlflow=watch.mlflow,
+    )  # fmt: skip
+    result = train_model(
+        file, corpus, out, resume=resume, say=said.append if common.json else common.say,
+        progress=not common.json, monitoring=monitoring, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        allowed=(*change, *(["data"] if allow_data_change else [])), rank_timeout_s=rank_timeout_s,
+    )  # fmt: skip
+    content = result.as_mapping() | {"corpus": result.corpus, "said": said, "out": out.as_posix()}
+    return Answer(text=result.as_text(out), content=content, code=result.exit_code)
+
+
+def export(
+    run: Path, target: Path, /, *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32", merge: Flag = False, disk: Path | None = None,
+    host_limit_gib: Amount | None = None, common: Common = COMMON,
+) -> Answer:  # fmt: skip
+    """Write a trained model as a folder that transformers' from_pretrained loads; of adapters a folder of PEFT's.
+
+    Example: hybridtrain export run my-model --dtype bfloat16
+
+    Args:
+        run: Folder of a training run (--out of train).
+        target: New folder.
+        dtype: Of the weights; float32 is exact. Adapters are always float32.
+        merge: Add adapters to the weights beside them, and write the whole model.
+        disk: Folder where tensors placed on disk get their files.
+        host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
+    """
+    from hybridtrain.run.export import export_run
+    from hybridtrain.units import GIB, format_bytes
+
+    said: list[str] = []
+    files, steps = export_run(
+        run, target, dtype=dtype, merge=merge, say=said.append if common.json else common.say, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+    )  # fmt: skip
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Answer(
+        text=f"{target}: the model after {steps} steps, {format_bytes(num_bytes)} in {len(files)} files",
+        content={"steps_done": steps, "files": names_of(files), "bytes": num_bytes, "said": said},
+    )
+
+
+def quantize(
+    model: Path, /, *,
+    formats: Names = (), data: Path | None = None, seq: Count | None = None, common: Common = COMMON,
+) -> Answer:  # fmt: skip
+    """Tell what a trained model loses when its matrices are stored in fewer bits: loss and perplexity by format.
+
+    Nothing is written. Weights alone are rounded, without calibration.
+
+    Example: hybridtrain quantize my-model --formats int8,nf4 --data my-texts/
+
+    Args:
+        model: A Hugging Face folder with weights, or the folder of a training run (--out of train).
+        formats: Of bfloat16, int8, nf4, ternary, with commas between them; default: all.
+        data: Text, of which the held-out part is looked at; default: the run's own, or the embedded corpus.
+        seq: Tokens per row; default: those of the run, or 512.
+    """
+    from hybridtrain.run.quantize import quantize as quantize_model
+
+    report = quantize_model(model, formats=formats, data=data, seq_len=seq, say=common.note)
+    return Answer(text=report.as_text(), content=report.as_mapping())

@@ -1,0 +1,259 @@
+"""What the figures in a log show that no single line does: each measure tells its figures by name, or None."""
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise, takewhile
+from statistics import median
+from typing import Final, NamedTuple
+
+from hybridtrain.diagnoses.allocation import FailedAllocation, failed_allocation
+
+Measure = Callable[[str], Mapping[str, str] | None]
+
+_NUMBER = r"((?:nan|[-+]?inf(?:inity)?)\b|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
+"""Possessive: of thousands of digits none is tried twice."""
+_LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
+_NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
+"""Predicted steps of our own have none."""
+_SPEED: Final = re.compile(
+    rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""",
+    re.IGNORECASE,
+)
+_BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d{1,9})/(\d{1,9})\s*(\[?[^\]\r\n]*)?")
+"""Of tqdm and of transformers in a notebook: how many are done, of how many, and in brackets times and speed."""
+_BAR_SPEED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(it/s|s/it)")
+_NO_STEPS: Final = re.compile(
+    r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
+)
+"""Progress bars of other work than training steps."""
+_GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
+_SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
+"""Of a whole run: transformers tells the mean loss as train_loss."""
+_REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")
+"""Losses of reinforcement and preference learning, which need not fall."""
+_OUT_OF_MEMORY: Final = re.compile(r"out of memory", re.IGNORECASE)
+_PROFILE_HEADER: Final = "step,phase,"
+ENOUGH: Final = 12
+"""Steps without which a course says nothing."""
+_FEW: Final = 3
+"""Steps on either side of one at which something changes."""
+_RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
+"""Of the smoothed best loss; of the first speed; of the median around a step."""
+_RISE_NOISE, _SPIKE_NOISE = 5.0, 8.0
+"""Standard deviations: of a smoothed loss, the best of many is 2 below the mean of a level course; of a step's loss."""
+
+
+def _numbers(pattern: re.Pattern[str], text: str) -> list[float]:
+    found = (next(part for part in match.groups() if part) for match in pattern.finditer(text))
+    return [float(part.replace(",", "")) for part in found]
+
+
+def counted(text: str) -> tuple[int, int]:
+    """Return how many losses and how many speeds a log has."""
+    return len(_losses(text)), len(_speeds(text))
+
+
+@lru_cache(maxsize=1)
+def _losses(text: str) -> list[float]:
+    return _numbers(_LOSS, _SUMMARY.sub("", text))
+
+
+def _course(text: str) -> list[float]:
+    """Return the finite losses of a run whose loss should fall."""
+    return [] if _REWARDS.search(text) else [loss for loss in _losses(text) if math.isfinite(loss)]
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Return the standard deviation around a smooth course, from the median of normal differences."""
+    return median(abs(after - before) for before, after in pairwise(values)) / (0.6745 * math.sqrt(2))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return means over a tenth of the run, at least three steps."""
+    width = max(3, len(values) // 10)
+    return [_mean(values[at : at + width]) for at in range(len(values) - width + 1)]
+
+
+def loss_no_number(text: str) -> Mapping[str, str] | None:
+    """Find the first loss that is nan or inf, or null, which is what JSON has for them."""
+    losses = _losses(text)
+    first = next((at for at, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    if first is not None:
+        return {"at": f"the {first}. loss of the log"}
+    null = next((number for number, line in enumerate(text.splitlines(), 1) if _NULL_LOSS.search(line)), None)
+    return None if null is None else {"at": f"line {null}, null"}
+
+
+def loss_rises(text: str) -> Mapping[str, str] | None:
+    """Find a loss that ends above its best by more than noise."""
+    losses = _course(text)
+    if len(losses) < ENOUGH:
+        return None
+    course = _smooth(losses)
+    best = min(course)
+    margin = _RISE_NOISE * _noise(losses) / math.sqrt(len(losses) - len(course) + 1)
+    if best <= 0 or course[-1] <= max(_RISE * best, best + margin):
+        return None
+    return {"last": f"{course[-1]:.3f}", "best": f"{best:.3f}", "near": f"the {course.index(best) + 1}. loss"}
+
+
+def loss_spikes(text: str) -> Mapping[str, str] | None:
+    """Find single losses far above those around them."""
+    losses = _course(text)
+    if len(losses) < ENOUGH:
+        return None
+    around = [median(losses[max(0, at - 5) : at + 6]) for at in range(len(losses))]
+    inner, margin = range(3, len(losses) - 3), _SPIKE_NOISE * _noise(losses)
+    steps = [str(at + 1) for at in inner if losses[at] > max(_SPIKE * around[at], around[at] + margin) > 0]
+    return {"at": f"the losses {', '.join(steps[:5])} of the log"} if steps else None
+
+
+def gradient_no_number(text: str) -> Mapping[str, str] | None:
+    """Find gradient norms that are nan or inf to the end, and losses that hide it: three, or one beside a loss of 0."""
+    steps = [(_numbers(_GRADIENT, line), _numbers(_LOSS, line)) for line in text.splitlines() if "norm" in line]
+    ends = list(takewhile(lambda step: not math.isfinite(step[0][0]), (step for step in reversed(steps) if step[0])))
+    zero = sum(losses[:1] == [0.0] for _, losses in ends)
+    if (len(ends) < _FEW and not zero) or not all(map(math.isfinite, _losses(text))):
+        return None
+    return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
+
+
+def nothing_learned(text: str) -> Mapping[str, str] | None:
+    """Find that all losses and gradient norms are 0."""
+    course, gradients = _course(text), _numbers(_GRADIENT, text) if "norm" in text else []
+    nothing = len(course) > _FEW and len(gradients) > _FEW and not any(course) and not any(gradients)
+    return {"losses": f"all {len(course)} are 0, and so are gradient norms"} if nothing else None
+
+
+def slowing_down(text: str) -> Mapping[str, str] | None:
+    """Find a speed that falls by more than three tenths, little by little."""
+    speeds = _warm_speeds(text)
+    return _fallen(speeds) if _drop(speeds) is None else None
+
+
+def slower_at_once(text: str) -> Mapping[str, str] | None:
+    """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
+    speeds = _warm_speeds(text)
+    at = _drop(speeds)
+    if at is None:
+        return None
+    before, after = median(speeds[:at]), median(speeds[at:])
+    return {"before": _told(before), "after": _told(after), "from": f"the {at + 2}. speed of the log on"}
+
+
+def _drop(speeds: Sequence[float]) -> int | None:
+    """Return which speed is the first of the slow ones; None where they do not fall at once."""
+    slowest = list(accumulate(speeds, min))
+    fastest = list(accumulate(reversed(speeds), max))[::-1]
+    at = next((n for n in range(_FEW, len(speeds) - _FEW + 1) if fastest[n] < _FALL * slowest[n - 1]), None)
+    holds = at is not None and _fallen(speeds[:at]) is None and _fallen(speeds[at:]) is None
+    return at if holds else None
+
+
+@lru_cache(maxsize=1)
+def _speeds(text: str) -> list[float]:
+    """Return those of the log or, if they are more, of its longest progress bar; bars of evaluation are others."""
+    bars: dict[tuple[str, int], list[float]] = {}
+    for bar in _bars(text):
+        if bar.speed and not _NO_STEPS.search(bar.what):
+            bars.setdefault((re.sub(r"[\d.]", "", bar.what), bar.total), []).append(bar.speed)
+    logged = [speed for speed in _numbers(_SPEED, _BAR.sub("", text) if bars else text) if math.isfinite(speed)]
+    return max([logged, *bars.values()], key=len)
+
+
+class _Bar(NamedTuple):
+    what: str
+    done: int
+    total: int
+    speed: float
+
+
+def _bars(text: str) -> Iterator[_Bar]:
+    for found in _BAR.finditer(text):
+        before = text[max(0, found.start() - 80) : found.start()].splitlines() or [""]
+        speed = _BAR_SPEED.search(found[3] or "")
+        value = float(speed[1]) if speed else 0.0
+        per_second = 1 / value if speed and value and speed[2] == "s/it" else value
+        yield _Bar(before[-1].strip(), int(found[1]), int(found[2]), per_second)
+
+
+def _warm_speeds(text: str) -> list[float]:
+    """Return all but the first, whose step warms up."""
+    return _speeds(text)[1:]
+
+
+def _told(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" if speed >= 1 else f"{1 / speed:.3g} s/it"
+
+
+def _fallen(speeds: Sequence[float]) -> Mapping[str, str] | None:
+    if len(speeds) < ENOUGH - 1:
+        return None
+    third = len(speeds) // 3
+    first, last = median(speeds[:third]), median(speeds[-third:])
+    return {"first": _told(first), "last": _told(last)} if last < _FALL * first else None
+
+
+def ran_before(text: str) -> Mapping[str, str] | None:
+    """Find that many steps went well before memory ran out."""
+    failed = _OUT_OF_MEMORY.search(text)
+    before = text[: failed.start()] if failed else ""
+    last = next(iter(deque(_bars(before), maxlen=1)), None)
+    in_training = last is not None and last.speed > 0 and last.done < last.total and not _NO_STEPS.search(last.what)
+    done = max(last.done if last is not None and in_training else 0, len(_losses(before)))
+    return {"after": f"{done} steps"} if done >= ENOUGH else None
+
+
+def ends_while_loading(text: str) -> Mapping[str, str] | None:
+    """Find that the last progress bar is that of a model's files, and not at its end."""
+    last = next(iter(deque(_bars(text), maxlen=1)), None)
+    if last is None or "loading" not in last.what.lower() or last.done >= last.total:
+        return None
+    return {"loaded": f"{last.done} of {last.total}"}
+
+
+def _judged(judge: Callable[[FailedAllocation], bool]) -> Measure:
+    def measure(text: str) -> Mapping[str, str] | None:
+        found = failed_allocation(text)
+        return {} if found is not None and judge(found) else None
+
+    return measure
+
+
+def empty_profile(text: str) -> Mapping[str, str] | None:
+    """Find a memory profile without a row."""
+    lines = text.strip().splitlines()
+    return {} if len(lines) == 1 and lines[0].startswith(_PROFILE_HEADER) else None
+
+
+MEASURES: Final[Mapping[str, Measure]] = {
+    measure.__name__: measure
+    for measure in (
+        loss_no_number,
+        loss_rises,
+        loss_spikes,
+        gradient_no_number,
+        nothing_learned,
+        slower_at_once,
+        slowing_down,
+        ran_before,
+        ends_while_loading,
+        empty_profile,
+    )
+} | {
+    name: _judged(judge)
+    for name, judge in {
+        "absurd": lambda found: found.is_absurd,
+        "limited": lambda found: found.is_limited,
+        "refused_beside_free_memory": lambda found: found.is_refused_beside_free_memory,
+        "shared": lambda found: found.is_shared,
+        "fragmented": lambda found: found.is_fragmented,
+    }.items()
+}

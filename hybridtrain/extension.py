@@ -1,0 +1,61 @@
+"""What other installed packages add to the command: verbs, kinds of names, scenarios, what is known of quality.
+
+A package names an ``Extension`` by an entry point of the group ``hybridtrain.extensions``; the harness is one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridtrain.planning.candidates import Candidate, Question
+
+_GROUP = "hybridtrain.extensions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioRequest:
+    """A question that a scenario file asks."""
+
+    name: str
+    question: "Question"
+    budget_bytes: int | None
+    """Of the card's memory, as the scenario's stated figures bound it; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """What a package adds. Functions take the folder of scenario files (None: the default one)."""
+
+    verbs: Mapping[str, Callable[..., Any]]
+    """Functions that return an ``Answer``, by name."""
+    names: Mapping[str, Callable[[Path | None], list[str]]]
+    """Names of a kind, for ``hybridtrain list`` and the shell."""
+    listings: Mapping[str, Callable[..., Any]]
+    """Kinds that ``hybridtrain list`` answers with more than names: functions of ``Recorded``."""
+    scenario_request: Callable[[str, Path | None], ScenarioRequest]
+    """Raises ``ConfigError`` for a scenario that is unknown or faulty."""
+    quality_notes: Callable[[Iterable["Candidate"], Path | None, Path], Mapping[str, str]]
+    """A sentence on quality by the name of a candidate's level, from records below a folder of results."""
+
+
+@cache
+def extensions() -> tuple[Extension, ...]:
+    """Return the extensions that are installed, by the name of their entry points."""
+    return tuple(point.load() for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name))
+
+
+def harness() -> Extension:
+    """Return the extension that knows scenarios and records.
+
+    Raises:
+        ConfigError: none is installed.
+    """
+    for extension in extensions():
+        return extension
+    raise ConfigError("scenario", ["no package that reads scenarios is installed; install hybridtrain whole"])

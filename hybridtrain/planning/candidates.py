@@ -1,0 +1,224 @@
+"""What a search for a stack chooses from: how exact numbers are, times where things live, times how much goes together.
+
+Gentler numbers come first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hybridtrain.models.model_config import ModelConfig, Workload
+from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optimizations.activation_offload import ActivationOffload
+from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
+from hybridtrain.optimizations.chunked_loss import ChunkedLoss
+from hybridtrain.optimizations.fused_update import FusedUpdate
+from hybridtrain.optimizations.grad_accumulation import GradAccumulation
+from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
+from hybridtrain.optimizations.int8_optimizer import Int8Optimizer
+from hybridtrain.optimizations.int8_weights import Int8Weights
+from hybridtrain.optimizations.mixed_precision import MixedPrecision
+from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
+from hybridtrain.optimizations.weight_streaming import WeightStreaming
+from hybridtrain.optimizations.zero import Zero
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run_ranks
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.links import World
+
+_VISIT_TOKENS = 16384
+"""Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How exact weights and optimizer state are: one level of the search."""
+
+    name: str
+    says: str
+    optimizations: tuple[Optimization, ...]
+    weight_bytes: float
+    """Per parameter, as streamed."""
+    state_bytes: float
+    """Master and moments, per parameter."""
+    accumulator: Literal["float32", "bfloat16"] = "bfloat16"
+    """Element type in which gradients wait."""
+    optimizer: str = "adamw"
+    """``kind``."""
+
+    @property
+    def master_bytes(self) -> int:
+        """Per parameter: what split16 keeps beside the weight."""
+        return 2 if any(isinstance(o, MixedPrecision) and o.master == "split16" for o in self.optimizations) else 0
+
+    @property
+    def grad_bytes(self) -> int:
+        """Per parameter."""
+        return 4 if self.accumulator == "float32" else 2
+
+
+LEVELS = (
+    Numerics(
+        "exact", "exact fp32 master weights, fp32 moments", (MixedPrecision(master="split16"),), 2, 10, "float32"
+    ),
+    Numerics(
+        "int8-state", "exact fp32 master weights, 8-bit moments",
+        (MixedPrecision(master="split16"), Int8Optimizer()), 2, 4.05, "float32",
+    ),
+    Numerics(
+        "bf16", "bf16 weights with stochastic rounding, bf16 moments",
+        (MixedPrecision(master="absent"), Bf16Optimizer()), 2, 4,
+    ),
+    Numerics(
+        "bf16-int8-state", "bf16 weights with stochastic rounding, 8-bit moments",
+        (MixedPrecision(master="absent"), Int8Optimizer()), 2, 2.05,
+    ),
+    Numerics(
+        "bf16-factored", "bf16 weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"),), 2, 0.02, optimizer="adafactor",
+    ),
+    Numerics(
+        "int8-factored", "8-bit weights with stochastic rounding, factored state",
+        (MixedPrecision(master="absent"), Int8Weights()), 1.02, 0.02, optimizer="adafactor",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where things live, and in which order micro-batches pass: one shape of the search."""
+
+    name: str
+    streams: bool = False
+    offloads_state: bool = False
+    fuses: bool = False
+    """Vertical, gradients never stored, boundaries on the host."""
+    on_disk: tuple[Literal["weights", "state", "boundaries"], ...] = ()
+    """What of that lies on disk in place of the host."""
+    zero_stage: int = 0
+    """What is cut among several cards."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether weights are cut among cards."""
+        return self.zero_stage == 3
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything is on the card."""
+        return not self.streams and not self.offloads_state
+
+    def optimizations(
+        self, level: Numerics, num_micro_batches: int, keep_last: int, resident_layers: int = 0
+    ) -> tuple[Optimization, ...]:
+        """Return the whole stack for a number of micro-batches."""
+        stack: list[Optimization] = [
+            *level.optimizations,
+            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last),
+            ChunkedLoss(loss_chunk_tokens=2048),
+            GradAccumulation(
+                grad_accum_steps=num_micro_batches,
+                schedule="vertical" if self.fuses else "horizontal",
+                accumulator=level.accumulator,
+            ),
+        ]
+        if self.streams:
+            stack.append(WeightStreaming(resident_layers=resident_layers, tier=self._tier("weights")))
+        if self.offloads_state:
+            stack.append(OptimizerOffload(offload_grads=not self.fuses, tier=self._tier("state")))
+        if self.fuses:
+            stack += [FusedUpdate(), ActivationOffload(tier=self._tier("boundaries"))]
+        if self.zero_stage:
+            stack.append(Zero(stage=self.zero_stage))
+        return tuple(stack)
+
+    def _tier(self, name: Literal["weights", "state", "boundaries"]) -> Literal["host", "disk"]:
+        return "disk" if name in self.on_disk else "host"
+
+
+ARRANGEMENTS = (
+    Arrangement("all on the card"),
+    Arrangement("optimizer state on the host", offloads_state=True),
+    Arrangement("weights and state on the host", streams=True, offloads_state=True),
+    Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
+)
+CUT_ARRANGEMENTS = (
+    Arrangement("all on the cards, gradients and state cut", zero_stage=2),
+    Arrangement("gradients and state cut, on the host", offloads_state=True, zero_stage=2),
+    Arrangement("weights, gradients and state cut, on the host", streams=True, offloads_state=True, zero_stage=3),
+)
+"""Of several cards. Those above without a fused update give each card a copy of everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One stack that fits, with its estimate."""
+
+    level: Numerics
+    arrangement: Arrangement
+    micro_batch_size: int
+    num_micro_batches: int
+    """On each card."""
+    keep_last: int
+    world: int = 1
+    """Cards."""
+    resident_layers: int = 0
+    kept_bytes: float = 0.0
+    """Of the card, that one more kept block takes."""
+    tokens_per_s: float = 0.0
+    """Estimated, from short runs."""
+
+    def optimizations(self) -> tuple[Optimization, ...]:
+        """Return the stack."""
+        count = self.num_micro_batches * self.world
+        return self.arrangement.optimizations(self.level, count, self.keep_last, self.resident_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be trained, on what."""
+
+    model: ModelConfig
+    card: Card
+    host: Host
+    seq_len: int
+    num_sequences: int
+    """Per optimizer step, of all cards."""
+    world: World = field(default_factory=World)
+    """How many cards, and what joins them."""
+
+    def __post_init__(self) -> None:
+        if self.num_sequences % self.world.size:
+            raise ValueError(
+                f"num_sequences: {self.num_sequences} must be a multiple of {self.world.size} cards; "
+                "each gets as many of a step"
+            )
+
+    @property
+    def rank_host(self) -> Host:
+        """What one card has of the machine around it."""
+        return self.host.shared(self.world.local_size)
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of a step on each card."""
+        return self.num_sequences // self.world.size
+
+    def run(self, candidate: Candidate) -> DryRun:
+        """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
+        workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
+        config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
+        plan = compose(candidate.optimizations())
+        runs = dry_run_ranks(self.model, plan, self.card, workload, host=self.host, config=config, world=self.world)
+        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
+
+
+def sizes(question: Question) -> Iterator[int]:
+    """Yield micro-batch sizes from the largest down: powers of two that divide the step's sequences."""
+    largest = max(1, _VISIT_TOKENS // question.seq_len)
+    size = 1 << (largest.bit_length() - 1)
+    while size:
+        if question.rank_sequences % size == 0:
+            yield size
+        size //= 2

@@ -1,0 +1,375 @@
+"""Every way to train a model on a card, or on several: which fit, which do not by how much, how fast each is.
+
+For each kind of numbers, arithmetic says where things may live, how many sequences may go together, and which of that
+is the fastest; short runs of the best (``short_run``) say how fast they are, and how many blocks may keep their
+activations. Nothing is run with every block unless that is asked for (``confirmed``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Literal
+
+from hybridtrain.models.model_config import block_params
+from hybridtrain.optimizations.lora import Lora
+from hybridtrain.optimizations.mixed_precision import MixedPrecision
+from hybridtrain.optimizations.nf4_weights import Nf4Weights
+from hybridtrain.planning.candidates import (
+    ARRANGEMENTS,
+    CUT_ARRANGEMENTS,
+    LEVELS,
+    Arrangement,
+    Candidate,
+    Numerics,
+    Question,
+    sizes,
+)
+from hybridtrain.planning.dry_runs import DryRun
+from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
+from hybridtrain.virtual_gpu.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.links import Collective
+from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.reserved_range import reserved_range
+from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
+
+Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+_MOST_SHORT_RUNS = 3
+"""Of one kind of numbers."""
+_WORTH_TRYING = 1.05
+"""Arithmetic may be wrong by so much: another way is run too if it is no slower than the fastest run by that."""
+_AS_FAST = 0.95
+"""Share of the fastest way's speed from which on another is no slower as far as short runs tell."""
+_RANKED_ROOM = 0.9
+"""Of what may be filled, as far as arithmetic is trusted while it ranks."""
+
+_CONFIRMED_MICRO_BATCHES = 2
+"""Of a step's, at most, in a run of every block: the second meets the gradients of the first, as all others do. Of
+several cards one more, for the last sums over them."""
+
+_ADAPTERS: dict[Method, Numerics] = {
+    "lora": Numerics(
+        "lora", "adapters of rank 16 beside every matrix, frozen bf16 weights", (Lora(), MixedPrecision()), 2, 0,
+        "float32",
+    ),
+    "qlora": Numerics(
+        "qlora", "adapters of rank 16 beside every matrix, frozen weights in 4 bits (NF4)",
+        (Lora(), Nf4Weights(), MixedPrecision()), 0.52, 0, "float32",
+    ),
+}  # fmt: skip
+_ADAPTER_ARRANGEMENTS = (ARRANGEMENTS[0], Arrangement("weights on the host", streams=True))
+_DISK_ARRANGEMENTS = (
+    Arrangement("state on disk", streams=True, offloads_state=True, on_disk=("state",)),
+    Arrangement("state on disk, update fused", streams=True, offloads_state=True, fuses=True, on_disk=("state",)),
+    Arrangement(
+        "state and block inputs on disk, update fused", streams=True, offloads_state=True, fuses=True,
+        on_disk=("state", "boundaries"),
+    ),
+    Arrangement(
+        "everything on disk, update fused", streams=True, offloads_state=True, fuses=True,
+        on_disk=("weights", "state", "boundaries"),
+    ),
+)  # fmt: skip
+"""Tried where host memory has no room for any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One kind of numbers at its fastest, or at its smallest where it does not fit.
+
+    Bytes and times are ``estimated`` from short runs, or bytes by ``arithmetic`` alone where ``tokens_per_s`` is None.
+    """
+
+    method: Method
+    candidate: Candidate
+    device_bytes: float
+    """At most, CUDA context included."""
+    host_bytes: float
+    """Of each card, as ``disk_bytes``."""
+    fits: bool
+    tokens_per_s: float | None = None
+    """None: it does not fit, and was not run."""
+    bound: Bound | None = None
+    run: DryRun | None = None
+    """The same way, every block; of many micro-batches the first."""
+    micro_batches_run: int = 0
+    """Of ``run``."""
+    disk_bytes: float = 0.0
+    margin_bytes: int = 0
+    """Left free beside ``device_bytes``: by how much reserved bytes move when the run is not quite the planned one."""
+
+    @property
+    def name(self) -> str:
+        """Of the numbers: ``exact``, ``lora``."""
+        return self.candidate.level.name
+
+    @property
+    def evidence(self) -> str:
+        """How its bytes were found."""
+        if self.run is not None:
+            few, count = self.micro_batches_run, self.candidate.num_micro_batches
+            return "planned" if few == count else f"planned, {few} of {count} micro-batches"
+        return "arithmetic" if self.tokens_per_s is None else "estimated"
+
+    def hours(self, tokens: int) -> float | None:
+        """Return the hours that so many tokens take."""
+        return None if self.tokens_per_s is None else tokens / self.tokens_per_s / 3600
+
+
+def fit(
+    question: Question,
+    *,
+    methods: Sequence[Method] = METHODS,
+    free_share: float = MARGIN_SHARE,
+    on_try: Callable[[str], None] = lambda _text: None,
+    is_exhaustive: bool = False,
+) -> tuple[Way, ...]:
+    """Return a way for each kind of numbers: those that fit, the fastest first, then the others, the smallest first.
+
+    Args:
+        question: What is to be trained, on what.
+        methods: full: all parameters, at each level of ``candidates.LEVELS``; lora, qlora: adapters.
+        free_share: Of the card's bytes that stay free; the margin of every answer unless another is asked for.
+        on_try: Told what is run next.
+        is_exhaustive: Make a short run of everything that fits by arithmetic, not of the best by it alone.
+    """
+    capacity = (1 - free_share) * question.card.memory_bytes
+    search = _Search(ShortRuns(question), capacity, on_try, is_exhaustive)
+    ways = [search.way(method, level) for method in methods for level in _levels(method)]
+    return in_order(ways)
+
+
+def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """Return those that fit, the fastest first, then the others, the smallest first."""
+    return tuple(sorted(ways, key=lambda way: (not way.fits, -(way.tokens_per_s or 0.0), way.device_bytes)))
+
+
+def recommended(ways: Sequence[Way]) -> Way | None:
+    """Return the way that was run whole, else the most exact numbers that are as fast as the fastest; None: none fits.
+
+    As fast is within 5 %. Between full training and adapters speed alone decides.
+    """
+    fitting = [way for way in ways if way.fits]
+    if not fitting:
+        return None
+    whole = [way for way in fitting if way.run is not None]
+    if whole:
+        return max(whole, key=_speed)
+    fastest = max(fitting, key=_speed)
+    alike = [way for way in fitting if way.method == fastest.method and _speed(way) >= _AS_FAST * _speed(fastest)]
+    return min(alike, key=lambda way: _levels(way.method).index(way.candidate.level))
+
+
+def _speed(way: Way) -> float:
+    return way.tokens_per_s or 0.0
+
+
+def confirmed(question: Question, way: Way, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False) -> Way:
+    """Return a way run dry with every block, and with fewer kept ones where the short run promised too many.
+
+    Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card
+    and host are arithmetic: tokens, and where all pass a block together its inputs. What can move reserved bytes is
+    left free too if ``leaves_margin``.
+    """
+    capacity, machine = (1 - free_share) * question.card.memory_bytes, question.rank_host
+    candidate = way.candidate
+    fuses, count = candidate.arrangement.fuses, candidate.num_micro_batches
+    few = min(count, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
+    while True:
+        run = question.run(replace(candidate, num_micro_batches=few))
+        all_of_them = arithmetic(question, question.model, candidate)
+        those_run = arithmetic(question, question.model, replace(candidate, num_micro_batches=few))
+        batches = (count - few) * batch_bytes(question, candidate)
+        device = run.device_used_bytes + batches + all_of_them.card - those_run.card
+        margin = _margin_bytes(run) if leaves_margin else 0
+        host = run.host_peak_bytes + all_of_them.host - those_run.host
+        fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
+        fits = run.fits and device + margin <= capacity and fits_host
+        if fits or not candidate.keep_last:
+            seconds = run.time.seconds + (count - few) * (
+                run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
+            )
+            return replace(
+                way, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
+                tokens_per_s=question.num_sequences * question.seq_len / seconds, bound=run.bound, run=run, fits=fits,
+                micro_batches_run=few, margin_bytes=margin,
+            )  # fmt: skip
+        fewer = ceil((device + margin - capacity) / max(1.0, candidate.kept_bytes)) if device + margin > capacity else 1
+        candidate = replace(candidate, keep_last=max(0, candidate.keep_last - max(1, fewer)))
+
+
+def _margin_bytes(run: DryRun) -> int:
+    workspace = run.card.cublas_workspace_bytes
+    found = reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False)
+    return found.margin_bytes
+
+
+def _levels(method: Method) -> tuple[Numerics, ...]:
+    return LEVELS if method == "full" else (_ADAPTERS[method],)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rough:
+    """Seconds of a step by arithmetic."""
+
+    compute: float
+    copies: float
+    """Of the lane that has most to do: bus in, bus out, drive."""
+    update: float
+    is_fused: bool
+    """The update passes beside the copies, not after them."""
+
+    def seconds(self, factor: float) -> float:
+        """Return all of it, with a factor for what arithmetic leaves out of a pass, as a short run tells it."""
+        compute = factor * self.compute
+        return max(compute + self.update, self.copies) if self.is_fused else max(compute, self.copies) + self.update
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    runs: ShortRuns
+    capacity: float
+    on_try: Callable[[str], None]
+    is_exhaustive: bool
+
+    def way(self, method: Method, level: Numerics) -> Way:
+        """Return the fastest way of one kind of numbers, or its smallest."""
+        question = self.runs.question
+        tiers = _tiers(question, level)
+        for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
+            found = self._found(method, level, arrangements)
+            if found:
+                return max(found, key=lambda way: way.tokens_per_s or 0.0)
+        return _smallest(question, method, level, tiers, self.capacity)
+
+    def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> list[Way]:
+        question, found = self.runs.question, list[Way]()
+        waiting = list(_ranked(question, level, arrangements, self.capacity, skips=not self.is_exhaustive))
+        factor, fastest, most = 1.0, inf, len(waiting) if self.is_exhaustive else _MOST_SHORT_RUNS
+        for _ in range(min(most, len(waiting))):
+            rough, candidate = waiting.pop(min(range(len(waiting)), key=lambda i: waiting[i][0].seconds(factor)))
+            if rough.seconds(factor) > _WORTH_TRYING * fastest and not self.is_exhaustive:
+                break
+            self.on_try(
+                f"{level.name}, {candidate.arrangement.name}: {candidate.micro_batch_size} x {question.seq_len}"
+            )
+            short = self.runs.of(candidate)
+            factor = short.computing(candidate.keep_last) / rough.compute
+            kept = short.most_kept(self.capacity)
+            if kept is None:
+                continue
+            fastest = min(fastest, short.seconds(kept))
+            speed = question.num_sequences * question.seq_len / short.seconds(kept)
+            more = short.device_bytes(1) - short.device_bytes(0)
+            chosen = replace(candidate, keep_last=kept, kept_bytes=more, tokens_per_s=speed)
+            way = Way(
+                method=method, candidate=chosen, device_bytes=short.device_bytes(kept),
+                host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(question, question.model, chosen).disk,
+                fits=True, bound=short.bound(kept), tokens_per_s=speed,
+            )  # fmt: skip
+            found.append(way)
+        return found
+
+
+def _tiers(question: Question, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
+    """Return arrangements that are tried together, the next ones only where none of those before has room."""
+    if level.name in _ADAPTERS:
+        return (_ADAPTER_ARRANGEMENTS,)
+    if question.world.size == 1:
+        return ARRANGEMENTS, _DISK_ARRANGEMENTS
+    if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
+        return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
+    return (CUT_ARRANGEMENTS,)
+
+
+def _smallest(
+    question: Question, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
+) -> Way:
+    """Return what misses by the smallest share, by arithmetic."""
+    found = []
+    for arrangement in (arrangement for arrangements in tiers for arrangement in arrangements):
+        candidate = Candidate(
+            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=question.rank_sequences,
+            keep_last=0, world=question.world.size,
+        )  # fmt: skip
+        needs = arithmetic(question, question.model, candidate)
+        device = needs.card + question.card.context_bytes
+        short_by = max(device / capacity, needs.host / question.rank_host.tensor_bytes)
+        found.append((short_by, device, needs, candidate))
+    _, device, needs, candidate = min(found, key=lambda item: item[0])
+    return Way(
+        method=method, candidate=candidate, device_bytes=device, host_bytes=needs.host, disk_bytes=needs.disk,
+        fits=False,
+    )  # fmt: skip
+
+
+def _ranked(
+    question: Question, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
+) -> Iterator[tuple[_Rough, Candidate]]:
+    """Yield what fits by arithmetic, with its seconds by arithmetic; leave out what can be no faster if asked to."""
+    room, machine = capacity - question.card.context_bytes, question.rank_host
+    blocks, roomy = question.model.num_blocks, 0
+    for arrangement in arrangements:
+        for size in sizes(question):
+            if skips and size <= roomy and not arrangement.is_resident:
+                continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
+            candidate = Candidate(
+                level=level, arrangement=arrangement, micro_batch_size=size,
+                num_micro_batches=question.rank_sequences // size, keep_last=0, world=question.world.size,
+            )  # fmt: skip
+            none = arithmetic(question, question.model, candidate)
+            if none.card > room or none.host > machine.tensor_bytes or none.disk > machine.disk_bytes:
+                continue
+            kept = 0
+            if not arrangement.fuses:
+                every = arithmetic(question, question.model, replace(candidate, keep_last=blocks)).card
+                per_block = max(1.0, (every - none.card) / blocks)
+                kept = min(blocks, max(0, int((_RANKED_ROOM * room - none.card) / per_block)))
+            candidate = replace(candidate, keep_last=kept)
+            yield _rough(question, candidate), candidate
+            if arrangement.is_resident and kept == blocks:
+                roomy = max(roomy, size)
+
+
+def _rough(question: Question, candidate: Candidate) -> _Rough:
+    """Return a step's seconds by arithmetic, good enough to rank: matmuls, sums of gradients, the bus, the update."""
+    model, card, level, arrangement = question.model, question.card, candidate.level, candidate.arrangement
+    shares, count = efficiency_of(card), candidate.num_micro_batches
+    rows = candidate.micro_batch_size * question.seq_len
+    in_blocks = model.num_blocks * block_params(model)
+    trains = level.state_bytes > 0
+    waves = rows * model.ffn_width / 128**2 / max(card.sms, 1)
+    rate = shares.matmul * waves / (waves + shares.waves_half) * card.flops_per_second["bfloat16"]
+    recomputed = 1 - candidate.keep_last / model.num_blocks
+    passes = (3 if trains else 2) + recomputed
+    compute = count * rows * (2 * in_blocks * passes + 6 * model.vocab_size * model.width) / rate
+    bus = card.bus_bytes_per_second * shares.bus
+    visits = 1 if arrangement.fuses else count
+    weights = in_blocks * level.weight_bytes
+    bytes_in = 2 * visits * weights * arrangement.streams
+    bytes_out = drive = 0.0
+    params = model.num_params * trains
+    owned = params / (question.world.size if arrangement.zero_stage else 1)
+    update = owned * (2 * level.state_bytes + 2 * level.weight_bytes + level.grad_bytes)
+    update_seconds = update / (card.memory_bytes_per_second * shares.memory)
+    if question.world.size > 1:
+        shared = params * (level.grad_bytes + level.weight_bytes) + 2 * count * weights * arrangement.cuts_weights
+        update_seconds += question.world.seconds(Collective.ALL_GATHER, int(shared), question.world.size, card)
+    added = count * params * (2 * level.grad_bytes + level.weight_bytes)  # each micro-batch's gradients to their sum
+    compute += added / (card.memory_bytes_per_second * shares.memory)
+    if arrangement.fuses:
+        state = level.state_bytes * params
+        boundaries = 2 * count * rows * model.width * model.num_blocks
+        bytes_in += state + boundaries + 2 * weights  # the norm is found by a pass of its own
+        bytes_out += state + weights + boundaries
+        passed = {"weights": 5 * weights, "state": 2 * state, "boundaries": 4 * boundaries}
+        drive = sum(passed[name] for name in arrangement.on_disk) / question.host.disk_bytes_per_second
+        return _Rough(2 * compute, max(bytes_in / bus, bytes_out / bus, drive), update_seconds, is_fused=True)
+    if arrangement.offloads_state:
+        bytes_in += (count - 1) * level.grad_bytes * params
+        bytes_out += count * level.grad_bytes * params
+        update_seconds = max(update_seconds, (level.state_bytes + level.grad_bytes) * owned / bus)
+        if "state" in arrangement.on_disk:
+            drive = 2 * level.state_bytes * params / question.host.disk_bytes_per_second
+            update_seconds = max(update_seconds, drive)
+    return _Rough(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)

@@ -1,0 +1,186 @@
+"""What each optimization of a stack saves and costs: the stack without it beside the whole one.
+
+By dry runs for ``hybridtrain dry-run --savings``, by arithmetic for the first lines of a training run. Savings do not
+add up: two optimizations may save the same bytes, or each only beside the other.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from tabulate import tabulate
+
+from hybridtrain.config.encode import encode
+from hybridtrain.errors import HybridTrainError, PlanConflictError
+from hybridtrain.models.model_config import ModelConfig, Workload
+from hybridtrain.optim import Optimizer
+from hybridtrain.optimizations.grad_accumulation import GradAccumulation
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.plan_bytes import bytes_of
+from hybridtrain.progress import progress_bar
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import format_bytes, format_seconds, to_gib
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A stack's dry run without one of its optimizations, less the one with it; bytes above 0 are saved."""
+
+    kind: str
+    claims: str
+    """What it asks of the plan, in words."""
+    refused: str = ""
+    """Why there is no dry run without it; the figures are None then."""
+    device_bytes: int | None = None
+    """Of the card: reserved, as ``device_used_bytes``."""
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    fits_without: bool | None = None
+    step_time_without_s: float | None = None
+    tokens_per_s_without: float | None = None
+
+
+def planned_savings(
+    stack: Sequence[Optimization],
+    whole: DryRun,
+    *,
+    model: ModelConfig,
+    workload: Workload,
+    config: TrainerConfig,
+    allocator: AllocatorConfig | None = None,
+    progress: bool = False,
+) -> tuple[Saving, ...]:
+    """Run a stack dry without each of its optimizations, on the same tokens per step.
+
+    Args:
+        stack: All of it, accumulation as it was run.
+        whole: Its dry run.
+        model: Its shape.
+        workload: One micro-batch. Without accumulation a step is one micro-batch of as many tokens.
+        config: Optimizer and schedule.
+        allocator: As in ``whole``.
+        progress: Show a bar.
+    """
+
+    def saving(item: Optimization) -> Saving:
+        kind, claims = item.kind, claims_of(item)
+        rest = without(stack, item)
+        size = workload.micro_batch_size * (item.grad_accum_steps if isinstance(item, GradAccumulation) else 1)
+        work = Workload(micro_batch_size=size, seq_len=workload.seq_len)
+        try:
+            run = dry_run(
+                model, compose(rest), whole.card, work, host=whole.host, config=config, allocator=allocator
+            )  # fmt: skip
+        except HybridTrainError as error:
+            return Saving(kind=kind, claims=claims, refused=_why(rest, error))
+        return Saving(
+            kind=kind, claims=claims,
+            device_bytes=run.device_used_bytes - whole.device_used_bytes,
+            host_bytes=run.host_peak_bytes - whole.host_peak_bytes,
+            disk_bytes=run.disk_peak_bytes - whole.disk_peak_bytes,
+            fits_without=run.fits, step_time_without_s=run.time.seconds, tokens_per_s_without=run.tokens_per_s,
+        )  # fmt: skip
+
+    return tuple(map(saving, progress_bar(list(stack), shown=progress, unit="run", desc="dry runs without each")))
+
+
+def savings_table(savings: Sequence[Saving], whole: DryRun) -> str:
+    """Return the table of ``planned_savings``, and what each claims."""
+    rows = []
+    for found in savings:
+        if found.device_bytes is None or found.host_bytes is None or found.step_time_without_s is None:
+            rows.append([found.kind, "-", "-", "-", "-", found.refused])
+            continue
+        rows.append(
+            [
+                found.kind, f"{to_gib(found.device_bytes):+.2f}", f"{to_gib(found.host_bytes):+.2f}",
+                format_seconds(found.step_time_without_s), f"{found.tokens_per_s_without:,.0f}",
+                "" if found.fits_without else "does not fit",
+            ]
+        )  # fmt: skip
+    headers = ["without", "device GiB saved by it", "host GiB", "step", "tokens/s", ""]
+    rows.append(["(all there)", "", "", format_seconds(whole.time.seconds), f"{whole.tokens_per_s:,.0f}", ""])
+    claims = "\n".join(f"  {found.kind}: {found.claims}" for found in savings)
+    return (
+        f"{tabulate(rows, headers=headers, tablefmt='simple', disable_numparse=True)}\n\nSame tokens a step; bytes are "
+        f"planned, times estimated; savings do not add up. What each asks for:\n{claims}"
+    )
+
+
+def arithmetic_savings(
+    stack: Sequence[Optimization], model: ModelConfig, workload: Workload, optimizer: Optimizer
+) -> Iterator[tuple[str, str, float | None]]:
+    """Yield kind, settings, and bytes of the card that each optimization saves, by arithmetic; None: unknown.
+
+    ``workload`` is one micro-batch. Microseconds: no dry run.
+    """
+    whole = bytes_of(model, compose(stack), workload, optimizer).card
+    for item in stack:
+        steps = item.grad_accum_steps if isinstance(item, GradAccumulation) else 1
+        work = Workload(micro_batch_size=workload.micro_batch_size * steps, seq_len=workload.seq_len)
+        saved = None
+        with suppress(PlanConflictError):
+            saved = bytes_of(model, compose(without(stack, item)), work, optimizer).card - whole
+        yield item.kind, settings_of(item), saved
+
+
+def arithmetic_line(kind: str, settings: str, saved: float | None) -> str:
+    """Return what a training run says of an optimization."""
+    if saved is None:
+        told = "others in the stack need it"
+    elif abs(saved) < 1:
+        told = "no bytes of the card by arithmetic"
+    else:
+        told = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))} of the card (arithmetic)"
+    return f"{kind}{f' ({settings})' if settings else ''}: {told}"
+
+
+def without(stack: Sequence[Optimization], item: Optimization) -> tuple[Optimization, ...]:
+    """Return a stack less one of its optimizations."""
+    return tuple(other for other in stack if other is not item)
+
+
+def claims_of(item: Optimization) -> str:
+    """Return what an optimization asks of the plan where that is not what plain training has."""
+    told: dict[str, list[str]] = {}
+    for claim in item.claims():
+        if claim.value != SETTINGS[claim.path].default or claim.path == "master.codec":
+            told.setdefault(f"{claim.path} {claim.value}", []).append("" if claim.phase is None else claim.phase.value)
+    return ", ".join(f"{what} ({'/'.join(phases)})" if all(phases) else what for what, phases in told.items())
+
+
+def settings_of(item: Optimization) -> str:
+    """Return the settings of an optimization in a line."""
+    content = encode(item)
+    values: Mapping[str, object] = content if isinstance(content, Mapping) else {}
+    return ", ".join(
+        f"{name} {_word(value)}"
+        for name, value in values.items()
+        if name not in {"kind", "active_phases"} and value is not None
+    )
+
+
+def _word(value: object) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _why(rest: Sequence[Optimization], error: HybridTrainError) -> str:
+    """Return which other optimization cannot do without the one that is missing, or what else is wrong."""
+    needing = [item.kind for item in rest if _composed(without(rest, item)) is not None]
+    if isinstance(error, PlanConflictError) and needing:
+        return f"needed by {' or '.join(needing)}"
+    return str(error).splitlines()[-1].strip()
+
+
+def _composed(stack: Sequence[Optimization]) -> MemoryPlan | None:
+    with suppress(PlanConflictError):
+        return compose(stack)
+    return None
+
+
+def as_mapping(savings: Sequence[Saving]) -> list[dict[str, object]]:
+    """Return plain figures."""
+    return [asdict(found) | {"refused": found.refused or None} for found in savings]

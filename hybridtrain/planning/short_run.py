@@ -1,0 +1,313 @@
+"""A way to train, judged by short runs: forward and backward passes of three blocks, and the update of two.
+
+The middle block stands for every recomputed one that is left out, the last one for every kept one, the last micro-batch
+for those that follow. What a block waits for is counted to it, so that a bus that cannot keep up is in its share. Bytes
+of what is left out are arithmetic's. All figures are ``estimated``; a whole dry run says how far off they are.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.engine.step_visit import upload_batch
+from hybridtrain.memory.group import VirtualGroup
+from hybridtrain.memory.transfer import VirtualTransfer
+from hybridtrain.models.model_config import ModelConfig, Workload, block_params
+from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optim.adafactor import Adafactor
+from hybridtrain.plan.compose import compose
+from hybridtrain.plan.placement import Placement
+from hybridtrain.planning.candidates import Arrangement, Candidate, Numerics, Question
+from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
+from hybridtrain.planning.plan_bytes import Bytes, bytes_of
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.replay import replay_trace
+from hybridtrain.virtual_gpu.roofline import Bound, TimedOp, estimate_step
+
+_BLOCKS = 3
+"""Two recomputed ones, and one that keeps its activations."""
+_MICRO_BATCHES = {False: 2, True: 4}
+"""At most run, by whether a block is visited by all of them at once."""
+_SUMMED_MICRO_BATCHES = 3
+"""Of several cards, which sum their gradients in the last."""
+_NO_TOKENS = Workload(micro_batch_size=1, seq_len=8)
+_FEW_WORDS = 64
+_UPDATED_BLOCKS = 2
+"""The one updated last is measured: weights of the other are written back beside it."""
+_MANY_PARAMS = 2**29
+"""Of a block that is updated with a narrower feed-forward part: a parameter takes as long, within 1.1 % at 50B."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Seconds of one micro-batch: everything but blocks, and one block of each kind."""
+
+    rest: float
+    recomputed: float
+    kept: float
+
+    def of(self, num_recomputed: int, num_kept: int) -> float:
+        """Return the seconds with so many blocks."""
+        return self.rest + num_recomputed * self.recomputed + num_kept * self.kept
+
+
+class _Passes:
+    """Forward and backward passes of a few micro-batches through a few blocks, without an update.
+
+    Args:
+        question: What is to be trained.
+        candidate: With as many micro-batches as are run; one block is kept, where any may be.
+    """
+
+    def __init__(self, question: Question, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.model = replace(question.model, num_blocks=min(_BLOCKS, question.model.num_blocks))
+        plan = compose(candidate.optimizations())
+        size, length, count = candidate.micro_batch_size, question.seq_len, candidate.num_micro_batches
+        empty = np.zeros((size, length), dtype=np.int64)
+        batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
+        transfer, ledger = VirtualTransfer(), StorageLedger()
+        with lean_meta_rules(), ledger:
+            config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
+            trainer = Trainer(self.model, plan, config, transfer, ledger, group=group_of(question))
+            ledger.begin_step()
+            with ledger.region(Stage.LOAD, ""):
+                batches = [upload_batch(batch, transfer) for _ in range(count)]
+            grads = trainer.executor.grads
+            trainer.executor.forward_backward(
+                batches, seed=0, on_block_done=(lambda unit: grads.discard(unit.name)) if self._fuses else None
+            )
+        trace, card = ledger.trace(), question.card
+        replay = replay_trace(trace, workspace_bytes=card.cublas_workspace_bytes)
+        self.device_bytes = replay.steps[-1].reserved_bytes + card.context_bytes
+        self.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
+        time = estimate_step(
+            on_links(trace.step_ops(0), card, question.world, is_pipeline=False), card,
+            upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=question.rank_host,
+        )  # fmt: skip
+        self.by_bound = time.seconds_by_bound
+        self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
+
+    @property
+    def _fuses(self) -> bool:
+        return self.candidate.arrangement.fuses
+
+    def _by_unit(self, ops: Sequence[TimedOp]) -> list[defaultdict[str, float]]:
+        """Return the seconds of each unit, by micro-batch where they pass one by one."""
+        parts: list[defaultdict[str, float]] = [defaultdict(float)]
+        clock, has_returned = 0.0, False
+        for timed in (timed for timed in ops if timed.op.lane is Lane.COMPUTE):
+            op, end = timed.op, timed.start_s + timed.duration_s
+            if op.stage is Stage.FORWARD and op.unit == "embedding" and has_returned and not self._fuses:
+                parts.append(defaultdict(float))
+            has_returned = op.stage is Stage.BACKWARD
+            parts[-1][op.unit] += end - clock
+            clock = end
+        return parts
+
+    def _shared(self, seconds: defaultdict[str, float]) -> _Shares:
+        depth = self.model.num_blocks
+        middle, last = f"block.{max(0, depth - 2)}", f"block.{depth - 1}"
+        rest = sum(value for unit, value in seconds.items() if not unit.startswith("block."))
+        return _Shares(rest, seconds[middle], seconds[middle if self._fuses else last])
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The update of one block."""
+
+    seconds_per_param: float
+    bound: Bound
+
+
+class ShortRuns:
+    """Short runs, each made once.
+
+    Args:
+        question: What is to be trained.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._passes: dict[tuple[object, ...], _Passes] = {}
+        self._updates: dict[tuple[object, ...], _Update] = {}
+
+    def of(self, candidate: Candidate) -> "ShortRun":
+        """Return what short runs say of a candidate; how many blocks it keeps does not matter."""
+        level, arrangement = candidate.level, candidate.arrangement
+        most = _MICRO_BATCHES[arrangement.fuses] if candidate.world == 1 else _SUMMED_MICRO_BATCHES
+        few = min(candidate.num_micro_batches, most)
+        key = (arrangement, candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level))
+        if key not in self._passes:
+            short = replace(candidate, num_micro_batches=few, keep_last=int(not arrangement.fuses), resident_layers=0)
+            self._passes[key] = _Passes(self.question, short)
+        if (level, arrangement) not in self._updates:
+            self._updates[level, arrangement] = self._update(level, arrangement)
+        return ShortRun(self.question, candidate, self._passes[key], self._updates[level, arrangement])
+
+    def _update(self, level: Numerics, arrangement: Arrangement) -> _Update:
+        if _is_frozen(level):
+            return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
+        model = replace(self.question.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
+        if block_params(model) > _MANY_PARAMS:
+            model = replace(model, ffn_width=min(model.ffn_width, model.width))
+        candidate = Candidate(
+            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0,
+            world=self.question.world.size,
+        )  # fmt: skip
+        empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
+        batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
+        config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
+        plan, group = compose(candidate.optimizations()), group_of(self.question)
+        trace = record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
+        card, world = self.question.card, self.question.world
+        time = estimate_step(
+            on_links(trace.step_ops(1), card, world, is_pipeline=False), card, upload_bytes=0,
+            first=trace.steps[1].op, host=self.question.rank_host,
+        )  # fmt: skip
+        clock = seconds = 0.0
+        measured = f"block.{0 if arrangement.fuses else _UPDATED_BLOCKS - 1}"
+        for timed in (timed for timed in time.ops if timed.op.lane is Lane.COMPUTE):
+            end = timed.start_s + timed.duration_s
+            seconds += end - clock if timed.op.stage is Stage.UPDATE and timed.op.unit == measured else 0.0
+            clock = end
+        by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bound.COMPUTE, Bound.MEMORY}}
+        return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
+
+
+def group_of(question: Question) -> VirtualGroup | None:
+    """Return the first of several ranks; None: there is one card."""
+    return VirtualGroup(0, question.world.size) if question.world.size > 1 else None
+
+
+def _is_frozen(level: Numerics) -> bool:
+    return level.state_bytes == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """What short runs say of one candidate."""
+
+    question: Question
+    candidate: Candidate
+    passes: _Passes
+    update: _Update
+
+    def seconds(self, kept: int) -> float:
+        """Return the seconds of a whole step."""
+        return self._passing(kept) + self._updating
+
+    def bound(self, kept: int) -> Bound:
+        """Return what most of a step's time goes to."""
+        passing = self._passing(kept)
+        share = passing / sum(self.passes.by_bound.values())
+        parts = defaultdict[Bound, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
+        parts[self.update.bound] += self._updating
+        return max(parts, key=lambda bound: parts[bound])
+
+    def computing(self, kept: int) -> float:
+        """Return the seconds of a step in which the card computes or moves its own memory, update apart."""
+        by_bound = self.passes.by_bound
+        busy = sum(by_bound.get(bound, 0.0) for bound in (Bound.COMPUTE, Bound.MEMORY))
+        return self._passing(kept) * busy / sum(by_bound.values())
+
+    def _passing(self, kept: int) -> float:
+        count, few = self.candidate.num_micro_batches, self.passes.candidate.num_micro_batches
+        parts = [share.of(self.question.model.num_blocks - kept, kept) for share in self.passes.shares]
+        if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
+            return 2 * parts[0] * count / few
+        return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
+
+    @property
+    def _updating(self) -> float:
+        return self.update.seconds_per_param * self.question.model.num_params
+
+    def device_bytes(self, kept: int) -> float:
+        """Return what the card holds at most, context included."""
+        return self.passes.device_bytes + self._difference(kept)[0]
+
+    def host_bytes(self, kept: int) -> float:
+        """Return what host memory holds at most."""
+        return self.passes.host_bytes + self._difference(kept)[1]
+
+    def most_kept(self, capacity_bytes: float) -> int | None:
+        """Return how many blocks may keep their activations on a card; None where not even none do."""
+        if self.device_bytes(0) > capacity_bytes or self.host_bytes(0) > self.question.rank_host.tensor_bytes:
+            return None
+        if self.candidate.arrangement.fuses:
+            return 0
+        low, high = 0, self.question.model.num_blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.device_bytes(middle) <= capacity_bytes else (low, middle - 1)
+        return low
+
+    def _difference(self, kept: int) -> tuple[float, float]:
+        """Return by how much the whole model takes more than the passes of the short one, on card and host."""
+        whole = arithmetic(self.question, self.question.model, replace(self.candidate, keep_last=kept))
+        short = arithmetic(self.question, self.passes.model, self.passes.candidate, has_state=False)
+        return whole.card - short.card, whole.host - short.host
+
+
+def arithmetic(question: Question, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> Bytes:
+    """Return what a candidate takes by arithmetic; without moments if no update has been run."""
+    return _arithmetic(question.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
+
+
+@lru_cache(maxsize=4096)
+def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
+    plan = compose(candidate.optimizations())
+    workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=seq_len)
+    optimizer = OPTIMIZERS[candidate.level.optimizer]() if has_state else Adafactor()
+    return _cut(bytes_of(model, plan, workload, optimizer), model, candidate, has_state)
+
+
+def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
+    """Return what is left of state and weights where they are cut among cards."""
+    arrangement, level = candidate.arrangement, candidate.level
+    if not arrangement.zero_stage:
+        return whole
+    others, block = 1 - 1 / candidate.world, block_params(model)
+    card, host = whole.card, whole.host
+    state = others * model.num_params * (level.state_bytes if has_state else level.master_bytes)
+    if arrangement.offloads_state:
+        host -= state
+    else:
+        card -= state
+    if arrangement.cuts_weights:
+        host -= others * model.num_blocks * block * level.weight_bytes
+        card += block * level.weight_bytes  # gathered
+    return Bytes(card=card, host=host, disk=whole.disk)
+
+
+def batch_bytes(question: Question, candidate: Candidate) -> int:
+    """Return what tokens and targets of one micro-batch take on the card, two int64 tensors."""
+    return 2 * 8 * candidate.micro_batch_size * question.seq_len
+
+
+def _typical(candidate: Candidate, count: int) -> int:
+    """Return which of a few micro-batches stands for those that are not run: the last that sums nothing over cards."""
+    return -1 if candidate.world == 1 or count == 1 else -2
+
+
+def typical_pass_seconds(run: DryRun, candidate: Candidate) -> float:
+    """Return how long such a one of a horizontal schedule passes forward and backward, waiting included."""
+    starts, end = list[float](), 0.0
+    has_returned = True
+    for timed in (timed for timed in run.time.ops if timed.op.lane is Lane.COMPUTE):
+        if timed.op.stage is Stage.FORWARD and timed.op.unit == "embedding" and has_returned:
+            starts.append(end)
+        has_returned = timed.op.stage is Stage.BACKWARD
+        if timed.op.stage in {Stage.FORWARD, Stage.BACKWARD}:
+            end = timed.start_s + timed.duration_s
+    passes = [stop - start for start, stop in pairwise([*starts, end])]
+    return passes[_typical(candidate, len(passes))]

@@ -1,0 +1,358 @@
+"""``hybridtrain dry-run``: one configuration, its figures, and what to try when it does not fit."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridtrain.errors import HybridTrainError
+from hybridtrain.models.find_model import find_model
+from hybridtrain.models.model_config import asked_workload
+from hybridtrain.optimizations.grad_accumulation import with_accumulation
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.planning.dry_runs import DryRun, dry_run, dry_run_ranks
+from hybridtrain.planning.figures import MemoryFigures, StepPeaks, figures_of_ranks
+from hybridtrain.planning.plan_bytes import bytes_of
+from hybridtrain.planning.plan_changes import plan_changes
+from hybridtrain.planning.savings import Saving, planned_savings, savings_table
+from hybridtrain.planning.savings import as_mapping as savings_mapping
+from hybridtrain.progress import progress_bar
+from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
+from hybridtrain.reports.phase_table import phase_precision, phase_table
+from hybridtrain.stacks import StackFiles
+from hybridtrain.trainer_config import TrainerConfig
+from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
+from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
+from hybridtrain.virtual_gpu.card import FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.observer import Lane
+from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
+from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.tensor_class import TensorClass
+
+_HOLDERS_SHOWN = 5
+_LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """The answer to: does it fit, where does the memory go, how fast would it be."""
+
+    run: DryRun
+    figures: MemoryFigures
+    stack: str
+    model: str
+    fitting_stacks: tuple[str, ...] = ()
+    """Stacks that would fit and leave the margin free; only looked for when this one does not fit."""
+    are_run_dry: bool = False
+    """Whether those were run dry; else they fit by arithmetic."""
+    phases: Mapping[str, Mapping[str, str]] | None = None
+    """How exact numbers are in each phase, where phases differ."""
+    reserved: ReservedRange
+    """By how much reserved bytes move when a run is not quite this one."""
+    ranks: tuple[DryRun, ...] = ()
+    """Of several cards those that differ, by number; ``run`` is the one that holds the most."""
+    savings: tuple[Saving, ...] | None = None
+    """What each optimization saves; only where it was asked for."""
+    changes: tuple[str, ...] = ()
+    """Settings that this run does not use as asked."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs on the card, or each of the ranks on its own."""
+        return self.figures.fits
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether it fits, and leaves the card's margin free."""
+        return self.figures.verdict(self.run.card)
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return the plain figures, bytes and seconds."""
+        figures = self.figures
+        oom = figures.oom
+        return {
+            "params": figures.num_params,
+            "peak_allocated_bytes": figures.peak_allocated_bytes,
+            "peak_active_bytes": max(step.active_bytes for step in figures.steps),
+            "peak_reserved_bytes": figures.peak_reserved_bytes,
+            "reserved_range": self.reserved.as_mapping(),
+            "device_used_bytes": figures.device_used_bytes,
+            "verdict": self.verdict.value,
+            "margin_bytes": self.run.card.margin_bytes,
+            "card_note": self.run.card.source_note,
+            "host_peak_bytes": figures.host_peak_bytes,
+            "host_by_class": dict(figures.host_by_class),
+            "disk_peak_bytes": figures.disk_peak_bytes,
+            "host_needed_bytes": self.host_needed_bytes,
+            "host_memory_bytes": self._host_memory_bytes,
+            "fits_card": self.run.fits_card,
+            "fits_host": figures.fits_host,
+            "by_class": dict(figures.by_class),
+            "fits": self.fits,
+            "step_time_s": figures.step_time_s,
+            "tokens_per_s": figures.tokens_per_s,
+            "bound": figures.bound,
+            "steps": [
+                {
+                    "step": step.step, "phase": step.phase, "allocated_bytes": step.allocated_bytes,
+                    "reserved_bytes": step.reserved_bytes,
+                }
+                for step in figures.steps
+            ],
+            "oom": None
+            if oom is None
+            else {
+                "step": oom.step, "stage": oom.stage, "unit": oom.unit, "requested_bytes": oom.requested_bytes,
+                "allocated_bytes": oom.allocated_bytes, "reserved_bytes": oom.reserved_bytes,
+                "capacity_bytes": oom.capacity_bytes, "by_class": dict(oom.by_class), "by_unit": dict(oom.by_unit),
+            },
+            "fitting_stacks": None
+            if figures.fits
+            else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
+            "phases": None if self.phases is None else {phase: dict(row) for phase, row in self.phases.items()},
+            "world": self.run.world.size,
+            "link": self.run.world.link if self.ranks else None,
+            "ranks": [_rank_mapping(run) for run in self.ranks],
+            "savings": None if self.savings is None else savings_mapping(self.savings),
+            "changes": list(self.changes),
+            "evidence": {"memory": "planned", "time": "estimated"},
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        """Return the same for a reader."""
+        run, figures = self.run, self.figures
+        rows = [[name.replace("_", " "), f"{to_gib(figures.by_class[name]):.3f}"] for name in TensorClass]
+        steps = "; ".join(
+            f"step {step.step}{_phase(step, run)} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} "
+            f"{step.unit}".strip()
+            for step in figures.steps
+        )
+        title = (
+            f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, "
+            f"{figures.tokens_per_step} tokens per step\n"
+        )
+        memory = (
+            f"\nallocated {to_gib(figures.peak_allocated_bytes):.2f}, "
+            f"reserved {to_gib(figures.peak_reserved_bytes):.2f}, "
+            f"device {to_gib(figures.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
+        )
+        speed = (
+            f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
+            f"{figures.bound}-bound (estimated)"
+        )
+        table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
+        phases = [] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]
+        savings = [] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]
+        return "\n".join(
+            [
+                title,
+                table,
+                memory,
+                *filter(None, [run.card.source_note]),
+                self.reserved.as_text(),
+                self._host_line(),
+                steps,
+                speed,
+                *self._rank_lines(),
+                *phases,
+                *savings,
+                *(f"not as asked: {change}" for change in self.changes),
+                *self._answer(),
+            ]
+        )
+
+    def _rank_lines(self) -> Iterator[str]:
+        if not self.ranks:
+            return
+        told = "; ".join(
+            f"rank {run.world.rank} {to_gib(run.device_used_bytes):.2f} GiB of its card, "
+            f"{format_bytes(run.host_peak_bytes)} of host memory"
+            for run in self.ranks
+        )
+        world = self.run.world
+        network = f", {world.network} between machines" if world.size > world.cards_per_machine else ""
+        machine = format_bytes(self.run.machine_host_bytes)
+        yield (
+            f"{world.size} ranks, a card each; rank {world.rank} is the above, it holds the most: {told}; {machine} of "
+            f"host memory for tensors in a machine of {world.local_size} (planned); over {world.link}{network}, "
+            f"{format_seconds(self.figures.busy_s.get(Lane.LINK, 0.0))} of a step on the link (estimated)"
+        )
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """Host memory of the whole machine: tensors of all its ranks, and what system and process take beside them."""
+        return self.run.machine_host_bytes + round(self.run.host.reserved_gib * GIB)
+
+    @property
+    def _host_memory_bytes(self) -> int | None:
+        """What the machine is assumed to have; None: as much as it takes."""
+        memory = self.run.host.memory_gib
+        return None if memory is None else round(memory * GIB)
+
+    def _host_line(self) -> str:
+        host = self.run.host
+        there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
+        return (
+            f"needs {format_bytes(self.host_needed_bytes)} of host memory "
+            f"({format_bytes(self.run.machine_host_bytes)} for tensors, "
+            f"{host.reserved_gib:g} GiB for system and process, assumed){there}, "
+            f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
+        )
+
+    def _answer(self) -> Iterator[str]:
+        if self.fits:
+            yield self.run.card.told(self.verdict)
+            return
+        if self.figures.oom is not None:
+            yield self._oom_text()
+        host = self.run.host
+        if not self.figures.fits_host:
+            yield (
+                f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
+                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
+                f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
+                "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
+            )
+        if self.ranks:  # other stacks are tried on one card alone
+            return
+        names = ", ".join(self.fitting_stacks)
+        if self.are_run_dry:
+            yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
+        elif names:
+            yield f"stacks that fit by arithmetic, none was run dry (--suggest does that): {names}"
+        else:
+            yield f"by arithmetic no stack at hand fits (--suggest runs them dry); {_LOWER}"
+
+    def _oom_text(self) -> str:
+        oom = self.figures.oom
+        assert oom is not None, "a run that does not fit was refused something"
+        place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
+        holders = "\n".join(
+            f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]
+        )
+        classes = ", ".join(f"{name} {format_bytes(size)}" for name, size in oom.by_class.items() if size)
+        segment = segment_size(round_size(oom.requested_bytes))
+        return (
+            f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested "
+            f"(a segment of {format_bytes(segment)}), "
+            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
+            f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}"
+        )
+
+
+def plan_run(
+    files: StackFiles,
+    *,
+    model: str,
+    stack: str,
+    card: str,
+    micro_batch_size: int,
+    seq_len: int,
+    accum_steps: int | None,
+    host: Host | None = None,
+    expandable_segments: bool = False,
+    snapshot: Path | None = None,
+    trace: Path | None = None,
+    suggest: bool = False,
+    savings: bool = False,
+    world: int = 1,
+    link: str = "pcie",
+    progress: bool = False,
+) -> DryRunReport:
+    """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
+
+    Where it does not fit, the other stacks are tried: by arithmetic, which takes no time, or run dry with ``suggest``.
+    With ``savings`` the stack is run dry without each of its optimizations too.
+    """
+    shape = find_model(model)
+    chosen = files.stack(stack)
+    workload = asked_workload(micro_batch_size, seq_len)
+    allocator = AllocatorConfig(expandable_segments=expandable_segments)
+    found_card = find_card(card)
+    plan = chosen.plan(accum_steps)
+
+    runs = dry_run_ranks(
+        shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
+        record_history=snapshot is not None, world=World(size=world, link=link),
+    )  # fmt: skip
+    run = runs[0]
+    if snapshot is not None:
+        write_run_snapshot(run, snapshot, allocator)
+    if trace is not None:
+        write_run_trace(run, trace)
+    saved = None
+    if savings:
+        saved = planned_savings(
+            with_accumulation(chosen.optimizations, accum_steps), run, model=shape, workload=workload,
+            config=chosen.training(), allocator=allocator, progress=progress,
+        )  # fmt: skip
+    others = {} if run.fits or world > 1 else _other_plans(files, chosen.name, accum_steps)
+
+    def fits(name: str) -> bool:
+        other, config = others[name]
+        if suggest:
+            another = dry_run(shape, other, found_card, workload, host=run.host, config=config)
+            return another.verdict is FitVerdict.FITS
+        return bytes_of(shape, other, workload, config.optimizer).fits(found_card, run.host)
+
+    tried = progress_bar(list(others), shown=suggest and progress, unit="stack", desc="stacks run dry")
+    fitting = [name for name in tried if fits(name)]
+    return DryRunReport(
+        run=run,
+        figures=figures_of_ranks(runs, with_timeline=False),
+        stack=chosen.name,
+        model=model,
+        fitting_stacks=tuple(fitting),
+        are_run_dry=suggest,
+        reserved=reserved_range(
+            run.trace,
+            workspace_bytes=found_card.cublas_workspace_bytes,
+            config=allocator,
+            repeats=SETTLING_STEPS,
+            # A step that gives its cache back may end below what was reserved while the model was built.
+            planned_bytes=(
+                None if run.trace.cache_releases else max(step.reserved_bytes for step in run.uncapped.steps)
+            ),
+        ),
+        phases=phase_precision(plan),
+        ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
+        savings=saved,
+        changes=(
+            *plan_changes(
+                with_accumulation(chosen.optimizations, accum_steps), shape, workload, chosen.training().optimizer,
+                world=world, phases=run.phases or (Phase.FULL,),
+            ),
+            *([f"link: {link} asked, none used; one card has no other to reach"] * (world == 1 and link != "pcie")),
+        ),
+    )  # fmt: skip
+
+
+def _rank_mapping(run: DryRun) -> dict[str, object]:
+    return {
+        "rank": run.world.rank, "device_used_bytes": run.device_used_bytes,
+        "peak_allocated_bytes": run.peak.allocated_bytes, "peak_reserved_bytes": run.peak_reserved_bytes,
+        "host_peak_bytes": run.host_peak_bytes, "disk_peak_bytes": run.disk_peak_bytes,
+    }  # fmt: skip
+
+
+def _phase(step: StepPeaks, run: DryRun) -> str:
+    return f" ({step.phase})" if run.phases else ""
+
+
+def _other_plans(
+    files: StackFiles, refused: str, accum_steps: int | None
+) -> dict[str, tuple[MemoryPlan, TrainerConfig]]:
+    """Return plan and optimizer of all other stacks of one card; a faulty file is not what was asked about."""
+    plans = {}
+    for name in files.stack_names():
+        if name != refused:
+            with suppress(HybridTrainError):
+                stack = files.stack(name)
+                full = stack.plan().for_phase(Phase.FULL)
+                if not full.zero_stage and full.pipeline_stages == 1:
+                    plans[name] = stack.plan(accum_steps), stack.training()
+    return plans

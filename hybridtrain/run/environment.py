@@ -1,0 +1,94 @@
+"""Where a record was made: machine, libraries, commit."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import hybridtrain
+from hybridkernels.adamw_int8 import cpu_backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Provenance of a record. No host names, no paths."""
+
+    python: str
+    torch: str
+    system: str
+    cpu: str
+    num_cpus: int
+    int8_update: str
+    """Backend of the 8-bit update on the CPU."""
+    gpu: str
+    """Name of the CUDA card, empty without one."""
+    cuda: str
+    allocator_conf: str
+    """PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF."""
+    commit: str
+    """Of the project's checkout, empty outside of one."""
+    dirty: bool
+
+
+def read_environment() -> Environment:
+    """Return this process' environment."""
+    has_cuda = torch.cuda.is_available()
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        num_cpus=os.cpu_count() or 0,
+        int8_update=cpu_backend(),
+        gpu=torch.cuda.get_device_name() if has_cuda else "",
+        cuda=torch.version.cuda or "",
+        allocator_conf=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")),
+        commit=_git("rev-parse", "HEAD") if is_checkout() else "",
+        dirty=bool(uncommitted_files()),
+    )
+
+
+def is_checkout() -> bool:
+    """Return whether this program is files of a git repository, not packages that were installed inside of one."""
+    return bool(_git("ls-files", "hybridtrain/__init__.py"))
+
+
+def uncommitted_files() -> list[str]:
+    """Return the checkout's files outside of results/ that differ from its commit; nothing without a checkout."""
+    if not is_checkout():
+        return []
+    lines = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results").splitlines()
+    return [line.split(maxsplit=1)[-1] for line in lines]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(hybridtrain.__file__ or "").parents[1]
+    try:
+        done = subprocess.run(  # noqa: S603  fixed arguments
+            # A run that is stopped kills git, whose lock on the index would stay and keep the user from committing.
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],  # noqa: S607  from the PATH is meant
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def package_version(package: str) -> str:
+    """Return an installed package's version, empty without it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,719 @@
+"""``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
+
+import fcntl
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from hybridtrain.atomic_write import remove_partials
+from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
+from hybridtrain.data.batches import TokenBatch
+from hybridtrain.data.corpus import Corpus
+from hybridtrain.engine.ranks import require_agreement
+from hybridtrain.errors import ConfigError, DivergenceError, RankError
+from hybridtrain.hybrid.cycle import Batches, HybridStatistics, HybridTrainer
+from hybridtrain.memory.cuda_transfer import open_transfer
+from hybridtrain.memory.group import TIMEOUT_S, DirectGroup, Group, TorchGroup
+from hybridtrain.memory.transfer import Transfer
+from hybridtrain.models.adapter import adapter_coverage
+from hybridtrain.models.weight_source import WeightSource
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import compose
+from hybridtrain.planning.plan_changes import plan_changes
+from hybridtrain.planning.savings import arithmetic_line, arithmetic_savings
+from hybridtrain.progress import progress_bar
+from hybridtrain.run.precision import CastCounts, device_capability, overflow_advice, precision_advice
+from hybridtrain.run.program import program_digest
+from hybridtrain.run.run_folder import (
+    CHECKPOINTS,
+    FAULTS,
+    LOG,
+    note_environment,
+    open_source,
+    require_places,
+    sampled_digest,
+    trains_adapters,
+    versions_of,
+    write_run_files,
+)
+from hybridtrain.run.train_data import RunData, ValidationLog, open_run_data
+from hybridtrain.run.train_guard import RunGuard
+from hybridtrain.run.train_log import (
+    HybridStepLog,
+    Monitoring,
+    RunMonitor,
+    RunStatistics,
+    Say,
+    StepLog,
+    TrafficLedger,
+    hybrid_summary,
+    trim_log,
+)  # fmt: skip
+from hybridtrain.sampling import sample_text
+from hybridtrain.train_state import StateSaver, load_train_state
+from hybridtrain.train_state.generations import generations, newest_generation
+from hybridtrain.train_state.identity import settings_of
+from hybridtrain.train_state.parts import state_bytes
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
+from hybridtrain.training_file import TrainFile
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.observer import MemoryObserver
+
+_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables that torchrun, or whoever else starts ranks, gives each of them."""
+_PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
+"""Settings that say where files are, of which each rank may have its own; what is in them is compared otherwise."""
+_STOPPED = 75
+"""Exit code of a run that a signal ended, after it was saved."""
+_GRACE_S = 0.5
+"""How long a run waits for a folder's lock: a killed one leaves it to a program that it was about to start, ``git`` for
+its record say, until that has begun, which takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    steps_done: int
+    corpus: str
+    """Name of what it trained on."""
+    last: StepLog | HybridStepLog | None
+    """Line of the last true step of this call; None: the run was done already."""
+    statistics: HybridStatistics | None
+    """Of a hybrid run, from its first step on."""
+    validation: ValidationLog | None
+    """The last evaluation of this call; None: there was none."""
+    performance: RunStatistics | None
+    """Of the steps of this call; None: there were none."""
+    casts: CastCounts
+    """Of the phase steps of this call."""
+    savings: tuple[tuple[str, str, float | None], ...]
+    """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
+    stopped_by: signal.Signals | None
+    """Who ended it early, after saving; None: it came to its end."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 75 where a signal ended it: EX_TEMPFAIL, it may go on."""
+        return 0 if self.stopped_by is None else _STOPPED
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        found: dict[str, object] = {"last_step": None if self.last is None else encode(self.last)}
+        if self.validation is not None:
+            found["validation"] = encode(self.validation)
+        if self.statistics is not None:
+            found["hybrid"] = self.statistics.state_dict()
+        if told := self.casts.as_mapping():
+            found["casts"] = told
+        if self.performance is not None:
+            found["performance"] = self.performance.as_mapping()
+        found["optimizations"] = [
+            {"kind": kind, "settings": settings, "device_bytes_saved": saved, "evidence": "arithmetic"}
+            for kind, settings, saved in self.savings
+        ]
+        if self.stopped_by is not None:
+            found["stopped_by"] = self.stopped_by.name
+        return found
+
+    def as_text(self, out: Path) -> str:
+        """Return the last line for a reader."""
+        loss = "" if self.last is None or self.last.loss is None else f", loss {self.last.loss:.3f}"
+        ending = f"{self.steps_done} steps{loss}; log and saved states in {out}"
+        return (
+            ending if self.stopped_by is None else f"stopped by {self.stopped_by.name}: {ending}; go on with --resume"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a step needs."""
+
+    file: TrainFile
+    hybrid: HybridTrainer
+    data: RunData
+    ledger: TrafficLedger
+    monitor: RunMonitor
+    saver: StateSaver
+    guard: RunGuard
+    say: Say
+    savings: tuple[tuple[str, str, float | None], ...]
+    """As in the result."""
+
+    def save(self) -> None:
+        """Save what the run is now, beside its next steps."""
+        extra = self.guard.state() | self.data.state(self.next_batches)
+        self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
+
+    def load(self, allowed: Sequence[str] = ()) -> None:
+        """Be what was saved last."""
+        self.saver.forget_fault()
+        self.wait_for_ranks()
+        folder, data = self.saver.folder, self.data.settings
+        with self.ledger:
+            found = load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed)
+            now = settings_of(self.trainer, self.cycle, data)
+            self.guard.load(found.extra)
+            if now["workload.batch_size"] != found.settings["workload.batch_size"]:
+                self.guard.forget_ahead(self.trainer.steps_done)
+            self.data.load(found.extra, found.settings, now, self.next_batches, self.say)
+
+    @property
+    def next_batches(self) -> tuple[int, int]:
+        """Numbers of the next batches of training and of the probe split."""
+        return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
+
+    def load_batches(self, step: int) -> Batches:
+        """Return the micro-batches of a step, from 0."""
+        return self.data.load_batches(self.guard.batch_of(step))
+
+    def agreed(self, value: float) -> float:
+        """Return what the first rank says; clocks and signals differ between ranks."""
+        return self.trainer.group.gather_numbers([value])[0]
+
+    def is_stopped(self, stop: "_StopRequest") -> bool:
+        """Return whether a signal asked any rank to end, so that all of them do."""
+        asked = max(self.trainer.group.gather_numbers([stop.number or 0]))
+        if asked:
+            stop.number = stop.number or signal.Signals(int(asked))
+        return asked > 0
+
+    def wait_for_ranks(self) -> None:
+        """Go on when all ranks have come this far."""
+        self.agreed(0.0)
+
+    def poll_saver(self) -> None:
+        """Raise on every rank what went wrong with a save on the first one."""
+        fault: BaseException | None = None
+        try:
+            self.saver.poll()
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            fault = error
+        kind = self.agreed(0.0 if fault is None else 1.0 + isinstance(fault, DivergenceError))
+        if fault is not None:
+            raise fault
+        if kind == 2.0:
+            raise DivergenceError(
+                "rank 0: what was to be saved is no number", is_applied=True, step=self.saver.saved_step
+            )
+        if kind:
+            raise RankError("rank 0: the state could not be saved; its own message says why. Mend that, then --resume.")
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.hybrid.trainer
+
+    @property
+    def cycle(self) -> HybridTrainer | None:
+        """What is saved beside the trainer."""
+        return None if self.file.hybrid is None else self.hybrid
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the allocator counts; else the ledger does."""
+        return self.trainer.model.head.weight.is_cuda
+
+    @property
+    def counting(self) -> AbstractContextManager[object]:
+        """Within which the ledger, if it counts, sees what is done."""
+        return nullcontext() if self.on_cuda else self.ledger
+
+
+def train(
+    file: TrainFile,
+    corpus: Corpus | None,
+    out: Path,
+    *,
+    resume: bool,
+    say: Say,
+    progress: bool,
+    monitoring: Monitoring | None = None,
+    disk_folder: Path | None = None,
+    host_limit_bytes: int | None = None,
+    allowed: Sequence[str] = (),
+    rank_timeout_s: float = TIMEOUT_S,
+    group: Group | None = None,
+) -> TrainResult:
+    """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``, where older states are kept too.
+
+    What was asked for lies beside them (run_folder.py), so that ``export`` needs nothing else.
+
+    SIGINT and SIGTERM end the run after the step at work, saved; a second one ends it at once.
+
+    Under torchrun, or with the environment that it makes, every rank calls this with the same arguments: they train
+    together, the first one writes.
+
+    Args:
+        file: What to train.
+        corpus: On what; None: the file has a [data] table.
+        out: Folder of log and saved state; one run at a time works in it.
+        resume: Continue the run saved there, which must have had the same settings and data.
+        say: Receives what a user should read.
+        progress: Show a bar.
+        monitoring: What to watch; None: nothing.
+        disk_folder: Where a disk tier may make its files; they have no names, and go with the process.
+        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
+        allowed: Settings that a resumed run may have otherwise, by name or what names begin with.
+        rank_timeout_s: How long a rank waits for another one before it ends.
+        group: The ranks, which stay open; None: those that the environment names.
+
+    Raises:
+        DivergenceError: the loss is no number any more; the last saved state stays.
+        RankError: another rank ended, did not come, or did not answer in time.
+        ConfigError: ``out`` holds another run and ``resume`` was not asked for, or one is at work in it; or what is to
+            be monitored cannot be.
+        HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
+    """
+    states = out / CHECKPOINTS
+    require_places(out)
+    _require_states(out, resume=resume, say=say)
+    device = _device()
+    with ExitStack() as held:
+        group = group or held.enter_context(closing(open_group(device, rank_timeout_s)))
+        if group.world > 1:
+            require_agreement(group, device, _told_to_all(file, resume=resume, allowed=allowed))
+        _require_ranks(file, group)
+        tokens = out / "tokens"
+        if group.rank:  # what it writes beside the run is of no use
+            out = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            say, progress, monitoring = _nothing, False, None
+        out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(_held(out))
+        transfer = open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)
+        held.enter_context(closing(transfer))
+        monitor = held.enter_context(RunMonitor(monitoring or Monitoring(), out, {"train": encode(file)}, say))
+        for folder in (out, *([] if group.rank else [states])):
+            remove_partials(folder)
+        data = _open_data(file, corpus, tokens, say, group)
+        run = _open_run(file, data, out, states, monitor, say, transfer, group, resume=resume)
+        if resume:
+            run.load(allowed)
+            if run.trainer.steps_done >= file.num_steps:
+                say(f"the run is done: {run.trainer.steps_done} of {file.num_steps} steps; raise num_steps to go on")
+                return _result(run, None, None, None, None)
+            say(f"resumed after step {run.trainer.steps_done}")
+        note_environment(out, run.trainer.steps_done)
+        trim_log(out / LOG, run.trainer.steps_done, run.hybrid.phase, say)
+        stop = _StopRequest()
+        result = _run(run, out / LOG, stop, progress=progress)
+        _tell_end(run, result)
+        if not run.is_stopped(stop):
+            _sample(run)
+    return result
+
+
+def _open_data(file: TrainFile, corpus: Corpus | None, tokens: Path, say: Say, group: Group) -> RunData:
+    """Return what the run trains on; the first rank encodes text, the others then find it."""
+    accum_steps = compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps
+    if group.rank:
+        group.gather_numbers([0.0])
+    data = open_run_data(file, corpus, accum_steps, tokens, say)
+    if not group.rank:
+        group.gather_numbers([0.0])
+    return data
+
+
+def _open_run(
+    file: TrainFile, data: RunData, out: Path, states: Path, monitor: RunMonitor, say: Say, transfer: Transfer,
+    group: Group, *, resume: bool,
+) -> _Run:  # fmt: skip
+    """Return a run before its first step, its files written."""
+    ledger = TrafficLedger()
+    source, settings = open_source(file, reads_values=not resume or trains_adapters(file), say=say)
+    data.settings.update(settings)
+    if group.world > 1:
+        require_agreement(group, transfer.device, _read_by_all(file, data))
+    with ledger:
+        trainer = open_trainer(file, transfer, ledger, source, group)
+        if file.adapter_from is not None and not resume:
+            from hybridtrain.weights.adapters import load_adapter  # noqa: PLC0415  other runs do not list it
+
+            load_adapter(trainer, file.adapter_from)
+    write_run_files(out, file, data)
+    workload = file.workload.micro_batch(compose(file.optimizations))
+    savings = tuple(arithmetic_savings(file.optimizations, trainer.model.config, workload, file.optimizer))
+    for change in plan_changes(
+        file.optimizations, trainer.model.config, workload, file.optimizer, world=group.world,
+        phases=(Phase.FULL,) if file.hybrid is None else tuple(Phase),
+    ):  # fmt: skip
+        say(f"not as asked: {change}")
+    cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
+    saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
+    guard = RunGuard(file.guard, out / FAULTS, say)
+    saver.require_room(trainer, len(generations(states)))
+    advice = precision_advice(trainer.memory_plan, device_capability())
+    remarks = (*_remarks(file, trainer), *_forecaster_remarks(file, cycle))
+    for line in (*(arithmetic_line(*saving) for saving in savings), *remarks, *advice):
+        say(line)
+    return _Run(file, cycle, data, ledger, monitor, saver, guard, say, savings)
+
+
+def _tell_end(run: _Run, result: TrainResult) -> None:
+    """Say how the run went."""
+    if told := result.casts.as_text():
+        run.say(told)
+    for line in overflow_advice(run.trainer.loss_scale, device_capability()):
+        run.say(line)
+    if result.performance is not None:
+        run.say(result.performance.as_text())
+    if run.file.hybrid is not None:
+        run.say(hybrid_summary(run.hybrid))
+    if result.validation is not None:
+        run.say(result.validation.as_text())
+
+
+def _sample(run: _Run) -> None:
+    """Say what the model goes on with."""
+    file = run.file
+    if file.sample_tokens:
+        run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
+        run.say(
+            sample_text(
+                run.trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed,
+                tokenizer=run.data.tokenizer,
+            )
+        )  # fmt: skip
+
+
+def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
+    """Yield what saved states take, what adapters cover, and what is allowed and seldom meant."""
+    size = format_bytes(state_bytes(trainer))
+    yield (
+        f"a saved state takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
+        "hour as long as there is room, and one is being written"
+    )
+    if trains_adapters(file):
+        covered, others = adapter_coverage(trainer.model)
+        yield f"adapters on {', '.join(covered)} of every block; none on {', '.join(others) or 'others, these are all'}"
+        if file.model.resolve().experts is not None:
+            yield (
+                "warning: experts and their router have no adapters and stay as they are; all-linear of PEFT 0.21 over "
+                "transformers 5 trains them too"
+            )
+    if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
+        yield (
+            "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
+            'of Hugging Face: [model] init_from = "folder"'
+        )
+    total = file.schedule.total_steps
+    if file.num_steps > total and file.schedule.kind != "constant":
+        yield (
+            f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
+            f"{file.schedule.factor(total):g} of the learning rate"
+        )
+    if file.schedule.kind == "constant" and file.schedule.final_fraction != LrSchedule().final_fraction:
+        yield (
+            f"not as asked: schedule.final_fraction: {file.schedule.final_fraction:g} asked, none used; a constant "
+            "learning rate stays"
+        )
+    leaves_out = {file.guard.on_nan, file.guard.on_spike} & {"skip", "roll_back"}
+    if file.guard.max_faults != GuardConfig().max_faults and not leaves_out:
+        yield (
+            f"not as asked: guard.max_faults: {file.guard.max_faults} asked, none used; on_nan = "
+            f"'{file.guard.on_nan}' and on_spike = '{file.guard.on_spike}' leave no batch out"
+        )
+    if file.num_steps <= file.schedule.warmup_steps:
+        yield (
+            f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
+            f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
+        )
+
+
+def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
+    """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
+    named = flat_settings({"": file})
+    return {
+        **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
+        **flat_settings({"model": file.model.resolve()}),
+        "--resume": resume, "--change": [*sorted(allowed)], "source of the program": program_digest(),
+        **{f"version of {name}": found for name, found in versions_of().items()},
+    }  # fmt: skip
+
+
+def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
+    """Return what tells the data and the weights of a rank from those of another."""
+    folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
+    weights: JsonMapping = {
+        f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
+    }
+    return {name: value for name, value in data.settings.items() if name != "data.name"} | weights
+
+
+def _forecaster_remarks(file: TrainFile, hybrid: HybridTrainer) -> Iterator[str]:
+    """Yield that a run is too short for its forecaster to be trained."""
+    if file.hybrid is None:
+        return
+    forecaster = hybrid.watch.forecaster
+    if file.num_steps < forecaster.steps_before_training:
+        yield (
+            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
+            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
+        )
+
+
+def _require_ranks(file: TrainFile, group: Group) -> None:
+    """Raise ``ConfigError`` for what several ranks do not do."""
+    if group.world > 1 and file.hybrid is not None:
+        raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
+    cuts = any(part.kind == "zero" for part in file.optimizations)
+    if group.world > 1 and cuts and file.adapter_from is not None:
+        faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]
+        raise ConfigError("adapter_from", faults)
+
+
+def open_trainer(
+    file: TrainFile, transfer: Transfer, observer: MemoryObserver | None = None, source: WeightSource | None = None,
+    group: Group | None = None,
+) -> Trainer:  # fmt: skip
+    """Return the trainer that a training file describes, before its first step."""
+    config = TrainerConfig(optimizer=file.optimizer, schedule=file.schedule, seed=file.seed)
+    return Trainer(
+        file.model.resolve(), compose(file.optimizations), config, transfer, observer, source=source, group=group
+    )
+
+
+def open_group(device: torch.device, timeout_s: float) -> Group:
+    """Return the ranks that the environment names, this process among them, or this process alone."""
+    return TorchGroup.open(device, timeout_s=timeout_s) if os.environ.keys() >= _LAUNCHED else DirectGroup()
+
+
+def _device() -> torch.device:
+    """Return the card of this rank, or the processor."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda")
+
+
+def _nothing(_line: str) -> None:
+    pass
+
+
+def _require_states(out: Path, *, resume: bool, say: Say) -> None:
+    """Raise ``ConfigError`` where there is nothing to resume, or something that is not to be; nothing is made."""
+    states = out / CHECKPOINTS
+    if bool(generations(states)) == resume:
+        return
+    if out.is_dir():  # a run at work there, which may have saved nothing yet, is what to tell first
+        with _held(out, shared=True):
+            pass
+    if resume:
+        newest_generation(states, say)
+    raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
+
+
+@contextmanager
+def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
+    """Keep other runs out of a folder; the system lets go when the process ends, or soon after it was killed.
+
+    Args:
+        out: The folder.
+        shared: Whether others that ask so may have it too: the ranks of one run, who look for states at once.
+
+    Raises:
+        ConfigError: another run has it.
+    """
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        give_up = time.monotonic() + _GRACE_S
+        while not _is_locked(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() > give_up:
+                raise ConfigError(str(out), ["another run is at work here; wait for its end, or choose another --out"])
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, how: int) -> bool:
+    """Lock what is open if nobody else has it; true on a file system without locks too."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class _StopRequest:
+    """Notes SIGINT or SIGTERM, for the run to end after the step at work; the next one does what it always did."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.__exit__()
+        self.number = signal.Signals(number)
+        # A handler may interrupt a write to the buffered stream, which then refuses another one.
+        os.write(2, b"\nhybridtrain: stopping after this step, which is then saved; once more stops at once\n")
+
+
+def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> TrainResult:
+    """Do the true steps that are left, and the jumps between them; none after the last."""
+    file, trainer = run.file, run.trainer
+    log: StepLog | HybridStepLog | None = None
+    validation: ValidationLog | None = None
+    performance = RunStatistics()
+    saved_s = time.monotonic()
+    with closing(_LogFile(log_path)) as log_file, stop, run.saver:
+        if run.data.log is not None and not trainer.steps_done:
+            log_file.write(run.data.log)
+        if run.guard.rolls_back and run.saver.is_empty:
+            run.save()
+        first = trainer.steps_done
+
+        with progress_bar(range(first, file.num_steps), initial=first, unit="step", shown=progress) as bar:
+            while trainer.steps_done < file.num_steps and not run.is_stopped(stop):
+                done = _guarded_step(run, log_file, performance)
+                if done is None:
+                    continue
+                assert done.loss is not None, "of a true step"
+                log = done
+                bar.update(trainer.steps_done - bar.n)
+                bar.set_postfix_str(
+                    f"loss {done.loss:.3f} lr {log.lr:.2e} {log.tokens_per_s:,.0f} tok/s {format_bytes(log.peak_bytes)}"
+                )
+                if run.data.validation is not None and _is_due(run, file.eval_every):
+                    validation = _evaluate(run)
+                    log_file.write(validation)
+                is_late = file.save_minutes > 0 and time.monotonic() - saved_s >= 60 * file.save_minutes
+                if _is_due(run, file.save_every) or run.agreed(is_late) or run.is_stopped(stop):
+                    log_file.sync()
+                    run.save()
+                    saved_s = time.monotonic()
+    is_done = trainer.steps_done == file.num_steps
+    return _result(run, log, validation, performance, None if is_done else stop.number)
+
+
+def _is_due(run: _Run, every: int) -> bool:
+    """Return whether something is to be done after this step: the last one, or one of ``every``; 0: the last alone."""
+    done = run.trainer.steps_done
+    return done == run.file.num_steps or (every > 0 and done % every == 0)
+
+
+def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | HybridStepLog | None:
+    """Do the next true step, and a jump before it; None: it met a fault, and the guard has seen to that."""
+    step = run.trainer.steps_done
+
+    def advance() -> StepLog | HybridStepLog:
+        before = run.ledger.moved.copy()
+        log = _advance(run)
+        performance.add(log, run.ledger.moved - before)
+        log_file.write(log)
+        return log
+
+    try:
+        run.poll_saver()
+        if run.hybrid.phase is Phase.PREDICT:
+            advance()
+        log = advance()
+    except DivergenceError as error:
+        cause = run.saver.fault if isinstance(run.saver.fault, DivergenceError) else error
+        action = run.guard.decide(cause, step, run.load_batches)
+        if action == "stop":
+            raise cause from None
+        if action == "roll_back":
+            run.load()
+            log_file.trim(run)
+        return None
+    assert log.loss is not None, "of a true step"
+    run.guard.note(log.step, log.loss)
+    return log
+
+
+class _LogFile:
+    """A line per entry, there for whoever looks; opened anew after it was trimmed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, entry: object) -> None:
+        """Add a line."""
+        self._file.write(to_json(entry) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the disk has all lines: a saved state is never ahead of them."""
+        os.fsync(self._file.fileno())
+
+    def trim(self, run: _Run) -> None:
+        """Drop the lines of steps that will be done again."""
+        self._file.close()
+        trim_log(self.path, run.trainer.steps_done, run.hybrid.phase, run.say)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _result(
+    run: _Run,
+    last: StepLog | HybridStepLog | None,
+    validation: ValidationLog | None,
+    performance: RunStatistics | None,
+    stopped_by: signal.Signals | None,
+) -> TrainResult:
+    return TrainResult(
+        steps_done=run.trainer.steps_done, corpus=run.data.name, last=last, validation=validation,
+        stopped_by=stopped_by, performance=performance, savings=run.savings, casts=run.ledger.casts,
+        statistics=None if run.file.hybrid is None else run.hybrid.statistics,
+    )  # fmt: skip
+
+
+def _evaluate(run: _Run) -> ValidationLog:
+    """Look at what is held out."""
+    with run.counting:
+        found = run.data.evaluate(run.trainer)
+    run.monitor.record_validation(found.step, found.as_metrics())
+    return found
+
+
+def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBatch]:
+    """Return the micro-batches of this rank, of a step that is the same however many ranks there are."""
+    count = len(batches) // group.world
+    return batches[group.rank * count : (group.rank + 1) * count]
+
+
+def _advance(run: _Run) -> StepLog | HybridStepLog:
+    """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
+    trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
+    batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)
+    run.ledger.phase = phase
+    with run.counting:
+        if phase is Phase.PREDICT:
+            trainer.enter_phase(phase)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        run.ledger.begin_step()
+        result = run.hybrid.advance(lambda _: batches, run.guard.limits())
+    peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else run.ledger.peak_bytes
+    kind = StepLog if run.file.hybrid is None else HybridStepLog
+    log = kind.of(result, peak_bytes, run.file.workload.batch_size)
+    run.monitor.record_step(log.step, result.phase, log.as_metrics())
+    return log

@@ -1,0 +1,133 @@
+"""What a training run does about a step that is no number, or whose loss leaps: which batches it leaves out."""
+
+import json
+import math
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from hybridtrain.config.encode import JsonMapping
+from hybridtrain.engine.step import StepLimits
+from hybridtrain.errors import ConfigError, DivergenceError, SpikeError
+from hybridtrain.hybrid.cycle import LoadBatches
+from hybridtrain.run.train_log import Say
+from hybridtrain.trainer_config import GuardConfig
+
+_KNOWN, _LEAST_KNOWN = 64, 8
+"""Steps whose losses a spike is told by, and how many there must be."""
+Action = Literal["stop", "skip", "roll_back"]
+
+
+class RunGuard:
+    """Decides, and remembers over a resume what it decided.
+
+    Args:
+        config: What the user wants.
+        report: File to which a line is added for every fault.
+        say: Is told.
+    """
+
+    def __init__(self, config: GuardConfig, report: Path, say: Say) -> None:
+        self._config = config
+        self._report = report
+        self._say = say
+        self._skipped: list[int] = []
+        self._losses: deque[float] = deque(maxlen=_KNOWN)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a saved state may be wanted, so that there must be one from the beginning."""
+        return "roll_back" in {self._config.on_nan, self._config.on_spike}
+
+    def batch_of(self, step: int) -> int:
+        """Return the number of the batch of a step, both from 0: those left out are passed over."""
+        number = step
+        for skipped in self._skipped:
+            number += skipped <= number
+        return number
+
+    def limits(self) -> StepLimits | None:
+        """Return the loss beyond which the next step is not to be applied."""
+        limit = self._limit()
+        return None if self._config.on_spike == "say" or limit is None else StepLimits(limit, math.inf)
+
+    def note(self, step: int, loss: float) -> None:
+        """Remember the loss of a step that was applied; say it where it is a spike."""
+        limit = self._limit()
+        if limit is not None and loss > limit:
+            usual = median(self._losses)
+            self._say(f"step {step}: loss {loss:.3f} is a spike, the median of the steps before is {usual:.3f}")
+        self._losses.append(loss)
+
+    def decide(self, error: DivergenceError, step: int, batches: LoadBatches) -> Action:
+        """Say and report what a refused step met; return what is to be done. A batch that is left out is noted.
+
+        Args:
+            error: Why it was refused.
+            step: Number of the step, from 0.
+            batches: Loads micro-batches of a step.
+        """
+        step = step if error.step is None else error.step - 1
+        wanted = self._config.on_spike if isinstance(error, SpikeError) else self._config.on_nan
+        action: Action = "stop" if wanted == "say" else wanted
+        if action == "skip" and error.is_applied:
+            action = "roll_back"
+        batch = self.batch_of(step)
+        is_last = len(self._skipped) >= self._config.max_faults
+        if is_last and action != "stop":
+            count = len(self._skipped)
+            self._say(f"{count} batches were left out, which guard.max_faults allows; this one ends the run")
+            action = "stop"
+        digest = 0
+        for content in batches(step):
+            digest = zlib.crc32(content.token_ids_BT.tobytes(), digest)
+        entry = {
+            "step": step + 1, "batch": batch, "batch_crc32": digest, "action": action, "layers": list(error.layers),
+            "message": str(error),
+        }  # fmt: skip
+        with self._report.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        if action != "stop":
+            layers = f"; no numbers in the gradients of {_shown(error.layers)}" if error.layers else ""
+            self._say(f"{error}{layers}. Batch {batch} is left out ({action}); see {self._report}")
+            self._skipped = sorted([*self._skipped, batch])
+        return action
+
+    def state(self) -> JsonMapping:
+        """Return what a saved state keeps of it."""
+        return {"skipped_batches": list(self._skipped), "losses": list(self._losses)}
+
+    def load(self, state: JsonMapping) -> None:
+        """Go on as it was saved; what was left out since stays so.
+
+        Raises:
+            ConfigError: the state is damaged.
+        """
+        skipped, losses = state.get("skipped_batches", []), state.get("losses", [])
+        try:
+            assert isinstance(skipped, list) and isinstance(losses, list)  # noqa: PT018  one fault
+            self._skipped = sorted({*self._skipped, *(int(str(number)) for number in skipped)})
+            self._losses = deque((float(str(loss)) for loss in losses), maxlen=_KNOWN)
+        except (AssertionError, ValueError) as error:
+            raise ConfigError("saved state of the guard", [f"{error}; use an older one, or start anew"]) from error
+
+    def forget_ahead(self, step: int) -> None:
+        """Forget batches that were left out after a step: by their numbers other rows are meant from now on."""
+        number = self.batch_of(step)
+        ahead = [skipped for skipped in self._skipped if skipped > number]
+        if ahead:
+            self._say(f"batches are of another size: of {len(ahead)} that were left out ahead, every row is met again")
+            self._skipped = [skipped for skipped in self._skipped if skipped < number]
+
+    def _limit(self) -> float | None:
+        if len(self._losses) < _LEAST_KNOWN:
+            return None
+        return median(self._losses) + self._config.spike_nats
+
+
+def _shown(names: Sequence[str]) -> str:
+    first = ", ".join(names[:3])
+    return f"{first} and {len(names) - 3} more" if len(names) > 3 else first

@@ -1,0 +1,151 @@
+"""``hybridtrain fit``: a table, JSON, and files that are read back."""
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.cli.main import main
+from hybridtrain.config.encode import to_toml
+from hybridtrain.models.model_config import ModelConfig
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import compose
+from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate
+from hybridtrain.training_file import load_config
+from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.ladder.equivalence import judge_rung
+from hybridvalidation.study.ladder.protocol import read_ladder_file
+from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.quality_notes import ladder_notes
+
+MODEL = ModelConfig(
+    family="llama", vocab_size=256, max_seq_len=128, num_blocks=2, width=128, num_heads=2, num_kv_heads=2,
+    ffn_width=256,
+)  # fmt: skip
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model.toml"
+    model.write_text(to_toml(MODEL))
+    return ["fit", str(model), "--card", "rtx-4090", "--tokens-per-step", "256"]
+
+
+def test_the_files_of_every_way_are_read_back(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "ways"
+    assert main([*arguments, "--tokens", "5000", "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["seq_len"] == MODEL.max_seq_len
+    assert [way["method"] for way in answer["ways"]]
+    first = next(way for way in answer["ways"] if way["numbers"] == answer["recommended"])
+    assert first["evidence"]["memory"] == "planned"
+    assert first["hours"] == pytest.approx(answer["tokens"] / first["tokens_per_s"] / 3600)
+    for way in answer["ways"]:
+        file = load_config(folder / f"train-{way['numbers']}.toml")
+        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{way['numbers']}.toml"))
+        assert file.optimizations == stack.optimizations
+        assert file.workload.batch_size == 2
+        assert file.model.resolve() == MODEL
+        assert (file.num_steps, file.schedule.total_steps, file.schedule.warmup_steps) == (20, 20, 2)  # of 256 tokens
+
+
+def test_several_cards_are_asked_for_by_number_and_link(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = [*arguments, "--world", "2", "--link", "nvlink", "--write", str(tmp_path / "ways")]
+    assert main([*several, "--method", "full", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["world"], answer["link"], answer["tokens_per_step"]) == (2, "nvlink", 256)
+    for way in answer["ways"]:
+        assert way["command"].startswith("torchrun --nproc-per-node 2 -m hybridtrain train ")
+        assert way["micro_batch_size"] * way["num_micro_batches"] == 1  # of two sequences each card has one
+        file = load_config(tmp_path / "ways" / f"train-{way['numbers']}.toml")
+        assert file.workload.batch_size == 2
+        assert compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps == 2
+    assert main([*several, "--method", "lora", "--quick"]) == 0
+    assert "on 2 x NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+    assert main([*arguments, "--world", "3"]) == 2
+    assert "2 sequences of 128 tokens must be a multiple of 3 cards" in capsys.readouterr().err
+
+
+def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--method", "lora", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "fits" in text
+    assert "extended from a dry run of three blocks" in text
+
+
+def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "card.toml"
+
+    def ways(memory_mib: int, *options: str) -> tuple[list[dict[str, Any]], int]:
+        card.write_text(
+            f'name = "small"\nmemory_mib = {memory_mib}\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\n'
+            "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 64\n"
+        )
+        code = main([*arguments, "--card", str(card), "--method", "lora", "--quick", "--json", *options])
+        return json.loads(capsys.readouterr().out)["ways"], code
+
+    smallest = ways(66)[0][0]
+    assert (smallest["fits"], smallest["verdict"]) == (False, "does not fit")
+    needed_mib = ceil(smallest["device_used_bytes"] / 2**20)
+    barely, code = ways(needed_mib)
+    assert (barely[0]["fits"], barely[0]["verdict"], code) == (False, "fits barely", 1)
+    roomy, code = ways(2048)
+    assert (roomy[0]["fits"], roomy[0]["verdict"], code) == (True, "fits", 0)
+
+
+def test_the_answer_names_the_margin_and_what_of_the_card_has_no_source(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_one_without = [*arguments, "--method", "lora", "--quick", "--card", "rtx-4080"]
+    assert main(of_one_without) == 0
+    told = capsys.readouterr().out
+    assert "15.57 GiB of which 5 % stay free" in told
+    assert find_card("rtx-4080").source_note in told.splitlines()
+
+
+@pytest.mark.parametrize("name", ["./nofolder", "some/where/else", "a--b/c"])
+def test_a_folder_that_is_not_there_is_no_fault_of_the_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", name, "--card", "rtx-4090"]) == 2
+    assert f"'{name}' is no folder here, and " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--method", "lore", "must be one of full, lora, qlora"),
+        ("--margin", "100", "from 0 to below 100"),
+    ],
+)
+def test_wrong_options(
+    arguments: list[str], option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, option, value]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
+    candidates = [
+        Candidate(level=level, arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0)
+        for level in LEVELS
+    ]
+    notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
+    ladder, made = read_ladder_file(Path("scenarios"), "quality-ladder"), read_ladder(Path("results"), "quality-ladder")
+    rungs = sorted(ladder.rungs, key=lambda rung: (rung.model.num_params, rung.tokens_per_param))
+    found = [one for rung in rungs for one in judge_rung(ladder, made, rung) if one.comparison.is_finished]
+    judged = {one.comparison.arm.name: one for one in found}  # of the largest rung
+    for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
+        assert notes[level].startswith(judged[arm].finding)
+        assert f"{judged[arm].comparison.interval.mean:+.4f} nats" in notes[level]
+        assert "executed at" in notes[level]
+    assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
+    unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)
+    assert all(note.startswith("unfinished") for note in unmade.values())

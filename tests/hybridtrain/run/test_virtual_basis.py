@@ -1,0 +1,358 @@
+"""What the answer about a script says of itself: whole steps, bounds, refusals that were caught, growth."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.cli.main import main
+from hybridtrain.virtual_gpu.basis import Basis
+
+MIB = 2**20
+HEAD = "import torch\nfrom torch import nn\n"
+
+
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, *options: str) -> tuple[dict[str, Any], str]:
+    """Return the answer as a mapping and the verdict's line."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + body)
+    command = ["virtual", "--card", "rtx-4090", *options]
+    main([*command, "--json", "--", str(script)])
+    answer = json.loads(capsys.readouterr().out)
+    main([*command, "--", str(script)])
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    return answer, verdict
+
+
+TWO_OPTIMIZERS = """
+body, head = nn.Linear(1024, 1024, bias=False).cuda(), nn.Linear(1024, 1024, bias=False).cuda()
+optimizers = [torch.optim.AdamW(body.parameters()), torch.optim.AdamW(head.parameters())]
+for step in range(20):
+    head(body(torch.randn(4096, 1024, device="cuda"))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+"""
+TURNS = """
+critic, maker = nn.Linear(1024, 1024, bias=False).cuda(), nn.Linear(1024, 1024, bias=False).cuda()
+first, second = torch.optim.AdamW(critic.parameters()), torch.optim.AdamW(maker.parameters())
+for step in range(20):
+    for _ in range(3):
+        critic(torch.randn(4096, 1024, device="cuda")).sum().backward()
+        first.step()
+        first.zero_grad()
+    maker(torch.randn(4096, 1024, device="cuda")).sum().backward()
+    second.step()
+    second.zero_grad()
+"""
+ONE_EACH = """
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2))).cuda()
+optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+def update(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(update)
+for step in range(20):
+    model(torch.randn(4096, 1024, device="cuda")).sum().backward()
+"""
+UNUSED = """
+model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).cuda()
+never = torch.optim.SGD(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(20):
+    model(torch.randn(4096, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("body", [TWO_OPTIMIZERS, TURNS, ONE_EACH, UNUSED], ids=["both", "turns", "each", "unused"])
+def test_a_step_is_an_iteration_of_every_optimizer(
+    body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two, verdict = planned(tmp_path, capsys, body, "--steps", "2")
+    many, _ = planned(tmp_path, capsys, body)
+    assert two["peak_allocated_bytes"] == many["peak_allocated_bytes"]
+    assert two["by_class"]["optim_state"] == many["by_class"]["optim_state"] >= 16 * MIB
+    assert two["step_time_s"] == pytest.approx(many["step_time_s"], rel=0.2)
+    assert (verdict, two["basis"]["has_state"]) == ("fits", True)
+    assert many["basis"]["num_steps"] == 20
+
+
+ONE_STEP = """
+model = nn.Linear(1024, 1024).cuda()
+optimizer = {optimizer}
+for step in range({steps}):
+    model(torch.randn(64, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "is_whole"),
+    [
+        ("torch.optim.AdamW(model.parameters())", 1, False),
+        ("torch.optim.AdamW(model.parameters())", 2, True),
+        ("torch.optim.SGD(model.parameters())", 1, True),
+        ("torch.optim.SGD(model.parameters(), momentum=0.9)", 1, False),
+        ("torch.optim.Adafactor(model.parameters())", 1, False),
+    ],
+)
+def test_a_plan_whose_state_no_step_ran_beside_is_a_lower_bound(
+    optimizer: str, steps: int, is_whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, verdict = planned(tmp_path, capsys, ONE_STEP.format(optimizer=optimizer, steps=steps))
+    assert verdict == "fits" if is_whole else verdict.startswith("fits; LOWER BOUND: no whole step ran with the")
+
+
+BY_HAND = """
+model = nn.Linear(64, 64).cuda()
+for _ in range(100_000):
+    {loss}.sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=0.1)
+            p.grad = None
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ['model(torch.randn(8, 64, device="cuda"))', '(torch.randn(8, 64, device="cuda") @ model.weight + model.bias)'],
+)
+def test_updates_by_hand_end_and_are_told(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer, verdict = planned(tmp_path, capsys, BY_HAND.format(loss=loss), "--steps", "2")
+    assert answer["basis"]["num_backwards"] == 16
+    assert verdict.startswith("fits; LOWER BOUND: no step of a torch.optim optimizer ran")
+
+
+COMPILES = {
+    "decorator": "@torch.compile\ndef f(x):\n    return x.tanh()\n",
+    "options": "@torch.compile(mode='max-autotune')\ndef f(x):\n    return x.tanh()\n",
+    "call": "f = torch.compile(torch.tanh)\n",
+    "module": "f = nn.Tanh()\nf.compile()\n",
+    "import": "from torch import compile\nf = compile(torch.tanh)\n",
+}
+TRAINS = """
+model = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    f(model(torch.randn({rows}, 1024, device="cuda"))).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("way", COMPILES)
+@pytest.mark.parametrize(("rows", "outcome"), [("64", "fits; "), ("2**23", "DOES NOT FIT: ")])
+def test_compiled_code_is_an_upper_bound_and_the_verdict_says_so(
+    way: str, rows: str, outcome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, verdict = planned(tmp_path, capsys, COMPILES[way] + TRAINS.format(rows=rows))
+    assert verdict.startswith(outcome)
+    assert "UPPER BOUND: torch.compile at " in verdict
+    assert "script.py:" in verdict
+
+
+def test_what_is_not_compiled_is_no_upper_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, verdict = planned(tmp_path, capsys, "f = torch.compile(torch.tanh, disable=True)\n" + TRAINS.format(rows="64"))
+    assert verdict == "fits"
+
+
+CAUGHT = """
+model = nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+out = model(torch.randn(8, 256, device="cuda"))
+try:
+    {attempt}
+except {kind}:
+    pass
+for _ in range(2):
+    model(torch.randn(8, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Exception", "BaseException", "(RuntimeError, Exception)"])
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "out[out > 0]",
+        "out.nonzero()",
+        "torch.masked_select(out, out > 0)",
+        "torch.unique(out)",
+        "out[out > 0] = out[0]",
+    ],
+)
+def test_a_refusal_that_a_script_catches_is_told(
+    attempt: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=attempt, kind=kind))
+    (refusal,) = answer["basis"]["refusals"]
+    assert "script.py:8" in refusal
+    assert "ON THIS PATH ONLY" in verdict
+
+
+def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = "torch.ops.aten._cudnn_init_dropout_state(0.1, True, 1, dtype=torch.uint8, device=out.device)"
+    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=lacking, kind="Exception"))
+    assert "does not say what it makes" in answer["basis"]["refusals"][0]
+    assert "ON THIS PATH ONLY" in verdict
+
+
+def test_a_full_card_that_a_script_gets_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt = "torch.empty(40 * 2**30, dtype=torch.uint8, device='cuda')"
+    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=attempt, kind="torch.OutOfMemoryError"))
+    assert answer["fits"]
+    assert "Tried to allocate 40.00 GiB" in answer["basis"]["refusals"][0]
+    assert "ON THIS PATH ONLY" in verdict
+
+
+ENDS = {
+    "exit": "raise SystemExit(f'loading failed: {error}') from None",
+    "code": "sys.exit(1)",
+    "at once": "os._exit(1)",
+    "another": "raise ValueError('cannot load') from error",
+    "hidden": "raise KeyError('model') from None",
+    "later": "failed = True",
+    "clean": "sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_refusal_that_ends_a_script_decides_whatever_became_of_it(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"""
+import os
+import sys
+kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+try:
+    torch.zeros(40 * 2**30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    {ENDS[end]}
+if failed:
+    raise RuntimeError("no model")
+"""
+    answer, verdict = planned(tmp_path, capsys, body)
+    assert verdict.startswith("DOES NOT FIT: out of memory before the first step: 40.00 GiB requested, 1.00 GiB alloc")
+    assert answer["oom"]["requested_bytes"] == 40 * 2**30
+
+
+def test_state_that_no_longer_fits_is_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = """
+model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(8))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(1, 16384, device="cuda")).sum().backward()
+optimizer.step()
+"""
+    answer, verdict = planned(tmp_path, capsys, body)
+    assert "DOES NOT FIT: out of memory at step 1, update" in verdict
+    held = answer["oom"]["by_class"]
+    assert held["optim_state"] > 4 * held["workspace"]
+
+
+LEAK = """
+model = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+kept = {kept}
+for step in range({steps}):
+    x = torch.randn({rows}, 1024, device="cuda")
+    loss = torch.tanh(model(x)).sum()
+    {keep}
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("keep", "size"),
+    [
+        ("kept.append(loss)", 8 * MIB + 512),
+        ("kept.append(x.clone())", 4 * MIB),
+        ("kept = kept + [loss.detach()]", 512),
+    ],
+    ids=["graphs", "copies", "losses"],
+)
+def test_growth_is_told_with_its_step_and_its_lines(
+    keep: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = LEAK.format(kept="[]", steps=12, keep=keep, rows=1024)
+    answer, verdict = planned(tmp_path, capsys, body)
+    assert size <= answer["basis"]["growth"]["bytes_per_step"] + 512 <= size + 1024
+    assert answer["reserved_range"] is None
+    assert "fits; GROWS: by " in verdict
+    assert "the card is full at about step" in verdict
+    assert any(f"script.py:{line}" in verdict for line in (8, 9, 10))
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep", "rows", "steps"),
+    [
+        ("[]", "pass", "1024", 12),
+        ("__import__('collections').deque(maxlen=3)", "kept.append(x)", "1024", 12),
+        ("[]", "kept = [loss, x]", "1024", 12),
+        ("[]", "pass", "128 * (1 + step)", 8),
+        ("[]", "kept.append(loss)", "1024", 4),
+    ],
+    ids=["nothing", "queue", "variables", "longer rows", "too few steps"],
+)
+def test_what_does_not_grow_is_not_said_to(
+    kept: str, keep: str, rows: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, verdict = planned(tmp_path, capsys, LEAK.format(kept=kept, keep=keep, rows=rows, steps=steps))
+    assert (answer["basis"]["growth"], verdict) == (None, "fits")
+
+
+def test_evaluation_and_saving_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = TRAINS.format(rows="64").replace("f(", "(")
+    nothing, _ = planned(tmp_path, capsys, body)
+    assert (nothing["basis"]["num_evaluations"], nothing["basis"]["num_saves"]) == (0, 0)
+    more = (
+        f'with torch.no_grad():\n    model(torch.randn(2, 1024, device="cuda"))\ntorch.save(model, "{tmp_path}/m.pt")\n'
+    )
+    both, _ = planned(tmp_path, capsys, body + more)
+    assert (both["basis"]["num_evaluations"], both["basis"]["num_saves"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        ("nn.Conv1d(64, 64, 3).cuda()(x)", "workspaces of cuDNN's convolutions"),
+        ("torch.fft.rfft(x).real", "workspaces of cuFFT"),
+        ("torch.linalg.qr(x)[0]", "workspaces of cuSOLVER"),
+        ("torch.linalg.svdvals(x)", "workspaces of cuSOLVER"),
+        ("(x @ x)", None),
+    ],
+)
+def test_what_libraries_take_uncounted_is_told(
+    work: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"x = torch.randn(64, 64, device='cuda', requires_grad=True)\n{work}.sum()\n"
+    answer, _ = planned(tmp_path, capsys, body)
+    assert list(answer["basis"]["uncounted"]) == ([] if told is None else [told])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_are_told_to_be_approximate(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"model = nn.{kind}(8, 8).cuda()\nmodel(torch.randn(4, 2, 8, device='cuda'))[0].sum().backward()\n"
+    _, verdict = planned(tmp_path, capsys, body)
+    assert f"APPROXIMATE: {kind} planned op by op" in verdict
+    assert "script.py:4" in verdict
+
+
+def test_the_words_of_a_basis() -> None:
+    basis = Basis(
+        versions={"torch": "2.13.0", "peft": "0.21"}, num_steps=1, num_backwards=4, has_state=True, num_evaluations=0,
+        num_saves=2, compiled=(), refusals=(), uncounted={}, approximated={}, growth=None,
+    )  # fmt: skip
+    told = "planned with torch 2.13.0, peft 0.21; eager code; seen: 1 whole step, no evaluation, saving"
+    assert (basis.as_text(), basis.lower_bound, basis.upper_bound) == (told, "", "")

@@ -1,0 +1,270 @@
+"""Tiny runs of every kind, to be broken: plain, streamed, on disk, hybrid. Each takes a fraction of a second."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import torch
+
+from hybridtrain.cli.main import main
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import to_toml
+from hybridtrain.data.corpus import Corpus, corpus_of_documents
+from hybridtrain.errors import HybridTrainError
+from hybridtrain.memory.group import DirectGroup
+from hybridtrain.run.run_folder import CHECKPOINTS
+from hybridtrain.run.train import train
+from hybridtrain.train_state.generations import generations, newest_generation
+from hybridtrain.training_file import _UNIONS, TrainFile
+
+NUM_STEPS: Final = 6
+SAVE_EVERY: Final = 2
+_DISK: Final = {"kind": "optimizer_offload", "tier": "disk", "offload_grads": False}
+_STREAM: Final = [{"kind": "weight_streaming"}, {"kind": "gradient_checkpointing", "recompute_every": 1}]
+_HYBRID: Final = {"full_steps": 2, "slow": {"beta": 0.9, "alpha": 1.0}, "warmup_steps": 1}
+KINDS: Final[Mapping[str, Mapping[str, object]]] = {
+    "plain": {},
+    "streamed": {"optimizations": [{"kind": "mixed_precision"}, *_STREAM]},
+    "disk": {"optimizations": [{"kind": "mixed_precision"}, _DISK]},
+    "hybrid": {
+        "hybrid": _HYBRID,
+        "optimizations": [{"kind": "predictor_state", "predictor": "slow_gradient", "codec": "float32"}],
+    },
+}
+"""What each kind adds to the training file."""
+NUM_MICRO_BATCHES: Final = 4
+_ACCUMULATED: Final = {"kind": "grad_accumulation", "grad_accum_steps": NUM_MICRO_BATCHES}
+_RANKS: Final = {"workload": {"batch_size": NUM_MICRO_BATCHES, "seq_len": 8}, "keep_last": NUM_STEPS // SAVE_EVERY}
+RANK_KINDS: Final[Mapping[str, Mapping[str, object]]] = {
+    "data parallel": {**_RANKS, "optimizations": [_ACCUMULATED]},
+    "zero 2": {**_RANKS, "optimizations": [_ACCUMULATED, {"kind": "mixed_precision"}, {"kind": "zero", "stage": 2}]},
+    "zero 3": {
+        **_RANKS,
+        "optimizations": [
+            _ACCUMULATED,
+            {"kind": "mixed_precision"},
+            *_STREAM,
+            {"kind": "zero", "stage": 3, "prefetch": 1},
+        ],
+    },
+}
+"""What runs on several ranks add to it; every state is kept."""
+_SHAPE: Final = {
+    "family": "gpt2", "vocab_size": 256, "max_seq_len": 16, "num_blocks": 2, "num_heads": 2, "num_kv_heads": 2,
+    "tied": True,
+}  # fmt: skip
+_PLAIN: Final = {
+    "num_steps": NUM_STEPS, "save_every": SAVE_EVERY, "sample_tokens": 0,
+    "workload": {"batch_size": 2, "seq_len": 8},
+    "optimizer": {"lr": 1e-2, "beta2": 0.99},
+    "schedule": {"warmup_steps": 2, "total_steps": NUM_STEPS},
+}  # fmt: skip
+_TEXT: Final = 200 * b"The quick brown fox jumps over the lazy dog.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of a kind in a folder."""
+
+    kind: str
+    folder: Path
+    width: int = 32
+
+    @property
+    def states(self) -> Path:
+        """Its saved states."""
+        return self.folder / CHECKPOINTS
+
+    def go(self, say: Callable[[str], None] = lambda _: None, shares: int = 1) -> None:
+        """Train to the end, from the newest saved state if there is one; ``shares``: as so many ranks would."""
+        train(
+            training_file(self.kind, self.width), corpus(), self.folder, resume=bool(generations(self.states)),
+            say=say, progress=False, disk_folder=self.folder.with_name("disk"), group=DirectGroup(shares),
+        )  # fmt: skip
+
+    def asked(self) -> list[str]:
+        """Write what the command reads; return its arguments."""
+        file, text = self.folder.with_name("training.toml"), self.folder.with_name("fox.txt")
+        file.write_text(to_toml(training_file(self.kind, self.width)))
+        text.write_bytes(_TEXT)
+        paths = {"--data": text, "--out": self.folder, "--disk": self.folder.with_name("disk")}
+        given = ["train", file, *(part for pair in paths.items() for part in pair)]
+        return [*map(str, given), *(["--resume"] if generations(self.states) else [])]
+
+    def command(
+        self, begin: Callable[[], None] = lambda: None, arguments: Sequence[str] | None = None, said: Path | None = None
+    ) -> None:
+        """Do what ``go`` does by the user's command, whose exit code ends this process; ``begin`` runs just before."""
+        arguments = [*self.asked(), "--json"] if arguments is None else arguments
+        for number, path in ((1, Path(os.devnull)), (2, said or self.said)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        begin()
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # as the interpreter ends by it
+            code = int(end.code or 0)
+        sys.stderr.flush()
+        os._exit(code)
+
+    @property
+    def said(self) -> Path:
+        """What the last command wrote on its standard error."""
+        return self.folder.with_name("said.txt")
+
+    def steps_saved(self) -> int:
+        """Return the step of its newest whole saved state; 0: there is none."""
+        return newest_generation(self.states, lambda _: None).manifest.steps_done if generations(self.states) else 0
+
+    def steps_logged(self) -> int:
+        """Return the last step that its log has a whole line of."""
+        log = self.folder / "log.jsonl"
+        lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
+        return max((json.loads(line)["step"] for line in lines), default=0)
+
+    def outcome(self) -> tuple[object, ...]:
+        """Return what two equal runs have in common to the bit: every tensor of the last state, and every loss."""
+        generation = newest_generation(self.states, lambda _: None)
+        sums = {name: entry.crc32 for name, entry in generation.manifest.tensors.items()}
+        lines = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        return generation.manifest.steps_done, sums, [(line["step"], line.get("loss")) for line in lines]
+
+    def leftovers(self) -> list[str]:
+        """Return what a run should have taken away."""
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.partial"))
+
+
+@cache
+def training_file(kind: str, width: int) -> TrainFile:
+    """Return what a kind trains."""
+    shape = {**_SHAPE, "width": width, "ffn_width": 2 * width}
+    return decode(
+        TrainFile, {**_PLAIN, **{**KINDS, **RANK_KINDS}[kind], "model": {"shape": shape}}, source=kind, unions=_UNIONS
+    )
+
+
+@cache
+def corpus() -> Corpus:
+    """Return what every run trains on."""
+    return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
+
+
+_IN_FILES: Final = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+    "os.scandir",
+)
+"""Audit events of saving, loading and clearing up."""
+
+
+TOLD: Final = 3
+"""Exit code of a child that ended with a sentence for its user."""
+
+
+def telling(work: Callable[[], None]) -> Callable[[], None]:
+    """Return work whose errors that users are told end its process with ``TOLD``."""
+
+    def told() -> None:
+        try:
+            work()
+        except (HybridTrainError, OSError):
+            os._exit(TOLD)
+
+    return told
+
+
+@cache
+def _warm() -> None:
+    """Import here, once, what runs import: a child then takes a sixth of the time."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="hybridtrain-faults-warm-") as folder:
+        for kind in KINDS:
+            Run(kind, Path(folder, kind, "run")).go()
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Do work in a child of this process, which has everything imported already; return its process id.
+
+    Its exit code is 0, or 1 after an exception, which it prints on the standard error of this process.
+    """
+    _warm()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torch.set_num_threads(1)  # else the child waits for threads that a fork leaves behind
+    process = os.fork()
+    if process:
+        return process
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  nothing of the parent's may run in the child
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def go_unbroken(run: Run, work: Callable[[], None] | None = None) -> None:
+    """Let a new run, or ``work`` around it, go to its end in a child: what broken ones are compared with."""
+    run.folder.parent.mkdir(parents=True)
+    if ended(fork(work or run.go)):
+        raise AssertionError(f"the unbroken run '{run.kind}' failed")
+
+
+def number_of(run: Run, work: Callable[[], int]) -> int:
+    """Let a new run go to its end in a child, by ``work``; return the number that ``work`` returns there."""
+    source, target = os.pipe()
+    code = ended(fork(lambda: _write(target, work())))
+    os.close(target)
+    told = os.read(source, 20)
+    os.close(source)
+    if code or not told:
+        raise AssertionError(f"the unbroken run '{run.kind}' failed")
+    return int(told)
+
+
+def on_touch(states: Path, note: Callable[[], object]) -> None:
+    """Let ``note`` know, for as long as this process lives, whenever it is about to touch saved states."""
+    place = str(states)
+
+    def heard(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _IN_FILES and arguments and place in str(arguments[0]):
+            note()
+
+    sys.addaudithook(heard)
+
+
+def touches(run: Run) -> int:
+    """Let a new run go to its end in a child; return how often it touches its saved states."""
+
+    def counted() -> int:
+        count = 0
+
+        def note() -> None:
+            nonlocal count
+            count += 1
+
+        on_touch(run.states, note)
+        run.go()
+        return count
+
+    return number_of(run, counted)
+
+
+def _write(target: int, number: int) -> None:
+    os.write(target, str(number).encode())
+
+
+def ended(process: int) -> int:
+    """Wait for a child; return its exit code, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

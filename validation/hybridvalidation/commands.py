@@ -1,0 +1,648 @@
+"""What the harness hands to the command by its entry point: verbs, names of files, quality of numbers (EXTENSION)."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hybridtrain.cli.verb import (
+    RECORDED,
+    Amount,
+    Answer,
+    Count,
+    Flag,
+    ModelName,
+    Names,
+    Recorded,
+    ScenarioName,
+    StackName,
+    names_of,
+)
+from hybridtrain.extension import Extension, ScenarioRequest
+from hybridtrain.units import GB, GIB
+
+if TYPE_CHECKING:
+    from hybridtrain.planning.candidates import Candidate
+    from hybridvalidation.scenario import Scenario, Target
+    from hybridvalidation.scenario_files import ScenarioFiles
+
+
+def gate(
+    *names: ScenarioName, accept: Flag = False, reason: str = "", jobs: Count | None = None,
+    markdown: Path | None = None, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Plan again, or compile kernels again, and compare with what is kept, to the byte.
+
+    Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
+
+    Example: hybridtrain gate 1b-16gb
+
+    Args:
+        names: Of scenarios; default: all. 'recorded' and 'peers' plan others' trainers again, where their packages are
+            installed ('recorded/peft' those of one file); 'kernels' compiles all Triton kernels for every card
+            ('kernels/sm_89' for one).
+        accept: Keep today's figures: a new record stands for the one before it.
+        reason: Why kept figures may change; --accept needs it, and it stands in the new records.
+        jobs: Processes at a time; default: one for each core.
+        markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
+    """
+    from hybridvalidation.gate.ci_text import write_markdown
+    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.scenario_files import scenario_folder
+
+    order = GateOrder(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
+    report = gate_all(scenario_folder(common.scenarios), order, common.results)
+    write_markdown(report.as_markdown(), markdown)
+    text = "\n".join([report.as_text(), *report.annotations()])
+    return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
+
+
+def bench(
+    what: Literal["kernels", "attention"], /, *,
+    only: Names = (), modes: Names = (), quick: Flag = False, minutes: Amount = 10.0, recorded: Flag = False,
+    check: Flag = False, accept: Flag = False, choose: Flag = False, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Time the kernels against other implementations.
+
+    On this machine's CUDA card or, at small shapes, its processor. Exit codes: 0 well, 1 one of ours is wrong or
+    failed, 4 slower than the baseline, 6 no baseline.
+
+    Example: hybridtrain bench kernels --only swiglu,rotary --check
+
+    Args:
+        what: kernels: timed; attention: what the flash kernel saves by length, planned (takes no other option).
+        only: Ops with commas between them; default: all.
+        modes: Of forward, backward, both, with commas between them; default: all.
+        quick: One shape of each op, fewer samples.
+        minutes: Start no case that would end later.
+        recorded: Run nothing, take the newest record of each case.
+        check: Compare with the baseline of the same card.
+        accept: Record the times as the card's new baseline.
+        choose: Rewrite hybridkernels/choices.toml from the records.
+    """
+    from hybridvalidation.kernel_bench.bench import BenchOrder, bench_kernels
+    from hybridvalidation.scenario_files import scenario_folder
+
+    if what == "attention":
+        return _bench_attention(common)
+    order = BenchOrder(
+        only=only, modes=modes, quick=quick, limit_s=60 * minutes, recorded=recorded, check=check, accept=accept,
+        choose=choose,
+    )  # fmt: skip
+    targets = scenario_folder(common.scenarios).targets()
+    report = bench_kernels(order, common.results, targets, common.note)
+    return Answer(text=report.as_text(), content=report.as_mapping(), code=report.exit_code)
+
+
+def _bench_attention(common: Recorded) -> Answer:
+    from hybridtrain.config.encode import encode
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridvalidation.kernel_bench.attention_lengths import (
+        append_attention,
+        attention_text,
+        judge_attention,
+        plan_attention,
+        read_attention,
+        write_attention,
+    )
+    from hybridvalidation.scenario_files import scenario_folder
+
+    targets = scenario_folder(common.scenarios).targets()
+    read_attention(common.records)  # a damaged file is told now, not after the run
+    record = plan_attention(targets)
+    written = [append_attention(common.records, record), *write_attention([record], targets, common.results)]
+    paths = names_of(written)
+    verdicts = [encode(verdict) for verdict in judge_attention(record, targets)]
+    return Answer(
+        text=f"{attention_text(record, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"record": encode(record), "verdicts": verdicts, "files": paths},
+    )
+
+
+def report(
+    *scenarios: ScenarioName, html: Path | None = None, check: Flag = False, common: Recorded = RECORDED
+) -> Answer:
+    """Rebuild tables, plots and the figures in a checkout's pages from committed records, nothing is run.
+
+    Exit code 1 when --check finds a text that is not what the records say.
+
+    Example: hybridtrain report 1b-16gb
+
+    Args:
+        scenarios: Default: every scenario that has records.
+        check: Instead write nothing, and name every table and page that would change.
+        html: Instead write everything as pages for a browser into this folder; they need no network and no server.
+    """
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.figures import Figures, fill_pages
+    from hybridvalidation.show.report import check_report, rebuild
+
+    if check:
+        stale = check_report(scenario_folder(common.scenarios), common.results)
+        faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
+        text = "\n".join(faults) or "every table and page says what the records say"
+        return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
+    if html is not None:
+        from hybridtrain.errors import ConfigError
+        from hybridtrain.units import format_bytes
+        from hybridvalidation.show.web.site import write_site
+
+        if scenarios:
+            faults = [
+                f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
+            ]
+            raise ConfigError("report", faults)
+        pages = write_site(scenario_folder(common.scenarios), common.results, html)
+        size = sum(path.stat().st_size for path in pages)
+        told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
+        return Answer(text=told, content={"files": names_of(pages), "bytes": size})
+    files = scenario_folder(common.scenarios)
+    written = rebuild(files, scenarios, common.results)
+    if written and not scenarios:
+        written += fill_pages(common.results.parent, Figures(files, common.results))
+    paths = names_of(written)
+    return Answer(
+        text="\n".join(paths) or "no records yet; run: hybridtrain validate SCENARIO", content={"files": paths}
+    )
+
+
+def records(
+    *names: ScenarioName, verify: Flag = False, planned: Flag = False, record: Flag = False, prune: Flag = False,
+    jobs: Count | None = None, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Say whether planned records hold: this program plans again what it has not found again before, and compares.
+
+    Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. What was executed or
+    measured stays evidence of the program that did it, and is told with that.
+
+    Example: hybridtrain records 1b-16gb --verify
+
+    Args:
+        names: As of gate.
+        verify: Plan all again, found again before or not.
+        planned: Tell of planned records alone.
+        record: Append to the records that this program found them again.
+        prune: Instead drop records that no table shows any more.
+        jobs: Processes at a time; default: one for each core.
+    """
+    from hybridtrain.stacks import evidence_folder
+    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.runs.validate import other_records, prune_records
+    from hybridvalidation.scenario_files import scenario_folder
+
+    files = scenario_folder(common.scenarios)
+    if prune:
+        count = prune_records(files, names or files.scenario_names(), common.results)
+        return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
+    order = GateOrder(
+        names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
+    )
+    results = common.results if record else evidence_folder(common.results)
+    report = gate_all(files, order, results)
+    others = [] if names or planned else other_records(files, results)
+    return Answer(
+        text="\n".join([*others, report.as_text()]), content=report.as_mapping() | {"others": others},
+        code=int(report.exit_code),
+    )  # fmt: skip
+
+
+def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Recorded = RECORDED) -> Answer:
+    """Replay memory snapshots that a CUDA card wrote in the allocator model, and say where it differs.
+
+    Exit code 1 when an event or the end is not as recorded.
+
+    Example: hybridtrain snapshots memory_snapshot.pickle
+
+    Args:
+        files: Of torch.cuda.memory._dump_snapshot; of a folder those that scenarios/snapshots/public.toml knows.
+        plans: Instead, scenarios with commas between them: by how much their plans' reserved bytes can move.
+        record: Append what was found to the records, and rebuild the table.
+    """
+    from hybridtrain.errors import ConfigError
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.snapshots.replayed import (
+        append_snapshots,
+        as_mapping,
+        differs,
+        replay_files,
+        snapshots_text,
+        write_reserved,
+    )
+
+    scenarios = scenario_folder(common.scenarios)
+    if plans:
+        return _moves_of(scenarios, plans, common, record=record)
+    if not files:
+        raise ConfigError("snapshots", ["FILES: missing; name snapshots, folders that hold listed ones, or --plans."])
+    found = replay_files(files, scenarios.folder)
+    paths: list[Path] = []
+    if record:
+        append_snapshots(common.records, found)
+        paths = write_reserved(scenarios.folder, common.results)
+    text = "\n".join([snapshots_text(found), *names_of(paths)])
+    return Answer(text=text, content=as_mapping(found), code=1 if differs(found) else 0)
+
+
+def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
+    from hybridtrain.config.encode import encode
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
+    from hybridvalidation.snapshots.replayed import write_reserved
+
+    found, paths = [], list[Path]()
+    for name in plans:
+        found.append(plan_moves(scenarios, scenarios.scenario(name), common.note))
+        if record:
+            append_moves(common.records, found[-1])
+            paths = write_reserved(scenarios.folder, common.results)
+    text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
+    return Answer(text=text, content=[encode(each) for each in found])
+
+
+def _list_targets(common: Recorded) -> Answer:
+    from hybridtrain.config.encode import encode
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridtrain.stacks import evidence_folder
+    from hybridvalidation.judge.roll_up import counts
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.targets import all_targets, targets_text
+
+    rows = all_targets(scenario_folder(common.scenarios), evidence_folder(common.results))
+    content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
+    return Answer(text=targets_text(rows, TERMINAL), content=content)
+
+
+def validate(
+    scenario: ScenarioName,
+    /,
+    *,
+    fresh: Flag = False,
+    record: Flag = False,
+    planned: Flag = False,
+    out: Path | None = None,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Run a scenario under all its stacks and judge its targets; what has a valid record is not run again.
+
+    Committed results do not change: new records, tables and plots go into a folder of their own. Exit code 1 when a
+    run failed.
+
+    Example: hybridtrain validate 1b-16gb
+
+    Args:
+        scenario: Name of a scenario, or a .toml file.
+        fresh: Repeat runs that have a record already.
+        record: Write new records, tables and plots into --results.
+        planned: Make dry runs alone, in seconds; proxies keep the records they have, of whatever program.
+        out: Or into this folder; default: runs/validate-SCENARIO.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridvalidation.judge.joint import judge_all, judge_jointly
+    from hybridvalidation.records.outcome import Outcome
+    from hybridvalidation.runs.validate import validate as validate_scenario
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.report import TERMINAL, report_text
+    from hybridvalidation.study.ladder.quality import stack_quality
+    from hybridvalidation.study.ladder.targets import ladder_verdicts
+
+    files = scenario_folder(common.scenarios)
+    done = validate_scenario(
+        files,
+        scenario,
+        common.results,
+        fresh=fresh,
+        record=record,
+        out=out,
+        planned=planned,
+        progress=not common.json,
+    )
+    run, paths, targets = done.run, names_of(done.written), files.targets()
+    written = f" Written: {', '.join(paths)}" if paths else ""
+    elsewhere = ladder_verdicts(files, common.results)
+    joint = judge_jointly(run, targets, elsewhere)
+    content = {
+        "scenario": run.scenario.name,
+        "records": [encode(record) for record in run.records.values()],
+        "verdicts": [encode(verdict) for verdict in judge_all(run, targets, elsewhere)],
+        "joint": "" if joint is None else joint.sentence,
+        "num_cached": run.num_cached,
+        "files": paths,
+    }
+    told = report_text(run, targets, TERMINAL, elsewhere, stack_quality(files, common.results))
+    return Answer(
+        text=f"{told}\n\n{run.num_made} runs made, {run.num_cached} read from records.{written}",
+        content=content,
+        code=1 if any(record.outcome is Outcome.ERROR for record in run.records.values()) else 0,
+    )
+
+
+def execute(
+    *,
+    model: ModelName,
+    stack: StackName,
+    micro_batch: Count,
+    seq: Count,
+    steps: Count,
+    accum: Count | None = None,
+    lr: Amount = 3e-4,
+    cycle: Flag = False,
+    disk: Path | None = None,
+    host_limit_gib: Amount | None = None,
+    world: Count = 1,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Train a few steps on the CPU, count what a card would hold, and compare with the dry run of the same steps.
+
+    Exit code 1 when they differ.
+
+    Example: hybridtrain execute --model gpt2-small --stack tight --micro-batch 1 --seq 256 --steps 2
+
+    Args:
+        model: A preset, a .toml file with a shape, a Hugging Face folder or config.json, or a name on the hub.
+        stack: Name of a stack, or a .toml file.
+        micro_batch: Sequences per micro-batch.
+        seq: Tokens per sequence.
+        steps: Optimizer steps.
+        accum: Micro-batches per step; default: the stack's.
+        lr: Learning rate.
+        cycle: Run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step.
+        disk: Folder where a stack with disk tiers may make files.
+        host_limit_gib: Host memory for offloaded tensors; default: what is available.
+        world: Ranks that train together, a process each.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridtrain.data.corpus import open_corpus
+    from hybridtrain.models.find_model import find_model
+    from hybridtrain.models.model_config import asked_workload
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridtrain.units import GIB
+    from hybridvalidation.records.executed import append_executed, read_executed
+    from hybridvalidation.runs.execute import ExecuteSpec
+    from hybridvalidation.runs.execute import execute as run_steps
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
+
+    shape = find_model(model)
+    chosen = scenario_folder(common.scenarios).stack(stack)
+    spec = ExecuteSpec(
+        model=Path(model).stem if model.endswith(".toml") else model,
+        shape=shape, stack=chosen, grad_accum_steps=accum,
+        workload=asked_workload(micro_batch, seq), num_steps=steps,
+        lr=lr, disk_folder=disk,
+        host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
+        runs_cycle=cycle, world=world,
+    )  # fmt: skip
+    read_executed(common.records)  # a damaged file is told now, not after the run
+    run = run_steps(spec, open_corpus(None, vocab_size=shape.vocab_size), common.say)
+    written = [append_executed(common.records, run), *write_executed(read_executed(common.records), common.results)]
+    paths = names_of(written)
+    return Answer(
+        text=f"\n{executed_table([run], TERMINAL)}\n\n{equality_line(run)}\nWritten: {', '.join(paths)}",
+        content=encode(run) | {"is_equal": run.is_equal, "files": paths},
+        code=0 if run.is_equal else 1,
+    )
+
+
+def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = RECORDED) -> Answer:
+    """Measure on this machine's CUDA card what is planned elsewhere, in minutes.
+
+    Exit code 1 without a card or when a part failed.
+
+    Example: hybridtrain evidence --minutes 10 --only 1b-16,pairs
+
+    Args:
+        minutes: Stop after so many; parts that do not fit any more are recorded as skipped.
+        only: Parts with commas between them: 7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair;
+            default: all.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridvalidation.card_session.session import measure_card
+    from hybridvalidation.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.records.outcome import Outcome
+
+    made, written = measure_card(
+        minutes=minutes, only=only, scenarios=common.scenarios, results=common.results, say=common.note
+    )
+    paths = names_of(written)
+    return Answer(
+        text=f"{evidence_table(newest_evidence(made), TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"records": [encode(record) for record in made], "files": paths},
+        code=1 if any(record.outcome is Outcome.ERROR for record in made) else 0,
+    )
+
+
+def study(
+    study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, rung: str | None = None, forecasts: Flag = False,
+    verify: Flag = False, common: Recorded = RECORDED,
+) -> Answer:  # fmt: skip
+    """Compare ways to train, time to loss or quality, by a registered protocol; what is missing is run.
+
+    Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
+
+    Args:
+        study: Name of a study, of a ladder of quality, or a .toml file of a study.
+        jobs: Runs side by side.
+        max_runs: Stop after so many; the study can go on later.
+        rung: Of a ladder: make the runs of this rung alone, whether those before it are finished or not.
+        forecasts: Score the loss forecasters on the recorded losses.
+        verify: Of a ladder: run nothing, compute the first steps of one record of every arm again, and compare every
+            stack with the arm whose runs it shares; exit code 1 when something differs.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.study.figures import check_targets
+    from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
+    from hybridvalidation.study.ladder.protocol import ladder_names
+    from hybridvalidation.study.report import study_text, verdict_sentence, write_study
+    from hybridvalidation.study.runner import read_study_file, run_study
+
+    def tell(line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    files = scenario_folder(common.scenarios)
+    if study in ladder_names(files.folder):
+        if forecasts:
+            raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
+        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common, tell=tell)
+    if verify or rung is not None:
+        raise ConfigError(
+            study, [f"{'--verify' if verify else '--rung'}: only a ladder has it, and this is a study; leave it out."]
+        )
+    found, targets = read_study_file(files.folder, study), files.targets()
+    check_targets(found, targets)  # now, not after the runs
+    made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
+    if forecasts:
+        scores = score_study(found, made, common.results, tell)
+        paths = names_of(write_forecasts(common.results))
+        return Answer(
+            text=f"{forecast_text(scores, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+            content={"runs": [encode(score) for score in scores], "files": paths},
+        )
+    paths = names_of(write_study(found, made, targets, common.results)) if made else []
+    verdict = verdict_sentence(found, made)
+    return Answer(
+        text=f"{study_text(found, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"study": found.name, "verdict": verdict, "runs": len(made), "files": paths},
+    )
+
+
+def _ladder(
+    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, rung: str | None, verify: bool,
+    common: Recorded, tell: Callable[[str], None],
+) -> Answer:  # fmt: skip
+    from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError, unknown_name
+    from hybridtrain.reports.tables import TERMINAL
+    from hybridvalidation.study.ladder.protocol import read_ladder_file
+    from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
+    from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, run_ladder
+    from hybridvalidation.study.ladder.stacks import arms_of_stacks
+    from hybridvalidation.study.ladder.targets import check_ladder_targets
+
+    ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
+    check_ladder_targets(ladder, targets)  # now, not after the runs
+    if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
+        raise ConfigError(name, [f"--rung: {unknown_name('rung', rung, names)}"])
+    if verify:
+        stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
+        astray = sorted(
+            stack for stack, arm in stacks.items() if arm is None or ladder.arm_of(stack) != ladder.arm(arm)
+        )
+        replays = replay(ladder, read_ladder(results, name), results, jobs=jobs, say=tell)
+        count = sum(map(holds, replays))
+        told = f"Stacks that compute something else than their arm: {', '.join(astray) or 'none'}."
+        return Answer(
+            text=f"{count} of {len(replays)} records are what this program computes. {told}",
+            content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
+            code=0 if count == len(replays) and not astray else 1,
+        )
+    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, rung=rung, say=tell)
+    paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
+    return Answer(
+        text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made), "files": paths},
+    )
+
+
+def recorded(
+    source: str | None = None, /, *, record: Flag = False, jobs: Count = 1, common: Recorded = RECORDED
+) -> Answer:
+    """Plan what others measured on CUDA, and print recorded, planned and error.
+
+    Plans that have a record are read; the others need the packages of their source.
+
+    Example: hybridtrain recorded peft
+
+    Args:
+        source: A file of scenarios/recorded/ by its name; default: all.
+        record: Append what is planned now to the records, and rebuild the table and the picture.
+        jobs: Processes at a time.
+    """
+    from hybridvalidation.recorded.command import recorded_command
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.recorded import write_recorded
+
+    files = scenario_folder(common.scenarios)
+    report = recorded_command(
+        scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
+    )
+    paths = write_recorded(files, common.results) if record else []
+    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+
+
+def peers(
+    scenario: str | None = None,
+    /,
+    *,
+    planned: Flag = False,
+    record: Flag = False,
+    jobs: Count = 1,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Run others' trainers beside ours: planned on the virtual card, executed small, measured where there is a card.
+
+    Runs that have a record are read; the others need the packages of their engine.
+
+    Example: hybridtrain peers 8b-full-24gb
+
+    Args:
+        scenario: A file of scenarios/peers/ by its name; default: all.
+        planned: Plan alone; nothing is executed or measured.
+        record: Append what is run now to the records, and rebuild the tables.
+        jobs: Processes at a time.
+    """
+    from hybridvalidation.peers.command import peers_command
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.show.pages.peers import write_peers
+
+    files = scenario_folder(common.scenarios)
+    report = peers_command(
+        files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
+        say=common.note,
+    )  # fmt: skip
+    paths = write_peers(files, common.results) if record else []
+    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+
+
+_BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
+"""Metrics that bound the card's memory, with their units."""
+
+
+def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
+    from hybridtrain.planning.candidates import Question
+    from hybridvalidation.scenario_files import scenario_folder
+
+    files = scenario_folder(folder)
+    scenario, targets = files.scenario(name), files.targets()
+    model, card, work = scenario.model.resolve(), scenario.card.resolve(), scenario.workload
+    question = Question(model, card, scenario.host, work.seq_len, work.batch_size)
+    return ScenarioRequest(
+        name=scenario.name, question=question, budget_bytes=stated_budget(scenario, targets)
+    )  # fmt: skip
+
+
+def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, str]:
+    from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.study.quality_notes import ladder_notes
+
+    return ladder_notes(candidates, scenario_folder(folder), results)
+
+
+def _scenario_names(folder: Path | None) -> list[str]:
+    from hybridvalidation.scenario_files import scenario_folder
+
+    return scenario_folder(folder).scenario_names()
+
+
+def _target_names(folder: Path | None) -> list[str]:
+    from hybridvalidation.scenario_files import scenario_folder
+
+    return list(scenario_folder(folder).targets())
+
+
+def stated_budget(scenario: "Scenario", targets: Mapping[str, "Target"]) -> int | None:
+    """Return the least bytes of the card that rows about a scenario state as a bound; None without such a row."""
+    rows = [targets[item.id] for item in scenario.targets if not item.stacks]
+    bounds = [
+        int(row.value * _BUDGETS[row.metric])
+        for row in rows
+        if row.metric in _BUDGETS and row.direction == "max" and row.value is not None
+    ]
+    return min(bounds, default=None)
+
+
+EXTENSION = Extension(
+    verbs={
+        "validate": validate, "execute": execute, "evidence": evidence, "bench": bench, "study": study,
+        "recorded": recorded, "peers": peers, "gate": gate, "report": report, "records": records,
+        "snapshots": snapshots,
+    },
+    names={"scenarios": _scenario_names, "targets": _target_names},
+    listings={"targets": _list_targets},
+    scenario_request=_scenario_request,
+    quality_notes=_quality_notes,
+)  # fmt: skip

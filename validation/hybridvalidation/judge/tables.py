@@ -1,0 +1,33 @@
+"""Tables of verdicts."""
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from hybridtrain.reports.tables import TERMINAL
+from hybridvalidation.judge.joint import Joint
+from hybridvalidation.judge.verdict import Status, Verdict, short_number
+
+
+def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:
+    """Return one row per target: what is stated, the verdict, why."""
+    rows = [[v.target, v.status, v.shown_by or "-", v.reason] for v in verdicts]
+    widths = [None, None, None, 90] if style == TERMINAL else None
+    return tabulate(
+        rows,
+        headers=["target", "verdict", "evidence", "because"],
+        tablefmt=style,
+        maxcolwidths=widths,
+        disable_numparse=True,
+    )
+
+
+def joint_table(joint: Joint, style: str) -> str:
+    """Return one row per stack, the best first, and one column per row of the scenario."""
+    rows = [[stack, *(_joint_cell(verdict) for verdict in verdicts)] for stack, verdicts in joint.stacks.items()]
+    return tabulate(rows, headers=["stack", *joint.rows], tablefmt=style, disable_numparse=True)
+
+
+def _joint_cell(verdict: Verdict) -> str:
+    word = "misses" if verdict.status is Status.REFUTED else verdict.status.value
+    return word if verdict.value is None else f"{word}, {short_number(verdict.value)} {verdict.unit}"
