@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hybridtrain.errors import HybridTrainError
-from hybridvalidation.records.environment import read_environment
+from hybridtrain.run.environment import read_environment
+from hybridtrain.run.program import program_digest
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.records.program import program_digest
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side

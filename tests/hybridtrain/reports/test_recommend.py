@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hybridvalidation.recommend import command
 
 from hybridtrain import recommendation
 from hybridtrain.cli.main import main
@@ -17,7 +18,6 @@ from hybridtrain.planning.fitting import Way, confirmed
 from hybridtrain.planning.recommendation import Recommendation, recommend
 from hybridtrain.sizes import parse_size
 from hybridtrain.virtual_gpu.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
-from hybridvalidation.recommend import command
 from hybridvalidation.scenario_files import ScenarioFiles
 
 SEQ_LEN, NUM_SEQUENCES = 512, 2
