@@ -542,16 +542,16 @@ def recorded(
         record: Append what is planned now to the records, and rebuild the table and the picture.
         jobs: Processes at a time.
     """
-    from hybridvalidation.recorded.command import recorded_command
+    from hybridvalidation.experiments.recorded import recorded_command
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.recorded import write_recorded
 
     files = scenario_folder(common.scenarios)
-    report = recorded_command(
+    text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
     paths = write_recorded(files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 def peers(
@@ -575,17 +575,17 @@ def peers(
         record: Append what is run now to the records, and rebuild the tables.
         jobs: Processes at a time.
     """
-    from hybridvalidation.peers.command import peers_command
+    from hybridvalidation.experiments.peers import peers_command
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.peers import write_peers
 
     files = scenario_folder(common.scenarios)
-    report = peers_command(
+    text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
     )  # fmt: skip
     paths = write_peers(files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.run.environment import read_environment
+from hybridtrain.run.environment import package_version, read_environment
 from hybridtrain.run.program import program_digest
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
@@ -43,7 +42,7 @@ class Results(Generic[C, R]):
     """Cases for which no time was left."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: a call of ``Experiment[Case, Record]`` notes its own types
 class Experiment(Generic[C, R]):
     """Cases of one kind, and how they become records."""
 
@@ -168,14 +167,10 @@ def child_header(ended: Ended[Any]) -> dict[str, Any]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return installed versions; raises ``PackageNotFoundError``, with its name, for the first one missing."""
-    return {name: metadata.version(name) for name in packages}
+    """Return installed versions, empty for what is not installed."""
+    return {name: package_version(name) for name in packages}
 
 
 def missing_package(packages: Iterable[str]) -> str:
     """Return the first package that is not installed; empty: all are."""
-    try:
-        versions_of(packages)
-    except metadata.PackageNotFoundError as absent:
-        return absent.name
-    return ""
+    return next((name for name in packages if not package_version(name)), "")

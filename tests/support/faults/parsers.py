@@ -38,10 +38,10 @@ from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.weights.adapters import _read_config, export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
+from hybridvalidation.experiments.peers import PeerFile
+from hybridvalidation.experiments.recorded import Source
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
-from hybridvalidation.peers.scenario import PeerFile
-from hybridvalidation.recorded.source import Source
 from hybridvalidation.records.executed import ExecutedRun
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines

@@ -21,12 +21,11 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridvalidation.experiments.recorded import Role, Row, read_planned, read_sources, rows_of
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.judge.roll_up import Row as TargetRow
 from hybridvalidation.judge.verdict import Status
-from hybridvalidation.recorded.planned import Row, read_planned, rows_of
-from hybridvalidation.recorded.source import Role, read_sources
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles

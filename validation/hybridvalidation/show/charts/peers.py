@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridtrain.units import to_gib
-from hybridvalidation.peers.figures import PeerFigures, Row, read_peer_records, rows_of
-from hybridvalidation.peers.scenario import PeerScenario, read_peers
+from hybridvalidation.experiments.peers import PeerFigures, PeerScenario, Row, read_peer_records, read_peers, rows_of
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import Drawing, Trace, bar_axes, figure_of, upright_line

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridtrain.units import GB
-from hybridvalidation.recorded.planned import Row, read_planned, rows_of
-from hybridvalidation.recorded.source import read_sources
+from hybridvalidation.experiments.recorded import Row, read_planned, read_sources, rows_of
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import TEXT, Drawing, Trace, figure_of, log_axis
 from hybridvalidation.show.kinds import PageChart

@@ -8,12 +8,17 @@ from statistics import stdev
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.peers.figures import Row, read_peer_records, rows_of
-from hybridvalidation.peers.scenario import PeerScenario, read_peers
-from hybridvalidation.peers.table import peer_table, versions_lines
-from hybridvalidation.recorded.planned import read_planned, recipe_errors
-from hybridvalidation.recorded.planned import rows_of as rows_of_recorded
-from hybridvalidation.recorded.source import read_sources
+from hybridvalidation.experiments.peers import (
+    PeerScenario,
+    Row,
+    peer_table,
+    read_peer_records,
+    read_peers,
+    rows_of,
+    versions_lines,
+)
+from hybridvalidation.experiments.recorded import read_planned, read_sources, recipe_errors
+from hybridvalidation.experiments.recorded import rows_of as rows_of_recorded
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario_files import ScenarioFiles

@@ -10,9 +10,18 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB
-from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, Score, read_planned, rows_of, scores
-from hybridvalidation.recorded.source import Role, Source, read_sources
+from hybridvalidation.experiments.recorded import (
+    PlannedRun,
+    Role,
+    Row,
+    Score,
+    Source,
+    read_planned,
+    read_sources,
+    rows_of,
+    score_table,
+    scores,
+)
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page

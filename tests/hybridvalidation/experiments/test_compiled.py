@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import compiling
+from hybridvalidation.engines.compiled import compiling
 
 ROWS, WIDTH, INNER = 4096, 512, 2048
 WIDE, NARROW = 2 * ROWS * INNER, 2 * ROWS * WIDTH  # bytes in bfloat16

@@ -9,8 +9,16 @@ import pytest
 from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
 from hybridtrain.run.environment import read_environment
-from hybridvalidation.recorded.planned import PlannedRun, job_of, rows_of, scores
-from hybridvalidation.recorded.source import RecordedRun, Role, Source, read_sources
+from hybridvalidation.experiments.recorded import (
+    PlannedRun,
+    RecordedRun,
+    Role,
+    Source,
+    job_of,
+    read_sources,
+    rows_of,
+    scores,
+)
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.show.pages.recorded import by_kind, headline, label_of
 
@@ -18,7 +26,7 @@ SCENARIOS = Path("scenarios")
 
 
 def run(name: str, role: Role = Role.PREDICT, why: str = "", **recorded: float) -> RecordedRun:
-    return RecordedRun(id=name, role=role, recorded=recorded, why=why)
+    return RecordedRun(id=name, role=role, recorded=recorded, why=why, config=json.dumps({"name": name}))
 
 
 def source(*runs: RecordedRun) -> Source:

@@ -364,3 +364,13 @@ def _is_read_from_memory(node: fx.Node) -> bool:
         user.op == "output" or _is_extern(user) or _is_boundary(user) or (_is_view(user) and _is_read_from_memory(user))
         for user in node.users
     )
+
+
+_TORCHVISION = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+
+
+def declare_torchvision_ops() -> None:
+    """Let ``import torchvision`` succeed: its compiled part, whose operators no run here calls, wants CUDA."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            _TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

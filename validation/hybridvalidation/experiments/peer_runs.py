@@ -1,4 +1,4 @@
-"""One row: an engine's own trainer on the virtual card, on the CPU at small size, or on CUDA under the card's cap."""
+"""A row of ``hybridtrain peers``: an engine's trainer, planned, executed small, or measured under the card's cap."""
 
 import math
 import time
@@ -20,8 +20,7 @@ from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
 from hybridvalidation.engines.task import Task, train
-from hybridvalidation.peers.figures import PeerFigures
-from hybridvalidation.peers.scenario import PeerJob
+from hybridvalidation.experiments.peers import PeerFigures, PeerJob
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.runs.measure import cap_memory, measure_on_cuda
 

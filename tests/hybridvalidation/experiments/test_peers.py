@@ -18,11 +18,21 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.virtual_gpu.card import Host, find_card
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train
-from hybridvalidation.peers import command as peers_command
-from hybridvalidation.peers import run as peer_run
-from hybridvalidation.peers.figures import KINDS, PeerFigures, PeerRecord, append_peer_record, rows_of
-from hybridvalidation.peers.scenario import PeerRun, jobs_of, read_peers
-from hybridvalidation.peers.table import peer_table, row_mapping, versions_lines
+from hybridvalidation.experiments import peer_runs as peer_run
+from hybridvalidation.experiments import peers as peers_command
+from hybridvalidation.experiments.peers import (
+    KINDS,
+    PeerFigures,
+    PeerRecord,
+    PeerRun,
+    append_peer_record,
+    jobs_of,
+    peer_table,
+    read_peers,
+    row_mapping,
+    rows_of,
+    versions_lines,
+)
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.peers import spread_text, write_peers
@@ -66,7 +76,7 @@ config = '{{"stack": "balanced"}}'
 id = "elsewhere"
 engine = "torch"
 needs = ["no-such-package"]
-config = '{ADAMW}'
+config = '{{"optimizer": "elsewhere.AdamW"}}'
 [[runs]]
 id = "ZeRO"
 engine = "deepspeed"
@@ -277,7 +287,8 @@ def record(run: PeerRun, key: str, evidence: Evidence, outcome: Outcome = Outcom
 def test_a_row_shows_each_kind_of_evidence_or_why_there_is_none(folder: Path) -> None:
     files = ScenarioFiles(folder)
     scenario = read_peers(files)["tiny"]
-    jobs = {(run.id, job.evidence): (run, job.key) for run, job in jobs_of(scenario, files, KINDS)}
+    runs = {run.id: run for run in scenario.runs}
+    jobs = {(job.run, job.evidence): (runs[job.run], job.key) for job in jobs_of(scenario, files, KINDS)}
     fits = {"peak_allocated_bytes": 2**30, "peak_reserved_bytes": 2**31, "fits": True, "step_time_s": 0.5}
     records = [
         record(*jobs["AdamW", Evidence.PLANNED], Evidence.PLANNED, peak_allocated_bytes=7),
