@@ -187,8 +187,8 @@ def records(
     """
     from hybridtrain.stacks import evidence_folder
     from hybridvalidation.gate.command import GateOrder, gate_all
-    from hybridvalidation.runs.validate import other_records, prune_records
     from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.validate import other_records, prune_records
 
     files = scenario_folder(common.scenarios)
     if prune:
@@ -299,11 +299,11 @@ def validate(
     from hybridtrain.config.encode import encode
     from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
-    from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import TERMINAL, report_text
     from hybridvalidation.study.ladder.quality import stack_quality
     from hybridvalidation.study.ladder.targets import ladder_verdicts
+    from hybridvalidation.validate import validate as validate_scenario
 
     files = scenario_folder(common.scenarios)
     done = validate_scenario(
@@ -376,9 +376,9 @@ def execute(
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.reports.tables import TERMINAL
     from hybridtrain.units import GIB
+    from hybridvalidation.experiments.executed import ExecuteSpec
+    from hybridvalidation.experiments.executed import execute as run_steps
     from hybridvalidation.records.executed import append_executed, read_executed
-    from hybridvalidation.runs.execute import ExecuteSpec
-    from hybridvalidation.runs.execute import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
 

@@ -43,8 +43,8 @@ from hybridvalidation.card_session.session import EvidenceRun, Session, answer_o
 from hybridvalidation.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
 from hybridvalidation.card_session.worker import Answer
+from hybridvalidation.experiments import measure
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs import measure
 from hybridvalidation.runs.child import Ended
 
 CARD_BYTES = 143_771 * MIB

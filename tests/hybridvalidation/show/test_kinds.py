@@ -9,9 +9,9 @@ import pytest
 
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL
 from hybridtrain.run.environment import read_environment
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.record import Record
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Page, Plot, Section, kinds_in
 from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.report import report_text

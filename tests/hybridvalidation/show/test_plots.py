@@ -14,9 +14,9 @@ from hybridtrain.planning.figures import memory_figures
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario
 from hybridvalidation.show.pictures import write_plots
 from hybridvalidation.show.plots import timeline

@@ -17,7 +17,7 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.charts import memory, timeline
 from hybridvalidation.show.drawing import Drawing

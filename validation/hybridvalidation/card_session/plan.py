@@ -15,7 +15,7 @@ from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
-from hybridvalidation.runs.job import plan_figures
+from hybridvalidation.records.asked import plan_figures
 
 _FP32_SHARE = 1 / 8
 """Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16."""

@@ -20,7 +20,7 @@ from hybridtrain.trainer import Trainer
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.plan import PlannedPart
 from hybridvalidation.card_session.record import CopyOverlap, Measured, StepEvidence
-from hybridvalidation.runs.measure import DeviceUse, MeasuredStep, cap_memory, num_alloc_retries, run_step
+from hybridvalidation.experiments.measure import DeviceUse, MeasuredStep, cap_memory, num_alloc_retries, run_step
 
 Span = tuple[float, float]
 """Begin and end."""

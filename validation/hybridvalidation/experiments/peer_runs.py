@@ -20,9 +20,9 @@ from hybridtrain.virtual_gpu.replay import OutOfMemory
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
 from hybridvalidation.engines.task import Task, train
+from hybridvalidation.experiments.measure import cap_memory, measure_on_cuda
 from hybridvalidation.experiments.peers import PeerFigures, PeerJob
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.runs.measure import cap_memory, measure_on_cuda
 
 _COUNTED_STEPS = 5
 

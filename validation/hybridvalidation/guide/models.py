@@ -9,8 +9,8 @@ from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.sections.summary import summary_table
 from hybridvalidation.study.ladder.quality import telling_of_stacks, told_in_short

@@ -19,9 +19,9 @@ from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.guide.settings import settings_table
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import all_targets

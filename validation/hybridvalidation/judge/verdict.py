@@ -6,11 +6,11 @@ from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import RunKind
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, ScenarioTarget, Target
 
 _EQUAL_TOLERANCE = 0.01

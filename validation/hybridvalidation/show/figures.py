@@ -22,12 +22,12 @@ from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.roofline import time_errors
 from hybridvalidation.experiments.recorded import Role, Row, read_planned, read_sources, rows_of
+from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.judge.roll_up import Row as TargetRow
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.targets import all_targets

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hybridtrain.reports.tables import MARKDOWN
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.verdict import Elsewhere
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import Drawing

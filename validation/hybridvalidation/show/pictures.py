@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.kinds import Plot, kinds_in
 
 COLORS = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_count, to_gib
+from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page, Section, View, kinds_in

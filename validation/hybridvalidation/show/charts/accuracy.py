@@ -1,7 +1,7 @@
 """What a small proxy keeps of the baseline's accuracy under every stack, with intervals."""
 
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.metrics import accuracy_retention
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 from hybridvalidation.show.drawing import Drawing, bar_axes, interval_trace, upright_line
 from hybridvalidation.show.kinds import Chart

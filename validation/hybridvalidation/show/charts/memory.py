@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import to_gib
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.drawing import Drawing, Trace, bar_axes, figure_of, upright_line
 from hybridvalidation.show.kinds import Chart
 from hybridvalidation.show.pictures import COLORS, ORDER, with_memory

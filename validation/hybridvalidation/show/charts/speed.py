@@ -1,6 +1,6 @@
 """Tokens per second of every stack."""
 
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.drawing import Drawing, bar_axes, figure_of
 from hybridvalidation.show.kinds import Chart
 from hybridvalidation.show.pictures import with_memory

@@ -2,7 +2,7 @@
 
 from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.drawing import TEXT, Drawing, Trace, figure_of
 from hybridvalidation.show.kinds import Chart
 from hybridvalidation.show.pictures import COLORS, ORDER, with_memory

@@ -10,6 +10,7 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_count
+from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING
@@ -18,7 +19,6 @@ from hybridvalidation.kernel_bench.attention_lengths import judge_attention, rea
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import run_from_records
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.kinds import Page
 from hybridvalidation.show.pages.profiler import judge_profiler

@@ -2,8 +2,8 @@
 
 from matplotlib.figure import Figure
 
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.metrics import accuracy_retention
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 from hybridvalidation.show.kinds import Plot
 from hybridvalidation.show.pictures import title_lines

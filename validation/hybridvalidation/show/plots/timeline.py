@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import to_gib
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.kinds import Plot
 from hybridvalidation.show.pictures import COLORS, ORDER, card_line, fitting, title_lines
 

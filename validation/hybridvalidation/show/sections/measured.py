@@ -3,7 +3,7 @@
 from tabulate import tabulate
 
 from hybridtrain.units import to_gib
-from hybridvalidation.runs.runner import ScenarioRun
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.kinds import Section, View
 
 _TITLE = "Planned / measured under the card's cap"

@@ -7,8 +7,8 @@ from tabulate import tabulate
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.kinds import Section, View
 
 _TITLE = "Where the memory goes, GiB allocated at the peak (planned)"

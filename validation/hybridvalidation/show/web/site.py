@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
+from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.verdict import Elsewhere, Status
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import Drawing

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hybridtrain.errors import ConfigError, RecordError
 from hybridtrain.run.environment import uncommitted_files
+from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
-from hybridvalidation.runs.runner import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import write_report
 from hybridvalidation.study.ladder.quality import stack_quality

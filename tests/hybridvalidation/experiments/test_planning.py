@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from hybridvalidation.experiments.stack_runs import Job, make_job, plan_all
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs.job import Job, make_job
-from hybridvalidation.runs.planning import plan_all
 from tiny_runs import SCENARIO, VANILLA
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +19,7 @@ import multiprocessing, sys, time
 sys.path[:0] = [{support!r}]
 if __name__ == "__main__":
     from test_planning_jobs import jobs
-    from hybridvalidation.runs.planning import plan_all
+    from hybridvalidation.experiments.stack_runs import plan_all
     plans = plan_all(jobs(12), processes=2)
     next(plans)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)

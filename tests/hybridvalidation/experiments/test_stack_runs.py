@@ -14,11 +14,9 @@ from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.card import find_card
+from hybridvalidation.experiments.stack_runs import make_job, plan_all, run_record, start_run
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import RunKind, StackRun
-from hybridvalidation.runs.job import make_job
-from hybridvalidation.runs.planning import plan_all
-from hybridvalidation.runs.runner import run_in_process
 from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget
 from tiny_models import LLAMA_GROUPED
 from tiny_runs import PROXY, SCENARIO, VANILLA
@@ -102,7 +100,7 @@ def test_kinds_are_told_apart() -> None:
 @pytest.fixture(scope="module")
 def crash() -> StackRun:
     job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
-    return run_in_process(job)
+    return run_record(job, start_run(job).wait())
 
 
 def test_a_crash_of_a_worker_is_an_outcome_with_its_message(crash: StackRun) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
-from hybridtrain.data.corpus import Corpus, embedded_corpus
+from hybridtrain.data.corpus import Corpus
 from hybridtrain.engine.step import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
@@ -22,8 +22,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.card import Card
-from hybridvalidation.records.stack_run import MeasuredFigures, StackRun
-from hybridvalidation.runs.job import Job, run_and_record
+from hybridvalidation.records.stack_run import MeasuredFigures
 
 _WARMUP_STEPS = 2
 """The first allocates the optimizer state, the second finds the allocator's cache filled; neither is timed."""
@@ -74,21 +73,6 @@ class DeviceUse:
         """Release NVML."""
         if self._reader is not None:
             self._reader.close()
-
-
-def run_measured(job: Job) -> StackRun:
-    """Measure what a job asks for."""
-    return run_and_record(
-        job,
-        lambda: measure_on_cuda(
-            job.model,
-            job.stack.plan(),
-            job.card,
-            job.workload,
-            embedded_corpus(),
-            job.stack.training(),
-        ),
-    )
 
 
 def measure_on_cuda(

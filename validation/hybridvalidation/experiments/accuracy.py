@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
-from hybridtrain.data.corpus import Corpus, embedded_corpus
+from hybridtrain.data.corpus import Corpus
 from hybridtrain.errors import DataError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig, Optimizer
@@ -19,19 +19,8 @@ from hybridtrain.plan.memory_plan import Cell, MemoryPlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
-from hybridvalidation.runs.job import Job, run_and_record
+from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult
 from hybridvalidation.scenario import AccuracySpec
-
-
-def run_accuracy(job: Job) -> StackRun:
-    """Train the proxies that a job asks for."""
-    spec = job.accuracy
-    assert spec is not None, "an accuracy job carries its specification"
-    return run_and_record(
-        job,
-        lambda: train_proxies(spec, job.stack.plan(), embedded_corpus(), job.stack.training(spec.lr).optimizer),
-    )
 
 
 def train_proxies(

@@ -36,9 +36,9 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridvalidation.records.asked import plan_figures
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.child import Child, run_side_by_side
-from hybridvalidation.runs.job import plan_figures
 
 _Event = tuple[int, int, str, str, int]
 """Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""
@@ -175,7 +175,7 @@ def _execute_ranks(spec: ExecuteSpec, say: Callable[[str], None]) -> list[Execut
 
 
 def _start_rank(job: RankJob) -> Child[ExecutedRank]:
-    return Child("hybridvalidation.runs.execute:execute_in_child", job, ExecutedRank)
+    return Child("hybridvalidation.experiments.executed:execute_in_child", job, ExecutedRank)
 
 
 def execute_in_child(job: RankJob) -> ExecutedRank:
