@@ -44,6 +44,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_VD = torch.zeros_like(weight_VD) if needs_weight and not num_tokens else None
         loss = hidden_MD.new_zeros((), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
         buffer_CP = hidden_MD.new_empty(min(chunk_tokens, num_tokens), padded_vocab(vocab))
+        if buffer_CP.is_cpu:  # oneDNN's bfloat16 products with AMX read beyond a row's end, and 0 * NaN is NaN
+            buffer_CP[:, vocab:].zero_()
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, num_tokens))
             hidden_CD, logits_CV = hidden_MD[rows], buffer_CP[: rows.stop - start, :vocab]

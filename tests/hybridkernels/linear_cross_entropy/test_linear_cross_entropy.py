@@ -42,6 +42,16 @@ def test_slices_are_as_exact_as_the_whole(dtype: torch.dtype, chunk_tokens: int)
         assert_error_bound(actual, torchs, target, floor=FLOORS[dtype] * target.abs().max().item(), name=name)
 
 
+def test_no_gradient_depends_on_memory_that_nothing_was_written_to() -> None:
+    hidden, weight, targets = leaves(torch.bfloat16)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+    try:
+        loss, *grads = results(linear_cross_entropy(hidden, weight, targets, chunk_tokens=M), hidden, weight)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(bool(tensor.isfinite().all()) for tensor in (loss, *grads))
+
+
 @pytest.mark.parametrize("chunk_tokens", [5, 24])
 def test_gradients_are_those_of_finite_differences(chunk_tokens: int) -> None:
     """By hand: gradcheck takes the gradient of one forward pass several times, which is refused."""

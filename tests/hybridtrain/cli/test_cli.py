@@ -27,10 +27,11 @@ from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.planning import dry_runs
 from hybridtrain.planning.dry_runs import DryRun
+from hybridtrain.reports import dry_run_report
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation import scenario_files
-from hybridvalidation.runs import dry_run_report, runner
+from hybridvalidation.runs import runner
 from hybridvalidation.scenario_files import ScenarioFiles
 from inline_child import InlineChild
 from tiny_files import CARD, scenario_file, shape_file

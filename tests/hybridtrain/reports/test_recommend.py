@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from hybridvalidation.recommend import command
 
-from hybridtrain import recommendation
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
+from hybridtrain.planning import recommendation
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate, Question
 from hybridtrain.planning.fitting import Way, confirmed
 from hybridtrain.planning.recommendation import Recommendation, recommend
+from hybridtrain.reports import recommend_report as command
 from hybridtrain.sizes import parse_size
 from hybridtrain.virtual_gpu.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.scenario_files import ScenarioFiles

@@ -20,8 +20,8 @@ from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.layers import Head
+from hybridtrain.run import train, train_data
 from hybridtrain.trainer import Trainer
-from hybridvalidation.runs import train, train_data
 from tiny_files import training_file
 
 TRAIN = training_file()

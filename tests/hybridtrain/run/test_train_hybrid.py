@@ -22,12 +22,12 @@ from hybridtrain.errors import HostMemoryError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.phase import Phase
+from hybridtrain.run import train_data
 from hybridtrain.run.train_log import RunMonitor
 from hybridtrain.train_state.generations import generations
 from hybridtrain.train_state.manifest import read_generation
 from hybridtrain.trainer import Trainer
 from hybridtrain.training_file import load_config
-from hybridvalidation.runs import train_data
 from tiny_files import shape_file
 
 ROOT = Path(__file__).parents[3]

@@ -12,8 +12,8 @@ import torch
 
 from hybridtrain.cli.main import main
 from hybridtrain.errors import DivergenceError
+from hybridtrain.run import train_log
 from hybridtrain.trainer import Trainer
-from hybridvalidation.runs import train_log
 from tiny_files import training_file
 
 TRAIN = training_file(num_blocks=2, more="[optimizer]\nlr = 1e-3\n[schedule]\nwarmup_steps = 0\ntotal_steps = 10\n")

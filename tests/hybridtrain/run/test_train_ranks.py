@@ -18,9 +18,9 @@ from hybridtrain.errors import ConfigError, RankError
 from hybridtrain.memory.group import TorchGroup
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import AdamWConfig
+from hybridtrain.run import train as train_module
 from hybridtrain.run.train import train
 from hybridtrain.training_file import TrainFile, load_config
-from hybridvalidation.runs import train as train_module
 from ranks import CPU, on_ranks
 from tiny_files import training_file
 from tiny_models import LLAMA_GROUPED
