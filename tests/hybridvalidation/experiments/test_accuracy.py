@@ -8,8 +8,8 @@ from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
-from hybridvalidation.experiments.accuracy import accumulation_difference
 from hybridvalidation.experiments import accuracy
+from hybridvalidation.experiments.accuracy import accumulation_difference
 from hybridvalidation.scenario import AccuracySpec
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED
 
