@@ -376,9 +376,8 @@ def execute(
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.reports.tables import TERMINAL
     from hybridtrain.units import GIB
-    from hybridvalidation.experiments.executed import ExecuteSpec
+    from hybridvalidation.experiments.executed import ExecuteSpec, append_executed, read_executed
     from hybridvalidation.experiments.executed import execute as run_steps
-    from hybridvalidation.records.executed import append_executed, read_executed
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
 

@@ -31,8 +31,7 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.experiments import executed as execute_run
-from hybridvalidation.experiments.executed import first_difference
-from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
+from hybridvalidation.experiments.executed import ExecutedRun, append_executed, first_difference, read_executed
 from hybridvalidation.show.pages.executed import executed_table, write_executed
 from tiny_files import shape_file
 from tiny_models import GPT2_UNTIED, random_steps

@@ -38,11 +38,11 @@ from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.card import Card
 from hybridtrain.weights.adapters import _read_config, export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
+from hybridvalidation.experiments.executed import ExecutedRun
 from hybridvalidation.experiments.peers import PeerFile
 from hybridvalidation.experiments.recorded import Source
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
-from hybridvalidation.records.executed import ExecutedRun
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario import Scenario, TargetFile

@@ -6,19 +6,18 @@ Of several ranks each is a process of its own, and they meet on gloo.
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
+from hybridtrain.config.encode import digest
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import Corpus, open_corpus
 from hybridtrain.errors import ConfigError, DiskSpaceError, HostMemoryError, RankError
-from hybridtrain.hybrid.config import HybridConfig
-from hybridtrain.hybrid.cycle import HybridResult, HybridTrainer
+from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -29,19 +28,142 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import cycle_config
 from hybridtrain.profiler.memory_reader import read_process_memory
-from hybridtrain.run.environment import read_environment
-from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.asked import plan_figures
-from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_record, read_lines
 from hybridvalidation.runs.child import Child, run_side_by_side
 
+_FILE = "executed.jsonl"
 _Event = tuple[int, int, str, str, int]
 """Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedJob:
+    """What is asked for; the newest of equal ones stands for all."""
+
+    model: str
+    shape: ModelConfig
+    stack: str
+    plan: Mapping[str, str]
+    micro_batch_size: int
+    seq_len: int
+    phases: tuple[str, ...]
+    """Of each step."""
+    lr: float
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Digest of all of it."""
+        return digest(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedStep:
+    """One optimizer step."""
+
+    step: int
+    """True steps done."""
+    loss: float | None
+    """Nats per token, mean over the micro-batches, before the step's update; None in PREDICT."""
+    grad_norm: float | None
+    """Global L2 norm before clipping."""
+    seconds: float
+    device_peak_bytes: int
+    """Most bytes at once that a card would have held."""
+    planned_device_peak_bytes: int
+    phase: str = Phase.FULL.value
+    predicted_steps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPeaks:
+    """Most bytes at once, the building of the model included."""
+
+    device_bytes: int
+    host_bytes: int
+    """Offloaded tensors."""
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedRank:
+    """What one process did; fields are those of the run."""
+
+    rank: int
+    build_s: float
+    steps: tuple[ExecutedStep, ...]
+    executed: TierPeaks
+    planned: TierPeaks
+    process_peak_bytes: int
+    num_events: int
+    difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedRun(Record):
+    """One run on the CPU, and the dry run of the same steps."""
+
+    model: str
+    shape: ModelConfig
+    num_params: int
+    stack: str
+    plan: Mapping[str, str]
+    micro_batch_size: int
+    seq_len: int
+    accum_steps: int
+    lr: float
+    """Constant, no warm-up."""
+    seed: int
+    corpus: str
+    corpus_digest: str
+    evidence: Evidence = Evidence.EXECUTED
+    build_s: float
+    """Of the run's duration: drawing the initial weights."""
+    num_threads: int
+    steps: tuple[ExecutedStep, ...]
+    executed: TierPeaks
+    planned: TierPeaks
+    process_peak_bytes: int
+    """Largest resident set of the whole process: tensors of every tier but the disk, Python, torch."""
+    num_events: int
+    """Allocations and releases of the execution."""
+    difference: str
+    """First place in which the dry run differs from the execution; empty: nowhere."""
+    ranks: tuple[ExecutedRank, ...] = ()
+    """Of several ranks each; peaks and steps above are then of the one that held the most, events of all."""
+
+    def faults(self) -> list[str]:
+        """Return what cannot be."""
+        return [] if self.steps else ["steps: empty; a run has at least one"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.micro_batch_size * self.seq_len * self.accum_steps
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the dry run counted what the execution held, event by event."""
+        return not self.difference
+
+
+def append_executed(records: Path, run: ExecutedRun) -> Path:
+    """Add a run to the folder's ``executed.jsonl``; return the file."""
+    return append_record(records, _FILE, run)
+
+
+def read_executed(records: Path) -> list[ExecutedRun]:
+    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    return read_lines(records / _FILE, ExecutedRun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +208,6 @@ class ExecuteSpec:
             seed=self.seed,
         )
 
-    @property
-    def hybrid(self) -> HybridConfig | None:
-        """The cycle."""
-        return cycle_config() if self.runs_cycle else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    result: HybridResult
-    seconds: float
-    peak_bytes: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passage:
@@ -105,7 +215,7 @@ class _Passage:
 
     trace: LedgerTrace
     build_s: float
-    steps: tuple[_Step, ...]
+    steps: tuple[ExecutedStep, ...]
     peaks: TierPeaks
 
 
@@ -131,8 +241,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         RankError: One of several ranks failed.
     """
     check_workload(spec.shape, spec.workload)
-    started, begin = datetime.now(UTC), time.perf_counter()
-    environment, program = read_environment(), program_digest()  # now: nobody edits the sources that are loaded
+    header = begin_header()  # now: nobody edits the sources that are loaded
     ranks = [_execute_rank(spec, corpus, DirectGroup(), say)] if spec.world == 1 else _execute_ranks(spec, say)
     heaviest = max(ranks, key=lambda rank: rank.executed.device_bytes)
     plan = plan_figures(spec.plan) | ({"world": str(spec.world)} if spec.world > 1 else {})
@@ -142,22 +251,18 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         phases=tuple(step.phase for step in heaviest.steps), lr=spec.lr, seed=spec.seed,
     )  # fmt: skip
     return ExecutedRun(
-        key=job.key, program=program,
-        model=spec.model, shape=spec.shape, num_params=spec.shape.num_params, stack=spec.stack.name,
-        plan=plan, micro_batch_size=spec.workload.micro_batch_size, seq_len=spec.workload.seq_len,
-        accum_steps=spec.accum_steps, lr=spec.lr, seed=spec.seed, corpus=corpus.name, corpus_digest=corpus.digest,
-        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
-        build_s=heaviest.build_s, environment=environment, num_threads=torch.get_num_threads(),
-        steps=heaviest.steps, executed=heaviest.executed, planned=heaviest.planned,
+        key=job.key, **header(), model=job.model, shape=job.shape, num_params=spec.shape.num_params, stack=job.stack,
+        plan=plan, micro_batch_size=job.micro_batch_size, seq_len=job.seq_len, accum_steps=spec.accum_steps, lr=job.lr,
+        seed=job.seed, corpus=corpus.name, corpus_digest=corpus.digest, build_s=heaviest.build_s,
+        num_threads=torch.get_num_threads(), steps=heaviest.steps, executed=heaviest.executed, planned=heaviest.planned,
         process_peak_bytes=max(rank.process_peak_bytes for rank in ranks),
         num_events=sum(rank.num_events for rank in ranks),
-        difference="; ".join(_of_rank(rank, spec.world) for rank in ranks if rank.difference),
+        difference="; ".join(
+            rank.difference if spec.world == 1 else f"rank {rank.rank}: {rank.difference}"
+            for rank in ranks if rank.difference
+        ),
         ranks=tuple(ranks) if spec.world > 1 else (),
     )  # fmt: skip
-
-
-def _of_rank(rank: ExecutedRank, world: int) -> str:
-    return rank.difference if world == 1 else f"rank {rank.rank}: {rank.difference}"
 
 
 def _execute_ranks(spec: ExecuteSpec, say: Callable[[str], None]) -> list[ExecutedRank]:
@@ -205,20 +310,23 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
     process = read_process_memory()
     return ExecutedRank(
         rank=group.rank, build_s=round(executed.build_s, 3), num_events=len(executed.trace.events),
-        steps=tuple(map(_recorded, executed.steps, planned.steps)), executed=executed.peaks, planned=planned.peaks,
+        steps=tuple(
+            replace(step, planned_device_peak_bytes=plan.device_peak_bytes)
+            for step, plan in zip(executed.steps, planned.steps, strict=True)
+        ), executed=executed.peaks, planned=planned.peaks,
         process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=_difference(planned, executed),
     )  # fmt: skip
 
 
 def _pass(
-    spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, group: Group, on_step: Callable[[_Step], None]
+    spec: ExecuteSpec, sampler: BatchSampler, transfer: Transfer, group: Group, on_step: Callable[[ExecutedStep], None]
 ) -> _Passage:
     ledger = StorageLedger()
-    steps: list[_Step] = []
+    steps: list[ExecutedStep] = []
     begin = time.perf_counter()
     with ledger:
         trainer = Trainer(spec.shape, spec.plan, spec.config, transfer, ledger, group=group)
-        runner = HybridTrainer(trainer, spec.hybrid)
+        runner = HybridTrainer(trainer, cycle_config() if spec.runs_cycle else None)
         count = spec.accum_steps // trainer.data_group.world
         first = trainer.data_group.rank * count
         build_s, peak_bytes = time.perf_counter() - begin, ledger.peak_bytes
@@ -228,12 +336,18 @@ def _pass(
             ledger.begin_step()
             begin = time.perf_counter()
             result = runner.advance(lambda step: [sampler.batch(step, first + part) for part in range(count)])
-            steps.append(_Step(result=result, seconds=time.perf_counter() - begin, peak_bytes=ledger.peak_bytes))
-            on_step(steps[-1])
+            step = ExecutedStep(
+                step=result.step, loss=result.loss if result.num_tokens else None, grad_norm=result.grad_norm,
+                seconds=round(time.perf_counter() - begin, 3), device_peak_bytes=ledger.peak_bytes,
+                planned_device_peak_bytes=ledger.peak_bytes, phase=result.phase.value,
+                predicted_steps=result.predicted_steps,
+            )  # fmt: skip
+            steps.append(step)
+            on_step(step)
     return _Passage(
         trace=ledger.trace(), build_s=build_s, steps=tuple(steps),
         peaks=TierPeaks(
-            device_bytes=max(peak_bytes, *(step.peak_bytes for step in steps)),
+            device_bytes=max(peak_bytes, *(step.device_peak_bytes for step in steps)),
             host_bytes=transfer.tiers.peak_bytes(Placement.HOST),
             disk_bytes=transfer.tiers.peak_bytes(Placement.DISK),
         ),
@@ -242,28 +356,25 @@ def _pass(
 
 def _check_room(spec: ExecuteSpec, planned: TierPeaks) -> None:
     """Refuse what the machine cannot hold before hours are spent on it; each rank is taken to hold as much."""
-    planned = TierPeaks(
-        device_bytes=planned.device_bytes * spec.world,
-        host_bytes=planned.host_bytes * spec.world,
-        disk_bytes=planned.disk_bytes * spec.world,
-    )
+    sizes = (planned.device_bytes, planned.host_bytes, planned.disk_bytes)
+    device_bytes, host_bytes, disk_bytes = (size * spec.world for size in sizes)
     available = available_host_bytes()
     limit = available if spec.host_limit_bytes is None else spec.host_limit_bytes
-    if limit is not None and planned.host_bytes > limit:
+    if limit is not None and host_bytes > limit:
         raise HostMemoryError(
-            f"host memory: {spec.model} under '{spec.stack.name}' offloads {format_bytes(planned.host_bytes)} "
+            f"host memory: {spec.model} under '{spec.stack.name}' offloads {format_bytes(host_bytes)} "
             f"(planned), {format_bytes(limit)} are allowed; raise --host-limit-gib, or choose a stack with disk tiers "
             f"or 8-bit weights and state."
         )
-    total = planned.host_bytes + planned.device_bytes
+    total = host_bytes + device_bytes
     if available is not None and total > available:
         raise HostMemoryError(
             f"memory: an execution holds the card's tensors in this machine's memory too, {format_bytes(total)} in all "
             f"(planned), {format_bytes(available)} are available; close other programs, choose a smaller model or "
             f"workload, or a stack that moves more to disk. A dry run needs none of it."
         )
-    if planned.disk_bytes:
-        _check_disk(spec, planned.disk_bytes)
+    if disk_bytes:
+        _check_disk(spec, disk_bytes)
 
 
 def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
@@ -287,24 +398,12 @@ def _difference(planned: _Passage, executed: _Passage) -> str:
     return found
 
 
-def _recorded(executed: _Step, planned: _Step) -> ExecutedStep:
-    return ExecutedStep(
-        step=executed.result.step, loss=executed.result.loss if executed.result.num_tokens else None,
-        grad_norm=executed.result.grad_norm, seconds=round(executed.seconds, 3), device_peak_bytes=executed.peak_bytes,
-        planned_device_peak_bytes=planned.peak_bytes, phase=executed.result.phase.value,
-        predicted_steps=executed.result.predicted_steps,
-    )  # fmt: skip
-
-
-def _step_told(step: _Step, num_steps: int) -> str:
-    result = step.result
-    norm = "" if result.grad_norm is None else f", gradient norm {result.grad_norm:.3g}"
-    loss = f"{result.predicted_steps:.2f} steps predicted"
-    if result.num_tokens and result.loss is not None:
-        loss = f"loss {result.loss:.3f}"
+def _step_told(step: ExecutedStep, num_steps: int) -> str:
+    norm = "" if step.grad_norm is None else f", gradient norm {step.grad_norm:.3g}"
+    loss = f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"loss {step.loss:.3f}"
     return (
-        f"step {result.step}/{num_steps} {result.phase}: {loss}{norm}, {format_seconds(step.seconds)}, "
-        f"device {format_bytes(step.peak_bytes)}"
+        f"step {step.step}/{num_steps} {step.phase}: {loss}{norm}, {format_seconds(step.seconds)}, "
+        f"device {format_bytes(step.device_peak_bytes)}"
     )
 
 

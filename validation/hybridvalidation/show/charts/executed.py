@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridtrain.units import to_gib
-from hybridvalidation.records.executed import ExecutedRun, TierPeaks, read_executed
+from hybridvalidation.experiments.executed import ExecutedRun, TierPeaks, read_executed
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.drawing import Drawing, Trace, bar_axes, figure_of
 from hybridvalidation.show.kinds import PageChart

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.records.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.experiments.executed import ExecutedRun, ExecutedStep, read_executed
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.kinds import Page
 
