@@ -416,8 +416,8 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.card_session.session import measure_card
-    from hybridvalidation.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.experiments.card_session.session import measure_card
+    from hybridvalidation.experiments.card_session.table import evidence_table, newest_evidence
     from hybridvalidation.records.outcome import Outcome
 
     made, written = measure_card(

@@ -11,7 +11,6 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch
 from hybridtrain.data.corpus import Corpus
-from hybridtrain.engine.step import StepResult
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
@@ -31,11 +30,13 @@ _LEAST_FREE = 0.9
 """Share of a cap that must be free: a desktop on the card takes a little, another run takes much."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
     """One optimizer step on the card; its peaks are its own."""
 
-    result: StepResult
+    step: int
+    loss: float
+    grad_norm: float | None
     seconds: float
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -146,7 +147,8 @@ def run_step(trainer: Trainer, batches: Sequence[TokenBatch], device: torch.devi
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin
     return MeasuredStep(
-        result=result, seconds=seconds, peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
+        step=result.step, loss=result.loss, grad_norm=result.grad_norm, seconds=seconds,
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ import torch
 from hybridtrain.config.encode import encode
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.run.environment import package_version, read_environment
-from hybridvalidation.card_session.ceilings import read_driver
-from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
+from hybridvalidation.experiments.card_session.ceilings import read_driver
+from hybridvalidation.experiments.card_session.record import EvidenceRecord, read_evidence
 from hybridvalidation.kernel_bench.baseline import SpeedCheck, accept_speed, check_speed
 from hybridvalidation.kernel_bench.case import Mode
 from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from hybridvalidation.card_session.record import read_evidence
-from hybridvalidation.card_session.table import write_evidence
+from hybridvalidation.experiments.card_session.record import read_evidence
+from hybridvalidation.experiments.card_session.table import write_evidence
 from hybridvalidation.kernel_bench.attention_lengths import read_attention, write_attention
 from hybridvalidation.kernel_bench.record import read_kernels
 from hybridvalidation.kernel_bench.table import write_kernels

@@ -19,7 +19,6 @@ CEILINGS = "ceilings"
 """The part that always runs, first: it tells whether the card works at all."""
 PAIRS = "pairs"
 """In place of a name: all small pairs of model and stack."""
-_CEILINGS_SECONDS = 90.0
 _SETUP_SECONDS = 20.0
 """Starting Python, torch and CUDA, and drawing initial values."""
 _SECONDS_PER_PINNED_BYTE = 1 / (1.5 * GIB)
@@ -61,14 +60,6 @@ class Part:
     def cap_bytes(self) -> int:
         """What the run may take of the card, CUDA context included."""
         return self.cap_gib * GIB
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Whether a part is started: its time limit, or why not."""
-
-    limit_s: float = 0.0
-    refusal: str = ""
 
 
 def all_parts(stacks: Sequence[Stack]) -> Iterator[Part]:
@@ -115,13 +106,8 @@ def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
     )
 
 
-def ceilings_limit(remaining_s: float) -> float:
-    """Return the time limit of the first part."""
-    return min(_CEILINGS_SECONDS, remaining_s)
-
-
-def decide_start(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> Start:
-    """Return the part's time limit, or why it cannot be started any more.
+def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> tuple[float, str]:
+    """Return the part's time limit in seconds and an empty text, or 0 and why it cannot be started any more.
 
     Args:
         part: The part.
@@ -132,10 +118,9 @@ def decide_start(part: Part, *, step_s: float, host_bytes: int, remaining_s: flo
     setup_s = _SETUP_SECONDS + host_bytes * _SECONDS_PER_PINNED_BYTE
     least_s = setup_s + _LEAST_STEPS * _STEP_MARGIN * step_s
     if least_s > remaining_s:
-        return Start(
-            refusal=f"two steps would take {format_seconds(least_s)}, {format_seconds(max(0.0, remaining_s))} are left"
-        )
-    return Start(limit_s=min(remaining_s, max(part.limit_s, least_s)))
+        left = format_seconds(max(0.0, remaining_s))
+        return 0.0, f"two steps would take {format_seconds(least_s)}, {left} are left"
+    return min(remaining_s, max(part.limit_s, least_s)), ""
 
 
 def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profiles: bool = False) -> Part:

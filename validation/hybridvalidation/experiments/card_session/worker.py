@@ -9,10 +9,10 @@ import torch
 
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError, HostMemoryError, HybridTrainError
-from hybridvalidation.card_session.ceilings import measure_ceilings
-from hybridvalidation.card_session.plan import PlanJob, PlannedPart, plan_part
-from hybridvalidation.card_session.record import Ceilings, Measured
-from hybridvalidation.card_session.train import TrainedPart, TrainJob, train_part
+from hybridvalidation.experiments.card_session.ceilings import measure_ceilings
+from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, plan_part
+from hybridvalidation.experiments.card_session.record import Ceilings, Measured
+from hybridvalidation.experiments.card_session.train import TrainedPart, TrainJob, train_part
 from hybridvalidation.records.outcome import Outcome
 
 _BEGIN_S = time.monotonic()
@@ -65,4 +65,4 @@ def train(job: TrainJob) -> Answer:
         place = traceback.extract_tb(error.__traceback__)[-1]
         outcome = Outcome.ERROR
         message = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}"
-    return Answer(outcome=outcome, message=message, measured=trained.figures())
+    return Answer(outcome=outcome, message=message, measured=trained.measured)

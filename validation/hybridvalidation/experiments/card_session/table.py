@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
-from hybridvalidation.card_session.record import (
+from hybridvalidation.experiments.card_session.record import (
     Ceilings,
     CopyOverlap,
     EvidenceRecord,

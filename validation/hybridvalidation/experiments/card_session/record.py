@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from hybridvalidation.experiments.measure import MeasuredStep
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_record, read_lines
+from hybridvalidation.records.store import read_lines
 
 EVIDENCE_FILE = "evidence.jsonl"
 
@@ -66,18 +67,6 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvidence:
-    """One optimizer step on the card."""
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    seconds: float
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOverlap:
     """One profiled step: how much of the copies over the bus went on beside kernels."""
 
@@ -107,15 +96,15 @@ class CopyOverlap:
 class Measured:
     """What the card did."""
 
-    build_s: float
+    build_s: float = 0.0
     """Model built, initial values drawn on the device."""
-    steps: tuple[StepEvidence, ...]
-    outside_bytes: int
+    steps: tuple[MeasuredStep, ...] = ()
+    outside_bytes: int = 0
     """CUDA context and libraries, outside of the allocator."""
-    host_bytes: int
-    disk_bytes: int
-    num_alloc_retries: int
-    overlap: CopyOverlap | None
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    num_alloc_retries: int = 0
+    overlap: CopyOverlap | None = None
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -181,11 +170,6 @@ class EvidenceRecord(Record):
     """Memory of the card that other programs held when the part began."""
     ceilings: Ceilings | None = None
     training: Training | None = None
-
-
-def append_evidence(records: Path, record: EvidenceRecord) -> Path:
-    """Add a record to the folder's file at once; raises ``RecordError`` when the file's last line was cut short."""
-    return append_record(records, EVIDENCE_FILE, record)
 
 
 def read_evidence(records: Path) -> list[EvidenceRecord]:

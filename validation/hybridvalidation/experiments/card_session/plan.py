@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
+from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.planning.candidates import Question
-from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
-from hybridvalidation.card_session.parts import Part
-from hybridvalidation.card_session.record import Ceilings, Predicted
+from hybridvalidation.experiments.card_session.parts import Part
+from hybridvalidation.experiments.card_session.record import Ceilings, Predicted
 from hybridvalidation.records.asked import plan_figures
 
 _FP32_SHARE = 1 / 8
@@ -78,38 +78,26 @@ def plan_part(job: PlanJob) -> PlannedPart:
         stack = Stack(
             name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()
         )
-    run = _run_stack(job, model, stack)
     plan = stack.plan()
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    fault = ""
-    if not run.fits_host:
-        fault = (
-            f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} "
-            f"may be used"
-        )
+    if part.num_sequences % accum_steps:
+        fault = f"{part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"
+        raise ConfigError(part.name, [fault])
+    workload = Workload(micro_batch_size=part.num_sequences // accum_steps, seq_len=part.seq_len)
+    run = dry_run(model, plan, job.card, workload, host=job.host, config=stack.training())
+    fault = (
+        f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} may "
+        "be used"
+    )
     return PlannedPart(
-        stack=stack, num_params=run.num_params, plan=plan_figures(plan),
-        micro_batch_size=part.num_sequences // accum_steps, accum_steps=accum_steps, predicted=_predicted(run),
-        fault=fault,
-    )  # fmt: skip
-
-
-def _run_stack(job: PlanJob, model: ModelConfig, stack: Stack) -> DryRun:
-    accum_steps = stack.plan().for_phase(Phase.FULL).grad_accum_steps
-    if job.part.num_sequences % accum_steps:
-        raise ConfigError(
-            job.part.name, [f"{job.part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"]
-        )
-    workload = Workload(micro_batch_size=job.part.num_sequences // accum_steps, seq_len=job.part.seq_len)
-    return dry_run(model, stack.plan(), job.card, workload, host=job.host, config=stack.training())
-
-
-def _predicted(run: DryRun) -> Predicted:
-    return Predicted(
-        fits=run.fits_card, fits_host=run.fits_host,
-        step_allocated_bytes=tuple(step.allocated_bytes for step in run.steps),
-        step_reserved_bytes=tuple(step.reserved_bytes for step in run.steps),
-        device_used_bytes=run.device_used_bytes, host_bytes=run.host_peak_bytes, disk_bytes=run.disk_peak_bytes,
-        step_time_s=run.time.seconds, tokens_per_s=run.tokens_per_s, bound=run.bound.value,
-        busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
+        stack=stack, num_params=run.num_params, plan=plan_figures(plan), micro_batch_size=workload.micro_batch_size,
+        accum_steps=accum_steps, fault="" if run.fits_host else fault,
+        predicted=Predicted(
+            fits=run.fits_card, fits_host=run.fits_host,
+            step_allocated_bytes=tuple(step.allocated_bytes for step in run.steps),
+            step_reserved_bytes=tuple(step.reserved_bytes for step in run.steps),
+            device_used_bytes=run.device_used_bytes, host_bytes=run.host_peak_bytes, disk_bytes=run.disk_peak_bytes,
+            step_time_s=run.time.seconds, tokens_per_s=run.tokens_per_s, bound=run.bound.value,
+            busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
+        ),
     )  # fmt: skip

@@ -1,12 +1,14 @@
 """A part of the evidence on the card: a few steps under a cap; one more under the profiler, for what kernels hide."""
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +19,15 @@ from hybridtrain.memory.transfer import Transfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
-from hybridvalidation.card_session.parts import Part
-from hybridvalidation.card_session.plan import PlannedPart
-from hybridvalidation.card_session.record import CopyOverlap, Measured, StepEvidence
-from hybridvalidation.experiments.measure import DeviceUse, MeasuredStep, cap_memory, num_alloc_retries, run_step
+from hybridvalidation.experiments.card_session.parts import Part
+from hybridvalidation.experiments.card_session.plan import PlannedPart
+from hybridvalidation.experiments.card_session.record import CopyOverlap, Measured
+from hybridvalidation.experiments.measure import DeviceUse, cap_memory, num_alloc_retries, run_step
 
-Span = tuple[float, float]
-"""Begin and end."""
+_NEXT_STEP = 1.2
+"""A step is started when this many times the last one's seconds are left."""
+_PROFILED_STEP = 3.0
+"""The same for the profiled step, whose trace must be written and read too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class DeviceEvent:
     duration_s: float
 
     @property
-    def span(self) -> Span:
-        """When it went on."""
+    def span(self) -> tuple[float, float]:
+        """Begin and end."""
         return (self.start_s, self.start_s + self.duration_s)
 
     def copies(self, direction: str) -> bool:
@@ -57,14 +61,23 @@ def copy_overlap(events: Sequence[DeviceEvent]) -> CopyOverlap | None:
     outs = [event for event in events if event.copies("DtoH")]
     copies = [*ins, *outs]
     kernels = [event for event in events if not (event.copies("HtoD") or event.copies("DtoH"))]
-    kernel_spans, copy_spans = _merged(kernels), _merged(copies)
-    begin, end = min(event.start_s for event in events), max(event.span[1] for event in events)
+    kernel_s, copy_s = _busy_s(kernels), _busy_s(copies)
     return CopyOverlap(
-        window_s=end - begin, kernel_s=_length(kernel_spans), copy_in_s=_length(_merged(ins)),
-        copy_out_s=_length(_merged(outs)), copy_s=_length(copy_spans), hidden_s=_common(kernel_spans, copy_spans),
-        pageable_s=_length(_merged(event for event in copies if "Pageable" in event.name)),
+        window_s=max(event.span[1] for event in events) - min(event.start_s for event in events), kernel_s=kernel_s,
+        copy_in_s=_busy_s(ins), copy_out_s=_busy_s(outs), copy_s=copy_s,
+        hidden_s=max(0.0, kernel_s + copy_s - _busy_s(events)),
+        pageable_s=_busy_s(event for event in copies if "Pageable" in event.name),
         num_kernels=len(kernels), num_copies=len(copies),
     )  # fmt: skip
+
+
+def _busy_s(events: Iterable[DeviceEvent]) -> float:
+    """Return the seconds in which at least one event went on."""
+    total, latest = 0.0, -math.inf
+    for begin, end in sorted(event.span for event in events):
+        total += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return total
 
 
 def read_chrome_trace(path: Path) -> list[DeviceEvent]:
@@ -75,39 +88,6 @@ def read_chrome_trace(path: Path) -> list[DeviceEvent]:
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}
     ]
-
-
-def _merged(events: Iterable[DeviceEvent]) -> list[Span]:
-    """Return the times in which at least one event went on, in order and apart."""
-    spans: list[Span] = []
-    for begin, end in sorted(event.span for event in events):
-        if spans and begin <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
-        else:
-            spans.append((begin, end))
-    return spans
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
-
-
-def _common(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """Return the time in which both went on; both are merged."""
-    total, left, right = 0.0, 0, 0
-    while left < len(first) and right < len(second):
-        total += max(0.0, min(first[left][1], second[right][1]) - max(first[left][0], second[right][0]))
-        if first[left][1] <= second[right][1]:
-            left += 1
-        else:
-            right += 1
-    return total
-
-
-_NEXT_STEP = 1.2
-"""A step is started when this many times the last one's seconds are left."""
-_PROFILED_STEP = 3.0
-"""The same for the profiled step, whose trace must be written and read too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,30 +110,12 @@ class TrainJob:
 class TrainedPart:
     """What was measured so far: an error in the middle leaves the steps before it."""
 
-    build_s: float = 0.0
-    steps: list[MeasuredStep] = field(default_factory=list)
-    overlap: CopyOverlap | None = None
-    outside_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    num_alloc_retries: int = 0
+    measured: Measured = field(default_factory=Measured)
     remark: str = ""
 
-    def figures(self) -> Measured:
-        """Return what a record keeps."""
-        return Measured(
-            build_s=round(self.build_s, 3),
-            steps=tuple(
-                StepEvidence(
-                    step=step.result.step, loss=step.result.loss, grad_norm=step.result.grad_norm,
-                    seconds=step.seconds, peak_allocated_bytes=step.peak_allocated_bytes,
-                    peak_reserved_bytes=step.peak_reserved_bytes,
-                )
-                for step in self.steps
-            ),
-            outside_bytes=self.outside_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes,
-            num_alloc_retries=self.num_alloc_retries, overlap=self.overlap,
-        )  # fmt: skip
+    def add(self, **figures: Any) -> None:
+        """Take figures of ``Measured``."""
+        self.measured = replace(self.measured, **figures)
 
 
 def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: float) -> None:
@@ -198,12 +160,13 @@ def _train(job: TrainJob, corpus: Corpus, trained: TrainedPart, transfer: Transf
     begin = time.perf_counter()
     trainer = Trainer(model_preset(job.part.model), job.planned.stack.plan(), job.planned.stack.training(), transfer)
     torch.cuda.synchronize(transfer.device)
-    trained.build_s = time.perf_counter() - begin
+    trained.add(build_s=round(time.perf_counter() - begin, 3))
     for step in range(job.part.num_steps):
-        if trained.steps and time.monotonic() + _NEXT_STEP * trained.steps[-1].seconds > deadline_s:
-            trained.remark = f"{len(trained.steps)} of {job.part.num_steps} steps: no time for more"
+        steps = trained.measured.steps
+        if steps and time.monotonic() + _NEXT_STEP * steps[-1].seconds > deadline_s:
+            trained.remark = f"{len(steps)} of {job.part.num_steps} steps: no time for more"
             break
-        trained.steps.append(run_step(trainer, _batches(job, corpus, step), transfer.device))
+        trained.add(steps=(*steps, run_step(trainer, _batches(job, corpus, step), transfer.device)))
     return trainer
 
 
@@ -217,7 +180,7 @@ def _batches(job: TrainJob, corpus: Corpus, step: int) -> list[TokenBatch]:
 
 def _profile(job: TrainJob, corpus: Corpus, trained: TrainedPart, trainer: Trainer, deadline_s: float) -> None:
     """Run one more step under the profiler, which records the card's work only: what Python calls is of no interest."""
-    if time.monotonic() + _PROFILED_STEP * trained.steps[-1].seconds > deadline_s:
+    if time.monotonic() + _PROFILED_STEP * trained.measured.steps[-1].seconds > deadline_s:
         trained.remark = "not profiled: no time for it"
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -225,12 +188,13 @@ def _profile(job: TrainJob, corpus: Corpus, trained: TrainedPart, trainer: Train
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        trained.overlap = copy_overlap(read_chrome_trace(path))
+        trained.add(overlap=copy_overlap(read_chrome_trace(path)))
 
 
 def _read_peaks(trained: TrainedPart, use: DeviceUse, transfer: Transfer) -> None:
     """Read what is known at the end, also after a refused request."""
-    trained.outside_bytes = use.outside_bytes()
-    trained.num_alloc_retries = num_alloc_retries(transfer.device)
-    trained.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
-    trained.disk_bytes = transfer.tiers.peak_bytes(Placement.DISK)
+    trained.add(
+        outside_bytes=use.outside_bytes(), num_alloc_retries=num_alloc_retries(transfer.device),
+        host_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
+        disk_bytes=transfer.tiers.peak_bytes(Placement.DISK),
+    )  # fmt: skip

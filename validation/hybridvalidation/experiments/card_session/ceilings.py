@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridtrain.memory.tier import HostBytes
 from hybridtrain.units import GB, MIB
-from hybridvalidation.card_session.record import Ceilings
+from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.experiments.measure import DeviceUse
 
 _MATMUL_SIZE = 8192

@@ -19,31 +19,36 @@ from hybridtrain.models import model_config
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import OPTIMIZATIONS, OptimizerOffload, WeightStreaming
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.run.environment import read_environment
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridvalidation.card_session import session as cuda_session
-from hybridvalidation.card_session import train as cuda_train
-from hybridvalidation.card_session import worker as cuda_worker
-from hybridvalidation.card_session.parts import Part, all_parts, choose_parts, decide_start, effective_cap, shortage
-from hybridvalidation.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
-from hybridvalidation.card_session.record import (
+from hybridvalidation.experiments import measure
+from hybridvalidation.experiments.card_session import session as cuda_session
+from hybridvalidation.experiments.card_session import train as cuda_train
+from hybridvalidation.experiments.card_session import worker as cuda_worker
+from hybridvalidation.experiments.card_session.parts import (
+    Part,
+    all_parts,
+    choose_parts,
+    effective_cap,
+    shortage,
+    time_limit,
+)
+from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
+from hybridvalidation.experiments.card_session.record import (
     Ceilings,
     EvidenceRecord,
     Measured,
     Predicted,
-    StepEvidence,
-    append_evidence,
     error_pct,
     read_evidence,
 )
-from hybridvalidation.card_session.session import EvidenceRun, Session, answer_of, start_child
-from hybridvalidation.card_session.table import newest_evidence, write_evidence
-from hybridvalidation.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
-from hybridvalidation.card_session.worker import Answer
-from hybridvalidation.experiments import measure
+from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
+from hybridvalidation.experiments.card_session.table import newest_evidence, write_evidence
+from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
+from hybridvalidation.experiments.card_session.worker import Answer
+from hybridvalidation.experiments.measure import MeasuredStep
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs.child import Ended
 
@@ -57,7 +62,6 @@ CEILINGS = Ceilings(
     is_pinned=True, pin_gbps=3.0, context_bytes=500 * MIB, context_with_libraries_bytes=600 * MIB + 1,
     forward_workspace_bytes=32 * MIB, backward_workspace_bytes=32 * MIB,
 )  # fmt: skip
-ENVIRONMENT = read_environment()
 VANILLA = Stack(name="vanilla", says="nothing on")
 
 
@@ -84,7 +88,7 @@ def planned(step_time_s: float = 10.0, **changes: Any) -> PlannedPart:
 
 def measured(*seconds: float) -> Measured:
     steps = tuple(
-        StepEvidence(
+        MeasuredStep(
             step=step, loss=5.0, grad_norm=1.0, seconds=time, peak_allocated_bytes=1000, peak_reserved_bytes=2000
         )
         for step, time in enumerate(seconds, 1)
@@ -126,7 +130,6 @@ class FakeMachine:
     jobs: list[TrainJob] = field(default_factory=list)
     children: list[FakeChild] = field(default_factory=list)
     records: list[EvidenceRecord] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
 
     def start(self, verb: str, job: Any, limit_s: float) -> FakeChild:
         if verb == "ceilings":
@@ -145,14 +148,15 @@ class FakeMachine:
         self.now += seconds
 
     def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, Outcome]]:
-        session = Session(
-            card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: self.used_bytes, host_bytes=120 * GIB,
-            environment=ENVIRONMENT, budget_s=60 * minutes, start=self.start,
-            on_record=self.records.append, say=self.said.append, clock=lambda: self.now, sleep=self.sleep,
-            num_planners=2,
-        )  # fmt: skip
-        EvidenceRun(session).run(parts)
+        run = EvidenceRun(self.session(minutes), parts).run([found.name for found in parts])
+        self.records += [record for _, record in run]
         return [(record.part, record.outcome) for record in self.records]
+
+    def session(self, minutes: float, say: Callable[[str], None] = lambda _: None) -> Session:
+        return Session(
+            card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: self.used_bytes, host_bytes=120 * GIB,
+            budget_s=60 * minutes, start=self.start, say=say, clock=lambda: self.now, sleep=self.sleep, num_planners=2,
+        )  # fmt: skip
 
 
 class TestParts:
@@ -184,11 +188,11 @@ class TestParts:
         assert "too small: it has 16.00 GiB" in shortage(wanted, 16 * GIB, 0)
 
     def test_a_part_starts_only_when_two_steps_fit_the_remaining_time(self) -> None:
-        assert decide_start(part(), step_s=10.0, host_bytes=0, remaining_s=500).limit_s == 100
-        assert decide_start(part(), step_s=10.0, host_bytes=0, remaining_s=60).limit_s == 60
-        assert decide_start(part(), step_s=100.0, host_bytes=0, remaining_s=500).limit_s == 20 + 2 * 1.6 * 100
-        assert "52 s, 50 s are left" in decide_start(part(), step_s=10.0, host_bytes=0, remaining_s=50).refusal
-        assert decide_start(part(), step_s=10.0, host_bytes=60 * GIB, remaining_s=60).refusal
+        assert time_limit(part(), step_s=10.0, host_bytes=0, remaining_s=500) == (100, "")
+        assert time_limit(part(), step_s=10.0, host_bytes=0, remaining_s=60) == (60, "")
+        assert time_limit(part(), step_s=100.0, host_bytes=0, remaining_s=500) == (20 + 2 * 1.6 * 100, "")
+        assert "52 s, 50 s are left" in time_limit(part(), step_s=10.0, host_bytes=0, remaining_s=50)[1]
+        assert time_limit(part(), step_s=10.0, host_bytes=60 * GIB, remaining_s=60)[1]
 
 
 class TestRun:
@@ -253,32 +257,15 @@ class TestRun:
         assert machine.run([part("a")]) == [("ceilings", Outcome.ERROR), ("a", Outcome.SKIPPED)]
         assert not machine.jobs
 
-    def test_an_interruption_keeps_what_was_recorded_and_stops_the_processes(self) -> None:
-        machine = FakeMachine(records=_InterruptedRecords())
-        with pytest.raises(KeyboardInterrupt):
-            machine.run([part("a"), part("b")])
-        assert [record.part for record in machine.records] == ["ceilings", "a"]
+    def test_an_interruption_stops_the_processes(self) -> None:
+        machine = FakeMachine()
+        run = EvidenceRun(machine.session(25.0), [part("a"), part("b")]).run(["a", "b"])
+        assert [next(run)[0] for _ in range(2)] == ["ceilings", "a"]
+        run.close()  # type: ignore[attr-defined]
         assert all(child.is_stopped for child in machine.children)
 
 
-class _InterruptedRecords(list[EvidenceRecord]):
-    """A list that is interrupted once part ``a`` is in it."""
-
-    def append(self, record: EvidenceRecord) -> None:
-        super().append(record)
-        if record.part == "a":
-            raise KeyboardInterrupt
-
-
 class TestRecords:
-    def test_records_are_appended_one_by_one_and_read_back(self, tmp_path: Path) -> None:
-        machine = FakeMachine()
-        machine.run([part("a")])
-        for record in machine.records:
-            append_evidence(tmp_path, record)
-        assert read_evidence(tmp_path) == machine.records
-        assert len((tmp_path / "evidence.jsonl").read_text().splitlines()) == 2
-
     def test_errors_are_shares_of_what_was_measured(self) -> None:
         assert error_pct(110, 100) == 10
         assert error_pct(90, 100) == -10
@@ -543,7 +530,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         machine = FakeMachine(used_bytes=CARD_BYTES - GIB)
-        monkeypatch.setattr(cuda_session, "_session", self.session_of(machine))
+        monkeypatch.setattr(cuda_session, "_session", machine.session)
         assert main(["evidence", "--results", str(tmp_path)]) == 1
         assert "are in use, and the smallest part wants" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
@@ -552,7 +539,8 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cuda_session, "_session", self.session_of(FakeMachine()))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        monkeypatch.setattr(cuda_session, "_session", FakeMachine().session)
         arguments = ["evidence", "--results", str(tmp_path), "--only", "7b-24,50b-24"]
         assert main(arguments) == 0
         assert main([*arguments, "--json"]) == 0
@@ -562,14 +550,3 @@ class TestCommand:
         assert [record["part"] for record in summary["records"]] == ["ceilings", "7b-24", "50b-24"]
         assert len(read_evidence(tmp_path / "records")) == 6
         assert "| 7b-24" in (tmp_path / "tables" / "evidence.md").read_text()
-
-    @staticmethod
-    def session_of(machine: FakeMachine) -> Callable[..., Session]:
-        def session(minutes: float, on_record: Callable[[EvidenceRecord], None], say: Callable[[str], None]) -> Session:
-            return Session(
-                card="NVIDIA H200", total_bytes=CARD_BYTES, used_bytes=lambda: machine.used_bytes,
-                host_bytes=120 * GIB, environment=ENVIRONMENT, budget_s=60 * minutes,
-                start=machine.start, on_record=on_record, say=say, clock=lambda: machine.now, sleep=machine.sleep,
-            )  # fmt: skip
-
-        return session
