@@ -219,15 +219,16 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
         record: Append what was found to the records, and rebuild the table.
     """
     from hybridtrain.errors import ConfigError
-    from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.snapshots.replayed import (
-        append_snapshots,
+    from hybridvalidation.experiments.snapshots import (
+        SNAPSHOTS_FILE,
         as_mapping,
         differs,
         replay_files,
         snapshots_text,
         write_reserved,
     )
+    from hybridvalidation.records.store import append_record
+    from hybridvalidation.scenario_files import scenario_folder
 
     scenarios = scenario_folder(common.scenarios)
     if plans:
@@ -237,7 +238,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     found = replay_files(files, scenarios.folder)
     paths: list[Path] = []
     if record:
-        append_snapshots(common.records, found)
+        append_record(common.records, SNAPSHOTS_FILE, found)
         paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([snapshots_text(found), *names_of(paths)])
     return Answer(text=text, content=as_mapping(found), code=1 if differs(found) else 0)
@@ -246,14 +247,14 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
 def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
     from hybridtrain.config.encode import encode
     from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
-    from hybridvalidation.snapshots.replayed import write_reserved
+    from hybridvalidation.experiments.snapshots import MOVES_FILE, moves_text, plan_moves, write_reserved
+    from hybridvalidation.records.store import append_record
 
     found, paths = [], list[Path]()
     for name in plans:
         found.append(plan_moves(scenarios, scenarios.scenario(name), common.note))
         if record:
-            append_moves(common.records, found[-1])
+            append_record(common.records, MOVES_FILE, found[-1])
             paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
     return Answer(text=text, content=[encode(each) for each in found])

@@ -41,14 +41,13 @@ from hybridtrain.weights.hf_source import INDEX, _read_index
 from hybridvalidation.experiments.executed import ExecutedRun
 from hybridvalidation.experiments.peers import PeerFile
 from hybridvalidation.experiments.recorded import Source
+from hybridvalidation.experiments.snapshots import PublicSnapshots, _replay_file
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario import Scenario, TargetFile
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.snapshots.public import PublicSnapshots
-from hybridvalidation.snapshots.replayed import _replay_file
 from hybridvalidation.study.ladder.protocol import UNIONS, LadderFile, LadderRecord
 from hybridvalidation.study.protocol import StudyFile
 

@@ -1,29 +1,33 @@
-"""``hybridtrain snapshots``: replay what cards recorded and say where the model differs; the page of others' cards."""
+"""``hybridtrain snapshots``: what allocators of real cards did, replayed in the model; and how far plans can move.
 
-import time
-from collections.abc import Mapping, Sequence
+Public snapshots are known by the digest of their content, none of which is kept here (``scenarios/snapshots``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from hashlib import sha1
 from pathlib import Path
 
 from tabulate import tabulate
 
+from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
-from hybridtrain.run.environment import read_environment
-from hybridtrain.run.program import program_digest
-from hybridtrain.units import format_bytes
+from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
+from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
 from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
+from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.snapshots.moves import moves_text, newest_moves
-from hybridvalidation.snapshots.public import PublicSnapshot, blob_of, read_public
+from hybridvalidation.records.store import read_lines
+from hybridvalidation.scenario import Scenario
+from hybridvalidation.scenario_files import ScenarioFiles
 
-_FILE = "snapshots.jsonl"
+SNAPSHOTS_FILE, MOVES_FILE = "snapshots.jsonl", "reserved.jsonl"
 _LEAST_EVENTS = 2
 """A history that keeps the newest event alone, torch's default without a size, has nothing to replay."""
 _NEAR = 0.01
@@ -39,6 +43,51 @@ _HOW = (
     "taken shows that blocks are chosen right, not that segments are. Files that hold no events show the sizes of "
     "blocks alone: in use, and of them those that have the size the model gives their request."
 )
+_CHANGES = (DRIVER, EVALUATION, MORE_STEPS, LENGTHS)
+_HOW_PLANS = (
+    "Planned: the events of a scenario's dry run, replayed in the allocator model as they are and with one change. "
+    "Reserved: peak of the dry run's steps, without a cap. **Driver**: segments at falling addresses. "
+    "**Evaluation**: a forward pass alone before the first step. **More steps**: the last step four more times. "
+    "**Lengths**: steps of 1/2 to 7/8 of the length before and between, which this project's trainer does not make."
+    " A dash: the plan's last step does not end as it began, or has no such change. `hybridtrain dry-run` prints "
+    "these of any plan, and `recommend` leaves the largest of the first three free. A card that is full gives "
+    "cached segments back before it refuses, so a plan whose sum is above the card may still run, at the price of "
+    "taking them again."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicSnapshot:
+    """One file in a public repository."""
+
+    blob: str
+    """SHA-1 that git gives its content."""
+    repository: str
+    """On github.com."""
+    path: str
+    licence: str
+    """Of the repository."""
+    left_out: str = ""
+    """Why it is not replayed; empty: it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicSnapshots:
+    """The whole file."""
+
+    snapshots: tuple[PublicSnapshot, ...]
+
+
+def read_public(scenarios: Path) -> dict[str, PublicSnapshot]:
+    """Return all by their blob; raises ``ConfigError`` for a faulty file."""
+    found = load_toml(PublicSnapshots, scenarios / "snapshots" / "public.toml").snapshots
+    return {snapshot.blob: snapshot for snapshot in found}
+
+
+def blob_of(path: Path) -> str:
+    """Return what ``git hash-object`` says of a file."""
+    content = path.read_bytes()
+    return sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +116,26 @@ class SnapshotsRecord(Record):
     evidence: Evidence = Evidence.PLANNED
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMoves:
+    """One stack."""
+
+    stack: str
+    planned_bytes: int
+    """Peak of the reserved bytes of the dry run's steps, without a cap."""
+    by_change: Mapping[str, int]
+    """The same with each change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovesRecord(Record):
+    """All stacks of a scenario."""
+
+    scenario: str
+    plans: tuple[PlanMoves, ...]
+    evidence: Evidence = Evidence.PLANNED
+
+
 def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
     """Return the replay of files, or of all ``*.pickle`` and ``*.pkl`` below folders.
 
@@ -74,10 +143,10 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
         DataError: a file that is no snapshot, or nothing to replay; of a folder only listed files are taken.
     """
     public = read_public(scenarios)
-    devices, begin, started = list[ReplayedDevice](), time.perf_counter(), datetime.now(UTC)
+    devices, header = list[ReplayedDevice](), begin_header()
     for path in paths:
-        found = sorted([*path.rglob("*.pickle"), *path.rglob("*.pkl")]) if path.is_dir() else [path]
-        for file in found:
+        files = sorted([*path.rglob("*.pickle"), *path.rglob("*.pkl")]) if path.is_dir() else [path]
+        for file in files:
             listed = public.get(blob_of(file))
             if not path.is_dir() or (listed is not None and not listed.left_out):
                 devices += _replay_file(file, listed)
@@ -87,16 +156,8 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
             "folders with files of scenarios/snapshots/public.toml."
         )
     unique = {(device.blob, device.device): device for device in devices}
-    return SnapshotsRecord(
-        key="snapshots", devices=tuple(sorted(unique.values(), key=lambda each: (each.name, each.blob, each.device))),
-        started_at=started.isoformat(timespec="seconds"), duration_s=round(time.perf_counter() - begin, 3),
-        environment=read_environment(), program=program_digest(),
-    )  # fmt: skip
-
-
-def append_snapshots(records: Path, record: SnapshotsRecord) -> None:
-    """Add a record and wait until it is on disk."""
-    append_record(records, _FILE, record)
+    found = sorted(unique.values(), key=lambda each: (each.name, each.blob, each.device))
+    return SnapshotsRecord(key="snapshots", devices=tuple(found), **header())
 
 
 def snapshots_text(record: SnapshotsRecord, style: str = TERMINAL) -> str:
@@ -136,7 +197,7 @@ def headline(record: SnapshotsRecord) -> str:
 
 def write_reserved(scenarios: Path, results: Path) -> list[Path]:
     """Write ``tables/reserved.md`` from the newest records; nothing without snapshots."""
-    found = read_lines(results / "records" / _FILE, SnapshotsRecord)
+    found = read_lines(results / "records" / SNAPSHOTS_FILE, SnapshotsRecord)
     if not found:
         return []
     record, public, moves = found[-1], read_public(scenarios), newest_moves(results / "records")
@@ -233,3 +294,53 @@ def _left_out(public: Mapping[str, PublicSnapshot]) -> str:
         "threads of issues could not be had at all. To repeat it, put the files "
         "anywhere and run `hybridtrain snapshots FOLDER`; a snapshot of your own is replayed by its path."
     )
+
+
+def plan_moves(files: ScenarioFiles, scenario: Scenario, say: Callable[[str], None]) -> MovesRecord:
+    """Dry-run every stack of a scenario and replay it otherwise."""
+    header = begin_header()
+    plans = tuple(_moves(files, scenario, name, say) for name in scenario.stacks)
+    return MovesRecord(key=scenario.name, scenario=scenario.name, plans=plans, **header())
+
+
+def newest_moves(records: Path) -> list[MovesRecord]:
+    """Return the newest record of each scenario, by its name."""
+    newest = {record.scenario: record for record in read_lines(records / MOVES_FILE, MovesRecord)}
+    return [newest[name] for name in sorted(newest)]
+
+
+def moves_text(records: Sequence[MovesRecord], style: str) -> str:
+    """Return the sum, a row for each plan, and how they were got."""
+    plans = [plan for record in records for plan in record.plans]
+    later = [plan for plan in plans if plan.by_change.get(MORE_STEPS, 0) > plan.planned_bytes]
+    headline = (
+        f"{len(later)} of {len(plans)} plans reserve more in later steps than in the two of their dry run"
+        + (f", at most {max(map(_later_share, later)):+.1f} %" if later else "")
+        + "; a plan's reserved bytes are therefore those that its last step settles at when it is repeated."
+    )  # fmt: skip
+    rows = [row for record in records for row in _move_rows(record)]
+    table = tabulate(
+        rows, headers=("scenario", "stack", "reserved GiB", *_CHANGES), tablefmt=style, disable_numparse=True
+    )
+    return f"{headline}\n\n{table}\n\n{_HOW_PLANS}"
+
+
+def _moves(files: ScenarioFiles, scenario: Scenario, name: str, say: Callable[[str], None]) -> PlanMoves:
+    say(f"{scenario.name}, {name}")
+    stack, card = files.stack(name), scenario.card.resolve()
+    plan = stack.plan()
+    workload = scenario.workload_of(name).micro_batch(plan)
+    run = dry_run(scenario.model.resolve(), plan, card, workload, host=scenario.host, config=stack.training())
+    found = reserved_range(run.trace, workspace_bytes=card.cublas_workspace_bytes)
+    return PlanMoves(stack=name, planned_bytes=found.planned_bytes, by_change=found.by_change)
+
+
+def _later_share(plan: PlanMoves) -> float:
+    return 100 * (plan.by_change[MORE_STEPS] / plan.planned_bytes - 1)
+
+
+def _move_rows(record: MovesRecord) -> Iterator[list[str]]:
+    for plan in record.plans:
+        moves = (plan.by_change.get(change) for change in _CHANGES)
+        told = ("-" if size is None else f"{100 * (size / plan.planned_bytes - 1):+.1f} %" for size in moves)
+        yield [record.scenario, plan.stack, f"{to_gib(plan.planned_bytes):.2f}", *told]

@@ -11,8 +11,15 @@ from hybridtrain.stacks import default_folder
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.allocator import CachingAllocator
 from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
-from hybridvalidation.snapshots.public import blob_of, read_public
-from hybridvalidation.snapshots.replayed import append_snapshots, differs, replay_files, write_reserved
+from hybridvalidation.experiments.snapshots import (
+    SNAPSHOTS_FILE,
+    blob_of,
+    differs,
+    read_public,
+    replay_files,
+    write_reserved,
+)
+from hybridvalidation.records.store import append_record
 
 
 @pytest.fixture
@@ -50,6 +57,6 @@ def test_the_page_tells_what_was_found(snapshot: Path, tmp_path: Path) -> None:
     found = replay_files([snapshot], default_folder())
     assert not differs(found)
     assert found.devices[0].blob == blob_of(snapshot)
-    append_snapshots(tmp_path / "records", found)
+    append_record(tmp_path / "records", SNAPSHOTS_FILE, found)
     (page,) = write_reserved(default_folder(), tmp_path)
     assert "1 of 1 recorded histories (1 files, 8 events) are repeated event by event" in page.read_text()
