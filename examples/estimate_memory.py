@@ -8,9 +8,9 @@ from hybridtrain import estimate_memory
 
 
 def build() -> nn.Module:
-    """Return an encoder with 0.2 billion parameters."""
+    """Return an encoder with 50 million parameters."""
     layer = nn.TransformerEncoderLayer(1024, 16, dim_feedforward=4096, batch_first=True)
-    return nn.TransformerEncoder(layer, 16, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
 found = estimate_memory(build, torch.empty(4, 512, 1024), card="rtx-4060-ti-16gb", optimizer="AdamW")

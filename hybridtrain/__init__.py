@@ -2,7 +2,7 @@
 
     compose           a stack of optimizations becomes a checked memory plan
     dry_run           a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
-    fit               every way to train a model on a card: what fits, how fast, in seconds
+    fit               the options to train a model on a card: which fit, how fast, in seconds
     recommend         the fastest stack that fits a card and a machine
     estimate_memory   anyone's model: what a training step takes of such a card, does it fit, the largest batch
     VirtualGpu        anyone's training code, unmodified, on such a card
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from hybridtrain.models.model_config import model_preset as model_preset
     from hybridtrain.plan.compose import compose as compose
     from hybridtrain.plan.memory_plan import MemoryPlan as MemoryPlan
-    from hybridtrain.planning.candidates import Question as Question
+    from hybridtrain.planning.candidates import FitRequest as FitRequest
     from hybridtrain.planning.dry_runs import DryRun as DryRun
     from hybridtrain.planning.dry_runs import dry_run as dry_run
-    from hybridtrain.planning.fitting import Way as Way
+    from hybridtrain.planning.fitting import TrainingOption as TrainingOption
     from hybridtrain.planning.fitting import fit as fit
     from hybridtrain.planning.recommendation import recommend as recommend
     from hybridtrain.trainer import Trainer as Trainer
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from hybridtrain.weights.hf_source import open_folder as open_folder
 
 _NAMES = {
-    "planning.candidates": ("Question",),
+    "planning.candidates": ("FitRequest",),
     "planning.dry_runs": ("DryRun", "dry_run"),
-    "planning.fitting": ("Way", "fit"),
+    "planning.fitting": ("TrainingOption", "fit"),
     "memory.transfer": ("DirectTransfer",),
     "models.find_model": ("find_model",),
     "models.model_config": ("ModelConfig", "Workload", "model_preset"),
@@ -67,10 +67,13 @@ _NAMES = {
     "weights.export": ("export_folder",),
     "weights.hf_source": ("open_folder",),
 }
+_OLD_NAMES = {"Question": "FitRequest", "Way": "TrainingOption"}
+"""Still there for a version."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    name = _OLD_NAMES.get(name, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridtrain.planning.candidates import Candidate, Question
+    from hybridtrain.planning.candidates import Candidate, FitRequest
 
 _GROUP = "hybridtrain.extensions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioRequest:
-    """A question that a scenario file asks."""
+    """A request that a scenario file asks."""
 
     name: str
-    question: "Question"
+    request: "FitRequest"
     budget_bytes: int | None
     """Of the card's memory, as the scenario's stated figures bound it; None: all of it."""
 

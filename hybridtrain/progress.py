@@ -33,7 +33,7 @@ class LineFile:
             self._out.write(f"{line}\n")
 
     def flush(self) -> None:
-        """Let a reader see what was written."""
+        """Flush the stream."""
         self._out.flush()
 
 

@@ -10,7 +10,7 @@ from hybridtrain.extension import extensions
 
 
 def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> Answer:
-    """Tell the names of scenarios, stacks, optimizations, optimizers, models, cards and targets.
+    """List scenarios, stacks, optimizations, optimizers, models, cards and targets.
 
     Targets come with their verdicts, from the records of --results; where there are none, from those that came with
     hybridtrain.
@@ -34,7 +34,7 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
 
 
 def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
-    """Tell what this machine can do, and what is missing; or what a log shows, why, and what to do.
+    """Check this machine, or diagnose a log: what went wrong, why, and what to do.
 
     Exit code 1 when something is there and does not work, or the log has nothing that is known: no trouble, no figures.
 

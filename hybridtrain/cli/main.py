@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _orderly_end() -> Iterator[None]:
-    """Let SIGTERM end what is at work as SIGINT does, so that children and temporary folders go with it."""
+    """Handle SIGTERM as SIGINT is handled: raise, so that children end and temporary folders are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,7 +203,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _memory_message(error: Exception) -> str:
-    """Return what was asked, as far as it is known, what is there, and what to do."""
+    """Return a message: bytes requested (where torch says so), the limits in force, and what to do."""
     from hybridtrain.units import format_bytes
 
     asked = _ASKED_BYTES.search(str(error))
@@ -229,7 +229,7 @@ def _show(name: str, message: str, faults: Sequence[str], code: int, *, as_json:
 
 
 def _explain(error: CycloptsError) -> str:
-    """Return what is wrong with the arguments, what is allowed, and how the verb is used."""
+    """Return a message for wrong arguments: the fault, the allowed values, and the usage line."""
     if isinstance(error, UnknownCommandError):
         verb = (error.unused_tokens or [""])[0]
         if not verb:

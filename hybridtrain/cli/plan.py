@@ -84,16 +84,31 @@ def dry_run(
         world: Cards that train together, a rank each; the stack's zero says what is cut among them.
         link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
     """
+    from hybridtrain.models.find_model import find_model
+    from hybridtrain.models.model_config import asked_workload
+    from hybridtrain.planning.dry_runs import RunSetup
     from hybridtrain.reports.dry_run_report import plan_run
+    from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
     from hybridtrain.reports.recommend_report import parse_host
     from hybridtrain.stacks import stack_folder
+    from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+    from hybridtrain.virtual_gpu.card import find_card
+    from hybridtrain.virtual_gpu.links import World
 
-    report = plan_run(
-        stack_folder(common.scenarios), model=model, stack=stack, card=card, micro_batch_size=micro_batch,
-        seq_len=seq, accum_steps=accum, host=parse_host(host_memory),
-        expandable_segments=expandable_segments, snapshot=snapshot, trace=trace, suggest=suggest, savings=savings,
-        world=world, link=link, progress=not common.json,
+    files = stack_folder(common.scenarios)
+    shape, chosen = find_model(model), files.stack(stack)
+    setup = RunSetup(
+        model=shape, plan=chosen.plan(accum), card=find_card(card), workload=asked_workload(micro_batch, seq),
+        config=chosen.training(), host=parse_host(host_memory), world=World(size=world, link=link),
+        allocator=AllocatorConfig(expandable_segments=expandable_segments), record_history=snapshot is not None,
     )  # fmt: skip
+    report = plan_run(
+        setup, chosen, model, files, accum_steps=accum, suggest=suggest, savings=savings, progress=not common.json
+    )
+    if snapshot is not None:
+        write_run_snapshot(report.run, snapshot, setup.allocator)
+    if trace is not None:
+        write_run_trace(report.run, trace)
     return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
 
 
@@ -219,7 +234,7 @@ def fit(
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Tell every way to train a model on one card or several: what fits, how fast, what binds, what quality it costs.
+    """List the ways to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
 
     Exit code 1 when nothing fits.
 
@@ -236,8 +251,8 @@ def fit(
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
         link: Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures.
-        quick: Leave out the dry run of every block of the fastest way: a few seconds less, and no bytes are planned.
-        write: Folder for a stack file and a training file of every way that fits.
+        quick: Leave out the full dry run of the fastest option: a few seconds less, and no bytes are planned.
+        write: Folder for a stack file and a training file of every option that fits.
     """
     from hybridtrain.reports.fit_report import fit_command
 

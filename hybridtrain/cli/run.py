@@ -34,7 +34,7 @@ class Watch:
     profile_every: Count = 1
     """Steps between memory snapshots."""
     alert_gb: Count = 45
-    """Say at once when more memory than this is used; the default is for cards of 48 GB."""
+    """Warn at once when more memory than this is used; the default suits cards of 48 GB."""
     spike_percent: Amount = 10.0
     """Report a memory snapshot as a spike where it is so much above the one before."""
 
@@ -140,7 +140,7 @@ def quantize(
     model: Path, /, *,
     formats: Names = (), data: Path | None = None, seq: Count | None = None, common: Common = COMMON,
 ) -> Answer:  # fmt: skip
-    """Tell what a trained model loses when its matrices are stored in fewer bits: loss and perplexity by format.
+    """Measure what a trained model loses when its matrices are stored in fewer bits: loss and perplexity by format.
 
     Nothing is written. Weights alone are rounded, without calibration.
 

@@ -30,7 +30,7 @@ class LastingFile(io.FileIO):
 
 
 def make_streams_last() -> None:
-    """Let standard output and error take any character, and go on without a reader or where they are closed."""
+    """Make standard output and error accept any character, and survive a closed pipe or descriptor."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:

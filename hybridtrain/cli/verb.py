@@ -98,7 +98,7 @@ def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
 
 
 def described(kind: Kind) -> dict[str, str]:
-    """Return what each optimization, optimizer or card is: settings with their defaults and presets, or its memory."""
+    """Return descriptions by name: settings, defaults and presets of optimizations and optimizers; memory of cards."""
     from dataclasses import MISSING, fields, is_dataclass
 
     from hybridtrain.optimizations import OPTIMIZATIONS

@@ -139,7 +139,7 @@ def _allocation(sizes: dict[str, int | None], asked: int, message: str) -> Faile
 
 
 def _others(sizes: dict[str, int | None], reserved: int | None, listed: list[int]) -> int | None:
-    """Return what other processes hold; in a container torch tells of its own process by another number."""
+    """Return the bytes of other processes; in a container torch names its own process by another number."""
     capacity, free, process = sizes["capacity"], sizes["free"], sizes["process"]
     if capacity is None or free is None or reserved is None:
         return None

@@ -22,7 +22,7 @@ from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.planning.dry_runs import DryRun, dry_run_ranks
+from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.links import World
@@ -176,7 +176,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FitRequest:
     """What is to be trained, on what."""
 
     model: ModelConfig
@@ -207,18 +207,19 @@ class Question:
 
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
-        workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len)
-        config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
-        plan = compose(candidate.optimizations())
-        runs = dry_run_ranks(self.model, plan, self.card, workload, host=self.host, config=config, world=self.world)
+        runs = RunSetup(
+            model=self.model, plan=compose(candidate.optimizations()), card=self.card, host=self.host, world=self.world,
+            workload=Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len),
+            config=TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]()),
+        ).dry_run_ranks()  # fmt: skip
         return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
 
 
-def sizes(question: Question) -> Iterator[int]:
+def sizes(request: FitRequest) -> Iterator[int]:
     """Yield micro-batch sizes from the largest down: powers of two that divide the step's sequences."""
-    largest = max(1, _VISIT_TOKENS // question.seq_len)
+    largest = max(1, _VISIT_TOKENS // request.seq_len)
     size = 1 << (largest.bit_length() - 1)
     while size:
-        if question.rank_sequences % size == 0:
+        if request.rank_sequences % size == 0:
             yield size
         size //= 2

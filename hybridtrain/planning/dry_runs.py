@@ -126,19 +126,77 @@ def phases_of_cycle() -> tuple[Phase, ...]:
     return (Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.CORRECT)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """What is run: names and files resolved once, and handed on."""
+
+    model: ModelConfig
+    plan: MemoryPlan
+    card: Card
+    workload: Workload
+    """One micro-batch."""
+    config: TrainerConfig = field(default_factory=TrainerConfig)
+    """Optimizer and schedule."""
+    host: Host = field(default_factory=Host)
+    """The machine around the card; by default one with enough of everything."""
+    world: World = field(default_factory=World)
+    """Which rank of how many cards, and what joins them."""
+    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
+    record_history: bool = False
+    """Keep what snapshots need."""
+
+    def dry_run(self, num_steps: int = 2) -> DryRun:
+        """Run optimizer steps of one rank on the virtual card; as the function ``dry_run``."""
+        model, plan, workload, world = self.model, self.plan, self.workload, self.world
+        check_workload(model, workload)
+        all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
+        group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
+        accum_steps = all_steps if self._is_pipeline else max(all_steps // world.size, 1)
+        empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
+        batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
+        transfer = VirtualTransfer()
+        phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
+        num_steps = len(phases) or num_steps
+        hybrid = cycle_config() if phases else None
+        trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, self.config, hybrid, group)
+        uncapped, capped = replay_on_card(
+            trace, self.card, config=self.allocator, record_history=self.record_history, repeats=SETTLING_STEPS
+        )
+        time = estimate_step(
+            on_links(trace.step_ops(num_steps - 1), self.card, world, is_pipeline=self._is_pipeline), self.card,
+            upload_bytes=2 * accum_steps * empty.nbytes, first=trace.steps[-1].op,
+            host=self.host.shared(world.local_size),
+        )  # fmt: skip
+        return DryRun(
+            num_params=model.num_params, card=self.card, trace=trace, uncapped=uncapped, capped=capped,
+            time=_with_idle_stages(time, world.size, accum_steps) if self._is_pipeline else time,
+            tokens_per_step=all_steps * empty.size, host=self.host,
+            host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
+            host_by_class=transfer.tiers.by_class(Placement.HOST),
+            disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK), phases=phases, world=world,
+        )  # fmt: skip
+
+    def dry_run_ranks(self) -> tuple[DryRun, ...]:
+        """Run the ranks that differ, the one that holds most of its card first; errors of ``dry_run``.
+
+        Ranges and data differ by what does not divide evenly: the first rank and the last are run. Of a pipeline the
+        second stage is too, which has neither embedding nor head and keeps more in flight than those after it.
+        """
+        size = self.world.size
+        ranks = {0, min(1, size - 1) if self._is_pipeline else 0, size - 1}
+        runs = [replace(self, world=replace(self.world, rank=rank)).dry_run() for rank in sorted(ranks)]
+        return tuple(sorted(runs, key=lambda run: -run.device_used_bytes))
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.plan.for_phase(Phase.FULL).pipeline_stages > 1
+
+
 def dry_run(
-    model: ModelConfig,
-    plan: MemoryPlan,
-    card: Card,
-    workload: Workload,
-    *,
-    host: Host | None = None,
-    num_steps: int = 2,
-    config: TrainerConfig | None = None,
-    allocator: AllocatorConfig | None = None,
-    record_history: bool = False,
-    world: World | None = None,
-) -> DryRun:
+    model: ModelConfig, plan: MemoryPlan, card: Card, workload: Workload, *, host: Host | None = None,
+    num_steps: int = 2, config: TrainerConfig | None = None, allocator: AllocatorConfig | None = None,
+    record_history: bool = False, world: World | None = None,
+) -> DryRun:  # fmt: skip
     """Run optimizer steps of a model on the virtual card.
 
     The first step allocates the optimizer state, a later one is the steady state, whose reserved bytes are those that
@@ -161,73 +219,10 @@ def dry_run(
     Raises:
         ConfigError: the workload does not suit the model, or the plan the ranks.
     """
-    check_workload(model, workload)
-    all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-    world = world or World()
-    group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
-    is_pipeline = plan.for_phase(Phase.FULL).pipeline_stages > 1
-    accum_steps = all_steps if is_pipeline else max(all_steps // world.size, 1)
-    empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
-    batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
-    transfer = VirtualTransfer()
-    phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
-    num_steps = len(phases) or num_steps
-    hybrid = cycle_config() if phases else None
-    trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, config, hybrid, group)
-    uncapped, capped = replay_on_card(
-        trace, card, config=allocator, record_history=record_history, repeats=SETTLING_STEPS
-    )
-    time = estimate_step(
-        on_links(trace.step_ops(num_steps - 1), card, world, is_pipeline=is_pipeline),
-        card,
-        upload_bytes=2 * accum_steps * empty.nbytes,
-        first=trace.steps[-1].op,
-        host=(host or Host()).shared(world.local_size),
-    )
-    return DryRun(
-        num_params=model.num_params,
-        card=card,
-        trace=trace,
-        uncapped=uncapped,
-        capped=capped,
-        time=_with_idle_stages(time, world.size, accum_steps) if is_pipeline else time,
-        tokens_per_step=all_steps * empty.size,
-        host=host or Host(),
-        host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
-        host_by_class=transfer.tiers.by_class(Placement.HOST),
-        disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK),
-        phases=phases,
-        world=world,
-    )
-
-
-def dry_run_ranks(
-    model: ModelConfig,
-    plan: MemoryPlan,
-    card: Card,
-    workload: Workload,
-    *,
-    world: World,
-    host: Host | None = None,
-    config: TrainerConfig | None = None,
-    allocator: AllocatorConfig | None = None,
-    record_history: bool = False,
-) -> tuple[DryRun, ...]:
-    """Run the ranks that differ, the one that holds most of its card first; arguments and errors of ``dry_run``.
-
-    Ranges and data differ by what does not divide evenly: the first rank and the last are run. Of a pipeline the second
-    stage is too, which has neither embedding nor head and keeps more in flight than those after it.
-    """
-    is_pipeline = plan.for_phase(Phase.FULL).pipeline_stages > 1
-    ranks = {0, min(1, world.size - 1) if is_pipeline else 0, world.size - 1}
-    runs = [
-        dry_run(
-            model, plan, card, workload, host=host, config=config, allocator=allocator, record_history=record_history,
-            world=replace(world, rank=rank),
-        )
-        for rank in sorted(ranks)
-    ]  # fmt: skip
-    return tuple(sorted(runs, key=lambda run: -run.device_used_bytes))
+    return RunSetup(
+        model=model, plan=plan, card=card, workload=workload, host=host or Host(), config=config or TrainerConfig(),
+        allocator=allocator or AllocatorConfig(), record_history=record_history, world=world or World(),
+    ).dry_run(num_steps)  # fmt: skip
 
 
 def on_links(ops: Sequence[OpRecord], card: Card, world: World, *, is_pipeline: bool) -> Sequence[OpRecord]:

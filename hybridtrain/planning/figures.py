@@ -103,7 +103,7 @@ class MemoryFigures:
         return card.verdict(self.device_used_bytes, fits=self.fits)
 
     def shortage(self, host: Host) -> str:
-        """Return what does not hold the run, and by how much; empty where all do."""
+        """Return which memory is too small, and by how many bytes; empty where all are large enough."""
         if self.oom is not None:
             oom = self.oom
             return (
@@ -146,7 +146,7 @@ def figures_of_ranks(runs: Sequence[DryRun], *, with_timeline: bool = True) -> M
 
 
 def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
-    """Return what a record keeps of a dry run."""
+    """Return the figures of a dry run that a record keeps."""
     return MemoryFigures(
         num_params=run.num_params,
         fits=run.fits,

@@ -1,8 +1,8 @@
-"""Every way to train a model on a card, or on several: which fit, which do not by how much, how fast each is.
+"""Training options for a model on a card, or on several: which fit, how many bytes the others lack, their speed.
 
-For each kind of numbers, arithmetic says where things may live, how many sequences may go together, and which of that
-is the fastest; short runs of the best (``short_run``) say how fast they are, and how many blocks may keep their
-activations. Nothing is run with every block unless that is asked for (``confirmed``).
+For each precision, arithmetic ranks offload arrangements and micro-batch sizes; short runs of the best (``short_run``)
+estimate their speed, and how many blocks may keep their activations. A full dry run of every block is made on request
+(``confirmed``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +20,8 @@ from hybridtrain.planning.candidates import (
     LEVELS,
     Arrangement,
     Candidate,
+    FitRequest,
     Numerics,
-    Question,
     sizes,
 )
 from hybridtrain.planning.dry_runs import DryRun
@@ -35,11 +35,11 @@ from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 _MOST_SHORT_RUNS = 3
-"""Of one kind of numbers."""
+"""Of one precision."""
 _WORTH_TRYING = 1.05
-"""Arithmetic may be wrong by so much: another way is run too if it is no slower than the fastest run by that."""
+"""Arithmetic may be wrong by so much: another option is run too if it is no slower than the fastest run by that."""
 _AS_FAST = 0.95
-"""Share of the fastest way's speed from which on another is no slower as far as short runs tell."""
+"""Share of the fastest option's speed from which on another is no slower as far as short runs tell."""
 _RANKED_ROOM = 0.9
 """Of what may be filled, as far as arithmetic is trusted while it ranks."""
 
@@ -74,8 +74,8 @@ _DISK_ARRANGEMENTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One kind of numbers at its fastest, or at its smallest where it does not fit.
+class TrainingOption:
+    """One precision at its fastest, or at its smallest where it does not fit.
 
     Bytes and times are ``estimated`` from short runs, or bytes by ``arithmetic`` alone where ``tokens_per_s`` is None.
     """
@@ -91,7 +91,7 @@ class Way:
     """None: it does not fit, and was not run."""
     bound: Bound | None = None
     run: DryRun | None = None
-    """The same way, every block; of many micro-batches the first."""
+    """The same option, every block; of many micro-batches the first."""
     micro_batches_run: int = 0
     """Of ``run``."""
     disk_bytes: float = 0.0
@@ -100,7 +100,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Of the numbers: ``exact``, ``lora``."""
+        """Of the precision: ``exact``, ``lora``."""
         return self.candidate.level.name
 
     @property
@@ -117,69 +117,75 @@ class Way:
 
 
 def fit(
-    question: Question,
+    request: FitRequest,
     *,
     methods: Sequence[Method] = METHODS,
     free_share: float = MARGIN_SHARE,
     on_try: Callable[[str], None] = lambda _text: None,
     is_exhaustive: bool = False,
-) -> tuple[Way, ...]:
-    """Return a way for each kind of numbers: those that fit, the fastest first, then the others, the smallest first.
+) -> tuple[TrainingOption, ...]:
+    """Return an option for each precision: those that fit, the fastest first, then the others, the smallest first.
 
     Args:
-        question: What is to be trained, on what.
+        request: What is to be trained, on what.
         methods: full: all parameters, at each level of ``candidates.LEVELS``; lora, qlora: adapters.
         free_share: Of the card's bytes that stay free; the margin of every answer unless another is asked for.
         on_try: Told what is run next.
         is_exhaustive: Make a short run of everything that fits by arithmetic, not of the best by it alone.
     """
-    capacity = (1 - free_share) * question.card.memory_bytes
-    search = _Search(ShortRuns(question), capacity, on_try, is_exhaustive)
-    ways = [search.way(method, level) for method in methods for level in _levels(method)]
-    return in_order(ways)
+    capacity = (1 - free_share) * request.card.memory_bytes
+    search = _Search(ShortRuns(request), capacity, on_try, is_exhaustive)
+    options = [search.option(method, level) for method in methods for level in _levels(method)]
+    return in_order(options)
 
 
-def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
+def in_order(options: Iterable[TrainingOption]) -> tuple[TrainingOption, ...]:
     """Return those that fit, the fastest first, then the others, the smallest first."""
-    return tuple(sorted(ways, key=lambda way: (not way.fits, -(way.tokens_per_s or 0.0), way.device_bytes)))
+    return tuple(
+        sorted(options, key=lambda option: (not option.fits, -(option.tokens_per_s or 0.0), option.device_bytes))
+    )
 
 
-def recommended(ways: Sequence[Way]) -> Way | None:
-    """Return the way that was run whole, else the most exact numbers that are as fast as the fastest; None: none fits.
+def recommended(options: Sequence[TrainingOption]) -> TrainingOption | None:
+    """Return the option with a full dry run, else the most exact one about as fast as the fastest; None: none fits.
 
-    As fast is within 5 %. Between full training and adapters speed alone decides.
+    About as fast is within 5 %. Between full training and adapters speed alone decides.
     """
-    fitting = [way for way in ways if way.fits]
+    fitting = [option for option in options if option.fits]
     if not fitting:
         return None
-    whole = [way for way in fitting if way.run is not None]
+    whole = [option for option in fitting if option.run is not None]
     if whole:
         return max(whole, key=_speed)
     fastest = max(fitting, key=_speed)
-    alike = [way for way in fitting if way.method == fastest.method and _speed(way) >= _AS_FAST * _speed(fastest)]
-    return min(alike, key=lambda way: _levels(way.method).index(way.candidate.level))
+    alike = [
+        option for option in fitting if option.method == fastest.method and _speed(option) >= _AS_FAST * _speed(fastest)
+    ]
+    return min(alike, key=lambda option: _levels(option.method).index(option.candidate.level))
 
 
-def _speed(way: Way) -> float:
-    return way.tokens_per_s or 0.0
+def _speed(option: TrainingOption) -> float:
+    return option.tokens_per_s or 0.0
 
 
-def confirmed(question: Question, way: Way, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False) -> Way:
-    """Return a way run dry with every block, and with fewer kept ones where the short run promised too many.
+def confirmed(
+    request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False
+) -> TrainingOption:
+    """Return an option after a full dry run, with fewer kept blocks where the short run kept too many.
 
     Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card
     and host are arithmetic: tokens, and where all pass a block together its inputs. What can move reserved bytes is
     left free too if ``leaves_margin``.
     """
-    capacity, machine = (1 - free_share) * question.card.memory_bytes, question.rank_host
-    candidate = way.candidate
+    capacity, machine = (1 - free_share) * request.card.memory_bytes, request.rank_host
+    candidate = option.candidate
     fuses, count = candidate.arrangement.fuses, candidate.num_micro_batches
     few = min(count, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
     while True:
-        run = question.run(replace(candidate, num_micro_batches=few))
-        all_of_them = arithmetic(question, question.model, candidate)
-        those_run = arithmetic(question, question.model, replace(candidate, num_micro_batches=few))
-        batches = (count - few) * batch_bytes(question, candidate)
+        run = request.run(replace(candidate, num_micro_batches=few))
+        all_of_them = arithmetic(request, request.model, candidate)
+        those_run = arithmetic(request, request.model, replace(candidate, num_micro_batches=few))
+        batches = (count - few) * batch_bytes(request, candidate)
         device = run.device_used_bytes + batches + all_of_them.card - those_run.card
         margin = _margin_bytes(run) if leaves_margin else 0
         host = run.host_peak_bytes + all_of_them.host - those_run.host
@@ -190,8 +196,8 @@ def confirmed(question: Question, way: Way, *, free_share: float = MARGIN_SHARE,
                 run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
             )
             return replace(
-                way, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
-                tokens_per_s=question.num_sequences * question.seq_len / seconds, bound=run.bound, run=run, fits=fits,
+                option, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
+                tokens_per_s=request.num_sequences * request.seq_len / seconds, bound=run.bound, run=run, fits=fits,
                 micro_batches_run=few, margin_bytes=margin,
             )  # fmt: skip
         fewer = ceil((device + margin - capacity) / max(1.0, candidate.kept_bytes)) if device + margin > capacity else 1
@@ -232,50 +238,48 @@ class _Search:
     on_try: Callable[[str], None]
     is_exhaustive: bool
 
-    def way(self, method: Method, level: Numerics) -> Way:
-        """Return the fastest way of one kind of numbers, or its smallest."""
-        question = self.runs.question
-        tiers = _tiers(question, level)
+    def option(self, method: Method, level: Numerics) -> TrainingOption:
+        """Return the fastest option of one precision, or its smallest."""
+        request = self.runs.request
+        tiers = _tiers(request, level)
         for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
             found = self._found(method, level, arrangements)
             if found:
-                return max(found, key=lambda way: way.tokens_per_s or 0.0)
-        return _smallest(question, method, level, tiers, self.capacity)
+                return max(found, key=lambda option: option.tokens_per_s or 0.0)
+        return _smallest(request, method, level, tiers, self.capacity)
 
-    def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> list[Way]:
-        question, found = self.runs.question, list[Way]()
-        waiting = list(_ranked(question, level, arrangements, self.capacity, skips=not self.is_exhaustive))
+    def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> list[TrainingOption]:
+        request, found = self.runs.request, list[TrainingOption]()
+        waiting = list(_ranked(request, level, arrangements, self.capacity, skips=not self.is_exhaustive))
         factor, fastest, most = 1.0, inf, len(waiting) if self.is_exhaustive else _MOST_SHORT_RUNS
         for _ in range(min(most, len(waiting))):
             rough, candidate = waiting.pop(min(range(len(waiting)), key=lambda i: waiting[i][0].seconds(factor)))
             if rough.seconds(factor) > _WORTH_TRYING * fastest and not self.is_exhaustive:
                 break
-            self.on_try(
-                f"{level.name}, {candidate.arrangement.name}: {candidate.micro_batch_size} x {question.seq_len}"
-            )
+            self.on_try(f"{level.name}, {candidate.arrangement.name}: {candidate.micro_batch_size} x {request.seq_len}")
             short = self.runs.of(candidate)
             factor = short.computing(candidate.keep_last) / rough.compute
             kept = short.most_kept(self.capacity)
             if kept is None:
                 continue
             fastest = min(fastest, short.seconds(kept))
-            speed = question.num_sequences * question.seq_len / short.seconds(kept)
+            speed = request.num_sequences * request.seq_len / short.seconds(kept)
             more = short.device_bytes(1) - short.device_bytes(0)
             chosen = replace(candidate, keep_last=kept, kept_bytes=more, tokens_per_s=speed)
-            way = Way(
+            option = TrainingOption(
                 method=method, candidate=chosen, device_bytes=short.device_bytes(kept),
-                host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(question, question.model, chosen).disk,
+                host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(request, request.model, chosen).disk,
                 fits=True, bound=short.bound(kept), tokens_per_s=speed,
             )  # fmt: skip
-            found.append(way)
+            found.append(option)
         return found
 
 
-def _tiers(question: Question, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
+def _tiers(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
     """Return arrangements that are tried together, the next ones only where none of those before has room."""
     if level.name in _ADAPTERS:
         return (_ADAPTER_ARRANGEMENTS,)
-    if question.world.size == 1:
+    if request.world.size == 1:
         return ARRANGEMENTS, _DISK_ARRANGEMENTS
     if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
         return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
@@ -283,59 +287,59 @@ def _tiers(question: Question, level: Numerics) -> tuple[tuple[Arrangement, ...]
 
 
 def _smallest(
-    question: Question, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
-) -> Way:
-    """Return what misses by the smallest share, by arithmetic."""
+    request: FitRequest, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
+) -> TrainingOption:
+    """Return the option that misses by the smallest share, by arithmetic."""
     found = []
     for arrangement in (arrangement for arrangements in tiers for arrangement in arrangements):
         candidate = Candidate(
-            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=question.rank_sequences,
-            keep_last=0, world=question.world.size,
+            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=request.rank_sequences,
+            keep_last=0, world=request.world.size,
         )  # fmt: skip
-        needs = arithmetic(question, question.model, candidate)
-        device = needs.card + question.card.context_bytes
-        short_by = max(device / capacity, needs.host / question.rank_host.tensor_bytes)
+        needs = arithmetic(request, request.model, candidate)
+        device = needs.card + request.card.context_bytes
+        short_by = max(device / capacity, needs.host / request.rank_host.tensor_bytes)
         found.append((short_by, device, needs, candidate))
     _, device, needs, candidate = min(found, key=lambda item: item[0])
-    return Way(
+    return TrainingOption(
         method=method, candidate=candidate, device_bytes=device, host_bytes=needs.host, disk_bytes=needs.disk,
         fits=False,
     )  # fmt: skip
 
 
 def _ranked(
-    question: Question, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
+    request: FitRequest, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
 ) -> Iterator[tuple[_Rough, Candidate]]:
     """Yield what fits by arithmetic, with its seconds by arithmetic; leave out what can be no faster if asked to."""
-    room, machine = capacity - question.card.context_bytes, question.rank_host
-    blocks, roomy = question.model.num_blocks, 0
+    room, machine = capacity - request.card.context_bytes, request.rank_host
+    blocks, roomy = request.model.num_blocks, 0
     for arrangement in arrangements:
-        for size in sizes(question):
+        for size in sizes(request):
             if skips and size <= roomy and not arrangement.is_resident:
                 continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
             candidate = Candidate(
                 level=level, arrangement=arrangement, micro_batch_size=size,
-                num_micro_batches=question.rank_sequences // size, keep_last=0, world=question.world.size,
+                num_micro_batches=request.rank_sequences // size, keep_last=0, world=request.world.size,
             )  # fmt: skip
-            none = arithmetic(question, question.model, candidate)
+            none = arithmetic(request, request.model, candidate)
             if none.card > room or none.host > machine.tensor_bytes or none.disk > machine.disk_bytes:
                 continue
             kept = 0
             if not arrangement.fuses:
-                every = arithmetic(question, question.model, replace(candidate, keep_last=blocks)).card
+                every = arithmetic(request, request.model, replace(candidate, keep_last=blocks)).card
                 per_block = max(1.0, (every - none.card) / blocks)
                 kept = min(blocks, max(0, int((_RANKED_ROOM * room - none.card) / per_block)))
             candidate = replace(candidate, keep_last=kept)
-            yield _rough(question, candidate), candidate
+            yield _rough(request, candidate), candidate
             if arrangement.is_resident and kept == blocks:
                 roomy = max(roomy, size)
 
 
-def _rough(question: Question, candidate: Candidate) -> _Rough:
+def _rough(request: FitRequest, candidate: Candidate) -> _Rough:
     """Return a step's seconds by arithmetic, good enough to rank: matmuls, sums of gradients, the bus, the update."""
-    model, card, level, arrangement = question.model, question.card, candidate.level, candidate.arrangement
+    model, card, level, arrangement = request.model, request.card, candidate.level, candidate.arrangement
     shares, count = efficiency_of(card), candidate.num_micro_batches
-    rows = candidate.micro_batch_size * question.seq_len
+    rows = candidate.micro_batch_size * request.seq_len
     in_blocks = model.num_blocks * block_params(model)
     trains = level.state_bytes > 0
     waves = rows * model.ffn_width / 128**2 / max(card.sms, 1)
@@ -349,12 +353,12 @@ def _rough(question: Question, candidate: Candidate) -> _Rough:
     bytes_in = 2 * visits * weights * arrangement.streams
     bytes_out = drive = 0.0
     params = model.num_params * trains
-    owned = params / (question.world.size if arrangement.zero_stage else 1)
+    owned = params / (request.world.size if arrangement.zero_stage else 1)
     update = owned * (2 * level.state_bytes + 2 * level.weight_bytes + level.grad_bytes)
     update_seconds = update / (card.memory_bytes_per_second * shares.memory)
-    if question.world.size > 1:
+    if request.world.size > 1:
         shared = params * (level.grad_bytes + level.weight_bytes) + 2 * count * weights * arrangement.cuts_weights
-        update_seconds += question.world.seconds(Collective.ALL_GATHER, int(shared), question.world.size, card)
+        update_seconds += request.world.seconds(Collective.ALL_GATHER, int(shared), request.world.size, card)
     added = count * params * (2 * level.grad_bytes + level.weight_bytes)  # each micro-batch's gradients to their sum
     compute += added / (card.memory_bytes_per_second * shares.memory)
     if arrangement.fuses:
@@ -363,13 +367,13 @@ def _rough(question: Question, candidate: Candidate) -> _Rough:
         bytes_in += state + boundaries + 2 * weights  # the norm is found by a pass of its own
         bytes_out += state + weights + boundaries
         passed = {"weights": 5 * weights, "state": 2 * state, "boundaries": 4 * boundaries}
-        drive = sum(passed[name] for name in arrangement.on_disk) / question.host.disk_bytes_per_second
+        drive = sum(passed[name] for name in arrangement.on_disk) / request.host.disk_bytes_per_second
         return _Rough(2 * compute, max(bytes_in / bus, bytes_out / bus, drive), update_seconds, is_fused=True)
     if arrangement.offloads_state:
         bytes_in += (count - 1) * level.grad_bytes * params
         bytes_out += count * level.grad_bytes * params
         update_seconds = max(update_seconds, (level.state_bytes + level.grad_bytes) * owned / bus)
         if "state" in arrangement.on_disk:
-            drive = 2 * level.state_bytes * params / question.host.disk_bytes_per_second
+            drive = 2 * level.state_bytes * params / request.host.disk_bytes_per_second
             update_seconds = max(update_seconds, drive)
     return _Rough(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)

@@ -49,7 +49,7 @@ class Bytes:
 
 
 def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer: Optimizer | None = None) -> Bytes:
-    """Return what the phase with gradients takes on the card, on the host and on disk."""
+    """Return the peak bytes of a full step on the card, on the host and on disk."""
     full = plan.for_phase(Phase.FULL)
     params, block = model.num_params, block_params(model)
     compute = _BYTES[full.compute_dtype]

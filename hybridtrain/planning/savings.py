@@ -6,7 +6,7 @@ add up: two optimizations may save the same bytes, or each only beside the other
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tabulate import tabulate
 
@@ -17,12 +17,10 @@ from hybridtrain.optim import Optimizer
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
-from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.progress import progress_bar
-from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +42,21 @@ class Saving:
 
 
 def planned_savings(
-    stack: Sequence[Optimization],
-    whole: DryRun,
-    *,
-    model: ModelConfig,
-    workload: Workload,
-    config: TrainerConfig,
-    allocator: AllocatorConfig | None = None,
-    progress: bool = False,
+    stack: Sequence[Optimization], whole: DryRun, setup: RunSetup, *, progress: bool = False
 ) -> tuple[Saving, ...]:
     """Run a stack dry without each of its optimizations, on the same tokens per step.
 
     Args:
         stack: All of it, accumulation as it was run.
         whole: Its dry run.
-        model: Its shape.
-        workload: One micro-batch. Without accumulation a step is one micro-batch of as many tokens.
-        config: Optimizer and schedule.
-        allocator: As in ``whole``.
+        setup: What was run. Without accumulation a step is one micro-batch of as many tokens.
         progress: Show a bar.
     """
 
     def saving(item: Optimization) -> Saving:
-        kind, claims = item.kind, claims_of(item)
-        rest = without(stack, item)
-        size = workload.micro_batch_size * (item.grad_accum_steps if isinstance(item, GradAccumulation) else 1)
-        work = Workload(micro_batch_size=size, seq_len=workload.seq_len)
+        kind, claims, rest = item.kind, claims_of(item), without(stack, item)
         try:
-            run = dry_run(
-                model, compose(rest), whole.card, work, host=whole.host, config=config, allocator=allocator
-            )  # fmt: skip
+            run = replace(setup, plan=compose(rest), workload=_work_without(item, setup.workload)).dry_run()
         except HybridTrainError as error:
             return Saving(kind=kind, claims=claims, refused=_why(rest, error))
         return Saving(
@@ -85,6 +68,12 @@ def planned_savings(
         )  # fmt: skip
 
     return tuple(map(saving, progress_bar(list(stack), shown=progress, unit="run", desc="dry runs without each")))
+
+
+def _work_without(item: Optimization, workload: Workload) -> Workload:
+    """Return one micro-batch of a stack that lacks an optimization: the whole step where that was accumulation."""
+    steps = item.grad_accum_steps if isinstance(item, GradAccumulation) else 1
+    return replace(workload, micro_batch_size=workload.micro_batch_size * steps)
 
 
 def savings_table(savings: Sequence[Saving], whole: DryRun) -> str:
@@ -119,16 +108,16 @@ def arithmetic_savings(
     """
     whole = bytes_of(model, compose(stack), workload, optimizer).card
     for item in stack:
-        steps = item.grad_accum_steps if isinstance(item, GradAccumulation) else 1
-        work = Workload(micro_batch_size=workload.micro_batch_size * steps, seq_len=workload.seq_len)
         saved = None
         with suppress(PlanConflictError):
-            saved = bytes_of(model, compose(without(stack, item)), work, optimizer).card - whole
+            saved = (
+                bytes_of(model, compose(without(stack, item)), _work_without(item, workload), optimizer).card - whole
+            )
         yield item.kind, settings_of(item), saved
 
 
 def arithmetic_line(kind: str, settings: str, saved: float | None) -> str:
-    """Return what a training run says of an optimization."""
+    """Return a line on an optimization for the log of a training run."""
     if saved is None:
         told = "others in the stack need it"
     elif abs(saved) < 1:
@@ -144,7 +133,7 @@ def without(stack: Sequence[Optimization], item: Optimization) -> tuple[Optimiza
 
 
 def claims_of(item: Optimization) -> str:
-    """Return what an optimization asks of the plan where that is not what plain training has."""
+    """Return the claims of an optimization that differ from plain training, in words."""
     told: dict[str, list[str]] = {}
     for claim in item.claims():
         if claim.value != SETTINGS[claim.path].default or claim.path == "master.codec":

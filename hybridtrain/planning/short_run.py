@@ -1,4 +1,4 @@
-"""A way to train, judged by short runs: forward and backward passes of three blocks, and the update of two.
+"""A training option, estimated from short runs: forward and backward passes of three blocks, and the update of two.
 
 The middle block stands for every recomputed one that is left out, the last one for every kept one, the last micro-batch
 for those that follow. What a block waits for is counted to it, so that a bus that cannot keep up is in its share. Bytes
@@ -22,7 +22,7 @@ from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optim.adafactor import Adafactor
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.placement import Placement
-from hybridtrain.planning.candidates import Arrangement, Candidate, Numerics, Question
+from hybridtrain.planning.candidates import Arrangement, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.planning.plan_bytes import Bytes, bytes_of
 from hybridtrain.trainer import Trainer
@@ -64,21 +64,21 @@ class _Passes:
     """Forward and backward passes of a few micro-batches through a few blocks, without an update.
 
     Args:
-        question: What is to be trained.
+        request: What is to be trained.
         candidate: With as many micro-batches as are run; one block is kept, where any may be.
     """
 
-    def __init__(self, question: Question, candidate: Candidate) -> None:
+    def __init__(self, request: FitRequest, candidate: Candidate) -> None:
         self.candidate = candidate
-        self.model = replace(question.model, num_blocks=min(_BLOCKS, question.model.num_blocks))
+        self.model = replace(request.model, num_blocks=min(_BLOCKS, request.model.num_blocks))
         plan = compose(candidate.optimizations())
-        size, length, count = candidate.micro_batch_size, question.seq_len, candidate.num_micro_batches
+        size, length, count = candidate.micro_batch_size, request.seq_len, candidate.num_micro_batches
         empty = np.zeros((size, length), dtype=np.int64)
         batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
         transfer, ledger = VirtualTransfer(), StorageLedger()
         with lean_meta_rules(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
-            trainer = Trainer(self.model, plan, config, transfer, ledger, group=group_of(question))
+            trainer = Trainer(self.model, plan, config, transfer, ledger, group=group_of(request))
             ledger.begin_step()
             with ledger.region(Stage.LOAD, ""):
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
@@ -86,13 +86,13 @@ class _Passes:
             trainer.executor.forward_backward(
                 batches, seed=0, on_block_done=(lambda unit: grads.discard(unit.name)) if self._fuses else None
             )
-        trace, card = ledger.trace(), question.card
+        trace, card = ledger.trace(), request.card
         replay = replay_trace(trace, workspace_bytes=card.cublas_workspace_bytes)
         self.device_bytes = replay.steps[-1].reserved_bytes + card.context_bytes
         self.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
         time = estimate_step(
-            on_links(trace.step_ops(0), card, question.world, is_pipeline=False), card,
-            upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=question.rank_host,
+            on_links(trace.step_ops(0), card, request.world, is_pipeline=False), card,
+            upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=request.rank_host,
         )  # fmt: skip
         self.by_bound = time.seconds_by_bound
         self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
@@ -133,46 +133,46 @@ class ShortRuns:
     """Short runs, each made once.
 
     Args:
-        question: What is to be trained.
+        request: What is to be trained.
     """
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: FitRequest) -> None:
+        self.request = request
         self._passes: dict[tuple[object, ...], _Passes] = {}
         self._updates: dict[tuple[object, ...], _Update] = {}
 
     def of(self, candidate: Candidate) -> "ShortRun":
-        """Return what short runs say of a candidate; how many blocks it keeps does not matter."""
+        """Return the short run of a candidate, whatever number of blocks it keeps."""
         level, arrangement = candidate.level, candidate.arrangement
         most = _MICRO_BATCHES[arrangement.fuses] if candidate.world == 1 else _SUMMED_MICRO_BATCHES
         few = min(candidate.num_micro_batches, most)
         key = (arrangement, candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level))
         if key not in self._passes:
             short = replace(candidate, num_micro_batches=few, keep_last=int(not arrangement.fuses), resident_layers=0)
-            self._passes[key] = _Passes(self.question, short)
+            self._passes[key] = _Passes(self.request, short)
         if (level, arrangement) not in self._updates:
             self._updates[level, arrangement] = self._update(level, arrangement)
-        return ShortRun(self.question, candidate, self._passes[key], self._updates[level, arrangement])
+        return ShortRun(self.request, candidate, self._passes[key], self._updates[level, arrangement])
 
     def _update(self, level: Numerics, arrangement: Arrangement) -> _Update:
         if _is_frozen(level):
             return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
-        model = replace(self.question.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
+        model = replace(self.request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
         if block_params(model) > _MANY_PARAMS:
             model = replace(model, ffn_width=min(model.ffn_width, model.width))
         candidate = Candidate(
             level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0,
-            world=self.question.world.size,
+            world=self.request.world.size,
         )  # fmt: skip
         empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
         batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
         config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
-        plan, group = compose(candidate.optimizations()), group_of(self.question)
+        plan, group = compose(candidate.optimizations()), group_of(self.request)
         trace = record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
-        card, world = self.question.card, self.question.world
+        card, world = self.request.card, self.request.world
         time = estimate_step(
             on_links(trace.step_ops(1), card, world, is_pipeline=False), card, upload_bytes=0,
-            first=trace.steps[1].op, host=self.question.rank_host,
+            first=trace.steps[1].op, host=self.request.rank_host,
         )  # fmt: skip
         clock = seconds = 0.0
         measured = f"block.{0 if arrangement.fuses else _UPDATED_BLOCKS - 1}"
@@ -184,9 +184,9 @@ class ShortRuns:
         return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
 
 
-def group_of(question: Question) -> VirtualGroup | None:
+def group_of(request: FitRequest) -> VirtualGroup | None:
     """Return the first of several ranks; None: there is one card."""
-    return VirtualGroup(0, question.world.size) if question.world.size > 1 else None
+    return VirtualGroup(0, request.world.size) if request.world.size > 1 else None
 
 
 def _is_frozen(level: Numerics) -> bool:
@@ -197,7 +197,7 @@ def _is_frozen(level: Numerics) -> bool:
 class ShortRun:
     """What short runs say of one candidate."""
 
-    question: Question
+    request: FitRequest
     candidate: Candidate
     passes: _Passes
     update: _Update
@@ -207,7 +207,7 @@ class ShortRun:
         return self._passing(kept) + self._updating
 
     def bound(self, kept: int) -> Bound:
-        """Return what most of a step's time goes to."""
+        """Return the bottleneck of a step."""
         passing = self._passing(kept)
         share = passing / sum(self.passes.by_bound.values())
         parts = defaultdict[Bound, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
@@ -222,30 +222,30 @@ class ShortRun:
 
     def _passing(self, kept: int) -> float:
         count, few = self.candidate.num_micro_batches, self.passes.candidate.num_micro_batches
-        parts = [share.of(self.question.model.num_blocks - kept, kept) for share in self.passes.shares]
+        parts = [share.of(self.request.model.num_blocks - kept, kept) for share in self.passes.shares]
         if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
             return 2 * parts[0] * count / few
         return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
 
     @property
     def _updating(self) -> float:
-        return self.update.seconds_per_param * self.question.model.num_params
+        return self.update.seconds_per_param * self.request.model.num_params
 
     def device_bytes(self, kept: int) -> float:
-        """Return what the card holds at most, context included."""
+        """Return the peak bytes of the card, CUDA context included."""
         return self.passes.device_bytes + self._difference(kept)[0]
 
     def host_bytes(self, kept: int) -> float:
-        """Return what host memory holds at most."""
+        """Return the peak bytes of host memory."""
         return self.passes.host_bytes + self._difference(kept)[1]
 
     def most_kept(self, capacity_bytes: float) -> int | None:
         """Return how many blocks may keep their activations on a card; None where not even none do."""
-        if self.device_bytes(0) > capacity_bytes or self.host_bytes(0) > self.question.rank_host.tensor_bytes:
+        if self.device_bytes(0) > capacity_bytes or self.host_bytes(0) > self.request.rank_host.tensor_bytes:
             return None
         if self.candidate.arrangement.fuses:
             return 0
-        low, high = 0, self.question.model.num_blocks
+        low, high = 0, self.request.model.num_blocks
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.device_bytes(middle) <= capacity_bytes else (low, middle - 1)
@@ -253,14 +253,14 @@ class ShortRun:
 
     def _difference(self, kept: int) -> tuple[float, float]:
         """Return by how much the whole model takes more than the passes of the short one, on card and host."""
-        whole = arithmetic(self.question, self.question.model, replace(self.candidate, keep_last=kept))
-        short = arithmetic(self.question, self.passes.model, self.passes.candidate, has_state=False)
+        whole = arithmetic(self.request, self.request.model, replace(self.candidate, keep_last=kept))
+        short = arithmetic(self.request, self.passes.model, self.passes.candidate, has_state=False)
         return whole.card - short.card, whole.host - short.host
 
 
-def arithmetic(question: Question, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> Bytes:
-    """Return what a candidate takes by arithmetic; without moments if no update has been run."""
-    return _arithmetic(question.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
+def arithmetic(request: FitRequest, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> Bytes:
+    """Return the bytes of a candidate by arithmetic; without moments if no update has been run."""
+    return _arithmetic(request.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
 
 
 @lru_cache(maxsize=4096)
@@ -272,7 +272,7 @@ def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_stat
 
 
 def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
-    """Return what is left of state and weights where they are cut among cards."""
+    """Return the bytes of one card where state and weights are sharded."""
     arrangement, level = candidate.arrangement, candidate.level
     if not arrangement.zero_stage:
         return whole
@@ -289,9 +289,9 @@ def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool
     return Bytes(card=card, host=host, disk=whole.disk)
 
 
-def batch_bytes(question: Question, candidate: Candidate) -> int:
-    """Return what tokens and targets of one micro-batch take on the card, two int64 tensors."""
-    return 2 * 8 * candidate.micro_batch_size * question.seq_len
+def batch_bytes(request: FitRequest, candidate: Candidate) -> int:
+    """Return the bytes of tokens and targets of one micro-batch, two int64 tensors."""
+    return 2 * 8 * candidate.micro_batch_size * request.seq_len
 
 
 def _typical(candidate: Candidate, count: int) -> int:

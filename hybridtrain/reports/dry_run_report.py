@@ -2,32 +2,27 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.models.find_model import find_model
-from hybridtrain.models.model_config import asked_workload
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.planning.dry_runs import DryRun, dry_run, dry_run_ranks
+from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.planning.figures import MemoryFigures, StepPeaks, figures_of_ranks
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.planning.savings import Saving, planned_savings, savings_table
 from hybridtrain.planning.savings import as_mapping as savings_mapping
 from hybridtrain.progress import progress_bar
-from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.reports.phase_table import phase_precision, phase_table
-from hybridtrain.stacks import StackFiles
+from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, round_size, segment_size
-from hybridtrain.virtual_gpu.card import FitVerdict, Host, find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.allocator import round_size, segment_size
+from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
@@ -245,88 +240,53 @@ class DryRunReport:
 
 
 def plan_run(
-    files: StackFiles,
-    *,
-    model: str,
-    stack: str,
-    card: str,
-    micro_batch_size: int,
-    seq_len: int,
-    accum_steps: int | None,
-    host: Host | None = None,
-    expandable_segments: bool = False,
-    snapshot: Path | None = None,
-    trace: Path | None = None,
-    suggest: bool = False,
-    savings: bool = False,
-    world: int = 1,
-    link: str = "pcie",
-    progress: bool = False,
-) -> DryRunReport:
-    """Dry-run one configuration; raises ``ConfigError`` for unknown names and faulty files.
+    setup: RunSetup, stack: Stack, model: str, files: StackFiles, *, accum_steps: int | None = None,
+    suggest: bool = False, savings: bool = False, progress: bool = False,
+) -> DryRunReport:  # fmt: skip
+    """Dry-run one configuration.
 
-    Where it does not fit, the other stacks are tried: by arithmetic, which takes no time, or run dry with ``suggest``.
-    With ``savings`` the stack is run dry without each of its optimizations too.
+    Args:
+        setup: What is run; of its allocator's history a snapshot can be written.
+        stack: Of which ``setup`` has the plan.
+        model: Name of the model.
+        files: Other stacks, which are tried where this one does not fit: by arithmetic, which takes no time.
+        accum_steps: Micro-batches per step; None: the stack's.
+        suggest: Run the other stacks dry too.
+        savings: Run the stack dry without each of its optimizations too.
+        progress: Show a bar.
     """
-    shape = find_model(model)
-    chosen = files.stack(stack)
-    workload = asked_workload(micro_batch_size, seq_len)
-    allocator = AllocatorConfig(expandable_segments=expandable_segments)
-    found_card = find_card(card)
-    plan = chosen.plan(accum_steps)
-
-    runs = dry_run_ranks(
-        shape, plan, found_card, workload, host=host, config=chosen.training(), allocator=allocator,
-        record_history=snapshot is not None, world=World(size=world, link=link),
-    )  # fmt: skip
+    world = setup.world.size
+    optimizations = with_accumulation(stack.optimizations, accum_steps)
+    runs = setup.dry_run_ranks()
     run = runs[0]
-    if snapshot is not None:
-        write_run_snapshot(run, snapshot, allocator)
-    if trace is not None:
-        write_run_trace(run, trace)
-    saved = None
-    if savings:
-        saved = planned_savings(
-            with_accumulation(chosen.optimizations, accum_steps), run, model=shape, workload=workload,
-            config=chosen.training(), allocator=allocator, progress=progress,
-        )  # fmt: skip
-    others = {} if run.fits or world > 1 else _other_plans(files, chosen.name, accum_steps)
+    others = {} if run.fits or world > 1 else _other_plans(files, stack.name, accum_steps)
 
     def fits(name: str) -> bool:
-        other, config = others[name]
+        plan, config = others[name]
         if suggest:
-            another = dry_run(shape, other, found_card, workload, host=run.host, config=config)
-            return another.verdict is FitVerdict.FITS
-        return bytes_of(shape, other, workload, config.optimizer).fits(found_card, run.host)
+            return replace(setup, plan=plan, config=config).dry_run().verdict is FitVerdict.FITS
+        return bytes_of(setup.model, plan, setup.workload, config.optimizer).fits(setup.card, setup.host)
 
     tried = progress_bar(list(others), shown=suggest and progress, unit="stack", desc="stacks run dry")
-    fitting = [name for name in tried if fits(name)]
+    idle_link = world == 1 and setup.world.link != "pcie"
+    # A step that gives its cache back may end below what was reserved while the model was built.
+    reserved_bytes = None if run.trace.cache_releases else max(step.reserved_bytes for step in run.uncapped.steps)
     return DryRunReport(
-        run=run,
-        figures=figures_of_ranks(runs, with_timeline=False),
-        stack=chosen.name,
-        model=model,
-        fitting_stacks=tuple(fitting),
-        are_run_dry=suggest,
+        run=run, figures=figures_of_ranks(runs, with_timeline=False), stack=stack.name, model=model,
+        fitting_stacks=tuple(name for name in tried if fits(name)), are_run_dry=suggest,
         reserved=reserved_range(
-            run.trace,
-            workspace_bytes=found_card.cublas_workspace_bytes,
-            config=allocator,
-            repeats=SETTLING_STEPS,
-            # A step that gives its cache back may end below what was reserved while the model was built.
-            planned_bytes=(
-                None if run.trace.cache_releases else max(step.reserved_bytes for step in run.uncapped.steps)
-            ),
+            run.trace, workspace_bytes=setup.card.cublas_workspace_bytes, config=setup.allocator,
+            repeats=SETTLING_STEPS, planned_bytes=reserved_bytes,
         ),
-        phases=phase_precision(plan),
+        phases=phase_precision(setup.plan),
         ranks=() if world == 1 else tuple(sorted(runs, key=lambda run: run.world.rank)),
-        savings=saved,
+        savings=planned_savings(optimizations, run, setup, progress=progress) if savings else None,
         changes=(
             *plan_changes(
-                with_accumulation(chosen.optimizations, accum_steps), shape, workload, chosen.training().optimizer,
-                world=world, phases=run.phases or (Phase.FULL,),
+                optimizations, setup.model, setup.workload, setup.config.optimizer, world=world,
+                phases=run.phases or (Phase.FULL,),
             ),
-            *([f"link: {link} asked, none used; one card has no other to reach"] * (world == 1 and link != "pcie")),
+            *([f"link: {setup.world.link} asked, none used; one card has no other to reach"] * idle_link),
         ),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""``hybridtrain fit``: one table of the ways to train a model on a card, and the files that train it."""
+"""``hybridtrain fit``: a table of the options to train a model on a card, and the files that train it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from hybridtrain.models.model_config import PRESETS, BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, Optimizer
 from hybridtrain.plan.compose import compose
-from hybridtrain.planning.candidates import Question
-from hybridtrain.planning.fitting import METHODS, Method, Way, confirmed, fit, in_order, recommended
+from hybridtrain.planning.candidates import FitRequest
+from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, confirmed, fit, in_order, recommended
 from hybridtrain.planning.plan_bytes import saved_bytes
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.recommend_report import ask
@@ -37,7 +37,7 @@ _QUALITY = {
 _PERCENT = 100
 _NO = "NO"
 _MOST_CONFIRMED = 2
-"""Ways run whole: the first one, and another where that turned out not to fit."""
+"""Ways with a full dry run: the first one, and another where that turned out not to fit."""
 _ADAPTER_LR = 2e-4
 """What QLoRA took for 7B and 13B (2305.14314, appendix B)."""
 
@@ -46,11 +46,11 @@ _ADAPTER_LR = 2e-4
 class FitReport:
     """An answer, ready to be shown."""
 
-    question: Question
+    request: FitRequest
     model: str
     card: str
     host_memory: str
-    ways: tuple[Way, ...]
+    options: tuple[TrainingOption, ...]
     tokens: int
     """Of a data set."""
     free_percent: float
@@ -62,86 +62,92 @@ class FitReport:
     @property
     def fits(self) -> bool:
         """Whether any way does."""
-        return any(way.fits for way in self.ways)
+        return any(option.fits for option in self.options)
 
-    def command(self, way: Way) -> str:
-        """Return what plans a way whole, or trains it once its files are written."""
-        world = self.question.world
+    def command(self, option: TrainingOption) -> str:
+        """Return the command that writes the files of an option, or trains it once they are written."""
+        world = self.request.world
         if self.folder is not None:
-            disk = " --disk FOLDER" if way.disk_bytes else ""
+            disk = " --disk FOLDER" if option.disk_bytes else ""
             program = (
                 "hybridtrain" if world.size == 1 else f"torchrun --nproc-per-node {world.local_size} -m hybridtrain"
             )
-            return f"{program} train {quote(str(train_path(self.folder, way)))} --data my-texts/{disk}"
+            return f"{program} train {quote(str(train_path(self.folder, option)))} --data my-texts/{disk}"
         cards = "" if world.size == 1 else f"--world {world.size} --link {quote(world.link)} "
         return (
             f"hybridtrain fit {quote(self.model)} --card {quote(self.card)} {cards}--host-memory {self.host_memory} "
-            f"--seq {self.question.seq_len} --tokens-per-step {self.question.num_sequences * self.question.seq_len} "
+            f"--seq {self.request.seq_len} --tokens-per-step {self.request.num_sequences * self.request.seq_len} "
             "--write ways/"
         )
 
     def _of_machine(self, rank_bytes: float) -> float:
-        """Return what all cards of a machine take together."""
-        return rank_bytes * self.question.world.local_size
+        """Return the bytes of all cards of a machine together."""
+        return rank_bytes * self.request.world.local_size
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures, bytes and seconds."""
-        question = self.question
+        request = self.request
         return {
             "model": self.model,
-            "params": question.model.num_params,
-            "card": question.card.name,
-            "card_bytes": question.card.memory_bytes,
-            "world": question.world.size,
-            "link": question.world.link,
-            "host_tensor_bytes": question.host.tensor_bytes,
-            "seq_len": question.seq_len,
-            "tokens_per_step": question.num_sequences * question.seq_len,
+            "params": request.model.num_params,
+            "card": request.card.name,
+            "card_bytes": request.card.memory_bytes,
+            "world": request.world.size,
+            "link": request.world.link,
+            "host_tensor_bytes": request.host.tensor_bytes,
+            "seq_len": request.seq_len,
+            "tokens_per_step": request.num_sequences * request.seq_len,
             "free_percent": self.free_percent,
-            "card_note": question.card.source_note,
+            "card_note": request.card.source_note,
             "tokens": self.tokens,
-            "ways": [self._row_mapping(way) for way in self.ways],
-            "recommended": None if (best := recommended(self.ways)) is None else best.name,
+            "ways": [self._row_mapping(option) for option in self.options],
+            "recommended": None if (best := recommended(self.options)) is None else best.name,
         }
 
-    def _row_mapping(self, way: Way) -> dict[str, object]:
-        candidate = way.candidate
+    def _row_mapping(self, option: TrainingOption) -> dict[str, object]:
+        candidate = option.candidate
         return {
-            "method": way.method, "numbers": way.name, "says": candidate.level.says, "fits": way.fits,
-            "verdict": self.verdict(way).value,
+            "method": option.method, "numbers": option.name, "says": candidate.level.says, "fits": option.fits,
+            "verdict": self.verdict(option).value,
             "arrangement": candidate.arrangement.name, "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
-            "device_used_bytes": round(way.device_bytes), "host_peak_bytes": round(self._of_machine(way.host_bytes)),
-            "disk_peak_bytes": round(self._of_machine(way.disk_bytes)),
-            "saved_state_bytes": round(self._saved_bytes(way)), "tokens_per_s": way.tokens_per_s,
-            "bound": way.bound and way.bound.value, "hours": way.hours(self.tokens),
-            "quality": self._quality(way), "stack": encode(stack_of(way)), "command": self.command(way),
-            "evidence": {"memory": way.evidence, "time": "estimated"},
+            "device_used_bytes": round(option.device_bytes),
+            "host_peak_bytes": round(self._of_machine(option.host_bytes)),
+            "disk_peak_bytes": round(self._of_machine(option.disk_bytes)),
+            "saved_state_bytes": round(self._saved_bytes(option)), "tokens_per_s": option.tokens_per_s,
+            "bound": option.bound and option.bound.value, "hours": option.hours(self.tokens),
+            "quality": self._quality(option), "stack": encode(stack_of(option)), "command": self.command(option),
+            "evidence": {"memory": option.evidence, "time": "estimated"},
         }  # fmt: skip
 
     def as_text(self) -> str:
         """Return the same for a reader."""
-        question = self.question
+        request = self.request
         headers = [
-            "", "numbers", "device GiB", "host GiB", "disk GiB", "tokens/s", "bound",
+            "fits", "precision", "card GiB", "host GiB", "disk GiB", "tokens/s", "bottleneck",
             f"h / {format_count(self.tokens)} tokens",
-            "micro-batch", "kept", "where",
+            "micro-batch", "kept", "offload",
         ]  # fmt: skip
-        best = recommended(self.ways)
-        host, world = format_bytes(question.host.tensor_bytes), question.world
+        best = recommended(self.options)
+        host, world = format_bytes(request.host.tensor_bytes), request.world
         cards = "" if world.size == 1 else f"{world.size} x "
         if world.size > 1:
             host += f" of a machine of {world.local_size} cards ({world.link})"
         lines = [
             (
-                f"{self.model} ({format_count(question.model.num_params)} parameters) on {cards}{question.card.name}, "
-                f"{to_gib(question.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
-                f"{host} of host memory for tensors; {question.num_sequences} x {question.seq_len} tokens a step"
+                f"{self.model} ({format_count(request.model.num_params)} parameters) on {cards}{request.card.name}, "
+                f"{to_gib(request.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
+                f"{host} of host memory for tensors; {request.num_sequences} x {request.seq_len} tokens a step"
             ),
-            f"{note}\n" if (note := question.card.source_note) else "",
-            tabulate([self._row(way) for way in self.ways], headers=headers, tablefmt="simple", disable_numparse=True),
-            "\nnumbers (how exact weights and optimizer state are), and what they cost in quality:",
-            *(f"  {way.name}: {way.candidate.level.says}. {self._quality(way)}" for way in self.ways),
+            f"{note}\n" if (note := request.card.source_note) else "",
+            tabulate(
+                [self._row(option) for option in self.options],
+                headers=headers,
+                tablefmt="simple",
+                disable_numparse=True,
+            ),
+            "\nprecision, and what it costs in quality:",
+            *(f"  {option.name}: {option.candidate.level.says}. {self._quality(option)}" for option in self.options),
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
                 f"others are {self._confirmed()}; times are estimated (roofline): recorded full training on cards that "
@@ -149,13 +155,13 @@ class FitReport:
                 f"{WAITING_ERROR:.1%} on cards of the fit"
             ),
             (
-                "bound: what most of a step's time goes to; micro-batch: sequences, times how often a step; kept: "
-                "blocks that keep their activations, the others compute them again"
+                "bottleneck: what most of a step's time goes to; micro-batch: sequences x micro-batches a step; kept: "
+                "blocks that keep their activations, the others recompute them"
             ),
             (
-                "disk besides, a saved state (arithmetic): "
-                + ", ".join(f"{way.name} {format_bytes(self._saved_bytes(way))}" for way in self.ways)
-                + "; a run keeps two, writes one, and keeps one an hour where there is room"
+                "disk, per checkpoint (arithmetic): "
+                + ", ".join(f"{option.name} {format_bytes(self._saved_bytes(option))}" for option in self.options)
+                + "; a run keeps two, writes a third, and keeps one per hour where there is room"
             ),
         ]
         if best is None:
@@ -165,11 +171,15 @@ class FitReport:
         else:
             what = "write the files that train" if self.folder is None else f"train {format_count(self.tokens)} tokens"
             lines.append(
-                f"{what}, of the ways estimated within 5 % of the fastest the most exact: {self.command(best)}"
+                f"{what}, of the options estimated within 5 % of the fastest the most exact: {self.command(best)}"
             )
-            others = [] if self.folder is None else [way for way in self.ways if way.fits and way is not best]
+            others = (
+                [] if self.folder is None else [option for option in self.options if option.fits and option is not best]
+            )
             if others:
-                lines.append(f"or by another file there: {', '.join(train_path(Path(), way).name for way in others)}")
+                lines.append(
+                    f"or by another file there: {', '.join(train_path(Path(), option).name for option in others)}"
+                )
             if self.folder is not None and best.method != "full" and self.model in PRESETS:
                 lines.append(
                     f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self.model)} (or name "
@@ -182,57 +192,57 @@ class FitReport:
                 )
         return "\n".join(lines)
 
-    def _row(self, way: Way) -> list[str]:
-        mark = {"estimated": "~", "arithmetic": "~~"}.get(way.evidence, "")
-        hours, candidate = way.hours(self.tokens), way.candidate
+    def _row(self, option: TrainingOption) -> list[str]:
+        mark = {"estimated": "~", "arithmetic": "~~"}.get(option.evidence, "")
+        hours, candidate = option.hours(self.tokens), option.candidate
         return [
-            _NO if (verdict := self.verdict(way)) is FitVerdict.NO else verdict.value,
-            way.name,
-            f"{mark}{to_gib(way.device_bytes):.2f}",
-            f"{mark}{to_gib(self._of_machine(way.host_bytes)):.2f}",
-            f"{mark}{to_gib(self._of_machine(way.disk_bytes)):.2f}",
-            "-" if way.tokens_per_s is None else f"{mark}{way.tokens_per_s:,.0f}",
-            self._missing(way) if way.bound is None else way.bound.value,
+            _NO if (verdict := self.verdict(option)) is FitVerdict.NO else verdict.value,
+            option.name,
+            f"{mark}{to_gib(option.device_bytes):.2f}",
+            f"{mark}{to_gib(self._of_machine(option.host_bytes)):.2f}",
+            f"{mark}{to_gib(self._of_machine(option.disk_bytes)):.2f}",
+            "-" if option.tokens_per_s is None else f"{mark}{option.tokens_per_s:,.0f}",
+            self._missing(option) if option.bound is None else option.bound.value,
             "-" if hours is None else f"{hours:.1f}",
             f"{candidate.micro_batch_size} x {candidate.num_micro_batches}",
             str(candidate.keep_last),
             candidate.arrangement.name,
         ]
 
-    def verdict(self, way: Way) -> FitVerdict:
-        """Return whether a way fits; barely where only the margin that stays free has no room for it."""
-        fits_host = self._of_machine(way.host_bytes) <= self.question.host.tensor_bytes
-        is_within = way.device_bytes <= self.question.card.memory_bytes
-        return FitVerdict.FITS if way.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
+    def verdict(self, option: TrainingOption) -> FitVerdict:
+        """Return whether an option fits; barely where only the margin that stays free has no room for it."""
+        fits_host = self._of_machine(option.host_bytes) <= self.request.host.tensor_bytes
+        is_within = option.device_bytes <= self.request.card.memory_bytes
+        return FitVerdict.FITS if option.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
 
-    def _quality(self, way: Way) -> str:
-        missing = "no arm of a ladder has just these numbers; the guide's page Which stack names the nearest"
-        note = "no ladder's records here (--results)" if self.notes is None else self.notes.get(way.name, missing)
-        parts = (_QUALITY.get(way.name, ""), note)
+    def _quality(self, option: TrainingOption) -> str:
+        missing = "not tested; the guide's page Which stack names the nearest configuration that was"
+        note = "no records of quality here (--results)" if self.notes is None else self.notes.get(option.name, missing)
+        parts = (_QUALITY.get(option.name, ""), note)
         return "; ".join(part for part in parts if part)
 
-    def _saved_bytes(self, way: Way) -> float:
-        plan = compose(way.candidate.optimizations())
-        return saved_bytes(self.question.model, plan, OPTIMIZERS[way.candidate.level.optimizer]())
+    def _saved_bytes(self, option: TrainingOption) -> float:
+        plan = compose(option.candidate.optimizations())
+        return saved_bytes(self.request.model, plan, OPTIMIZERS[option.candidate.level.optimizer]())
 
     def _confirmed(self) -> str:
         """Return how the bytes without a mark were found."""
-        run = next((way.evidence for way in self.ways if way.run is not None), "planned")
+        run = next((option.evidence for option in self.options if option.run is not None), "planned")
         return f"{run}, by a dry run of every block"
 
-    def _missing(self, way: Way) -> str:
-        """Return what is short."""
-        device = way.device_bytes - (1 - self.free_percent / _PERCENT) * self.question.card.memory_bytes
-        host = self._of_machine(way.host_bytes) - self.question.host.tensor_bytes
+    def _missing(self, option: TrainingOption) -> str:
+        """Return which memory is too small, and by how many bytes."""
+        device = option.device_bytes - (1 - self.free_percent / _PERCENT) * self.request.card.memory_bytes
+        host = self._of_machine(option.host_bytes) - self.request.host.tensor_bytes
         short = [f"{format_bytes(size)} of {name}" for name, size in (("card", device), ("host", host)) if size > 0]
         return f"lacks {' and '.join(short)}" if short else "lacks card"
 
 
-def stack_of(way: Way) -> Stack:
-    """Return a way as a stack file has it."""
-    level, candidate = way.candidate.level, way.candidate
+def stack_of(option: TrainingOption) -> Stack:
+    """Return an option as a stack file has it."""
+    level, candidate = option.candidate.level, option.candidate
     says = f"{level.says}; {candidate.arrangement.name}; found by fit"
-    return Stack(name=way.name, says=says, optimizer=level.optimizer, optimizations=candidate.optimizations())
+    return Stack(name=option.name, says=says, optimizer=level.optimizer, optimizations=candidate.optimizations())
 
 
 def _weights_folder(model: str) -> Path:
@@ -240,9 +250,9 @@ def _weights_folder(model: str) -> Path:
     return Path("models") / model
 
 
-def train_path(folder: Path, way: Way) -> Path:
+def train_path(folder: Path, option: TrainingOption) -> Path:
     """Return the training file's path."""
-    return folder / f"train-{way.name}.toml"
+    return folder / f"train-{option.name}.toml"
 
 
 def fit_command(
@@ -250,7 +260,7 @@ def fit_command(
     methods: Sequence[str], margin: float | None, confirm: bool, write: Path | None, say: Callable[[str], None],
     world: int = 1, link: str = "pcie", scenarios: Path | None = None, results: Path = RESULTS,
 ) -> FitReport:  # fmt: skip
-    """Find the ways, run the fastest whole if asked to, and write the files of those that fit to ``write``.
+    """Find the options, run the fastest whole if asked to, and write the files of those that fit to ``write``.
 
     What ladders say of quality is read in ``results``, or in the records that came with hybridtrain.
 
@@ -263,33 +273,33 @@ def fit_command(
     margin = _PERCENT * MARGIN_SHARE if margin is None else margin
     if not 0 <= margin < _PERCENT:
         raise ConfigError("--margin", [f"{margin:g} must be a share of the card in percent, from 0 to below 100"])
-    question, _ = ask(model, card, host_memory, seq, tokens_per_step, World(size=world, link=link))
+    request, _ = ask(model, card, host_memory, seq, tokens_per_step, World(size=world, link=link))
     free = margin / _PERCENT
     chosen = cast("list[Method]", list(dict.fromkeys(methods)))
-    ways = fit(question, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
+    options = fit(request, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
     for _ in range(_MOST_CONFIRMED if confirm else 0):
-        best = recommended(ways)
+        best = recommended(options)
         if best is None or best.run is not None:
             break
         say(f"running {best.name} whole")
-        whole = confirmed(question, best, free_share=free)
-        ways = in_order(whole if way is best else way for way in ways)
+        whole = confirmed(request, best, free_share=free)
+        options = in_order(whole if option is best else option for option in options)
     if write is not None:
-        _write_files(write, model, question, [way for way in ways if way.fits], tokens)
+        _write_files(write, model, request, [option for option in options if option.fits], tokens)
     notes = None
     results = evidence_folder(results)
     if (results / "records" / "studies").is_dir():
-        notes = harness().quality_notes([way.candidate for way in ways], scenarios, results)
+        notes = harness().quality_notes([option.candidate for option in options], scenarios, results)
     return FitReport(
-        question=question, model=model, card=card, host_memory=host_memory, ways=ways, tokens=tokens,
+        request=request, model=model, card=card, host_memory=host_memory, options=options, tokens=tokens,
         free_percent=margin, folder=write, notes=notes,
     )  # fmt: skip
 
 
-def _write_files(folder: Path, model: str, question: Question, ways: Sequence[Way], tokens: int) -> None:
-    """Write a stack file and a training file of each way; as many steps as the tokens take whose hours are told."""
+def _write_files(folder: Path, model: str, request: FitRequest, options: Sequence[TrainingOption], tokens: int) -> None:
+    """Write a stack file and a training file of each option; as many steps as the tokens take whose hours are told."""
     folder.mkdir(parents=True, exist_ok=True)
-    num_steps = ceil(tokens / (question.num_sequences * question.seq_len))
+    num_steps = ceil(tokens / (request.num_sequences * request.seq_len))
     schedule = LrSchedule(warmup_steps=min(LrSchedule().warmup_steps, num_steps // 10), total_steps=num_steps)
     path = Path(model)
     if model in PRESETS:
@@ -297,16 +307,16 @@ def _write_files(folder: Path, model: str, question: Question, ways: Sequence[Wa
     elif path.is_dir():
         spec = ModelSpec(init_from=path)
     else:
-        spec = ModelSpec(shape=question.model)
-    for way in ways:
-        optimizer: Optimizer = OPTIMIZERS[way.candidate.level.optimizer]()
+        spec = ModelSpec(shape=request.model)
+    for option in options:
+        optimizer: Optimizer = OPTIMIZERS[option.candidate.level.optimizer]()
         begins = spec
-        if way.method != "full":
+        if option.method != "full":
             optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)  # type: ignore[type-var]
             begins = replace(spec, init_from=_weights_folder(model)) if spec.preset is not None else spec
         file = TrainFile(
-            model=begins, workload=BatchWorkload(batch_size=question.num_sequences, seq_len=question.seq_len),
-            optimizations=way.candidate.optimizations(), optimizer=optimizer, num_steps=num_steps, schedule=schedule,
+            model=begins, workload=BatchWorkload(batch_size=request.num_sequences, seq_len=request.seq_len),
+            optimizations=option.candidate.optimizations(), optimizer=optimizer, num_steps=num_steps, schedule=schedule,
         )  # fmt: skip
-        replace_file(folder / f"{way.name}.toml", to_toml(stack_of(way)).encode())
-        replace_file(train_path(folder, way), to_toml(file).encode())
+        replace_file(folder / f"{option.name}.toml", to_toml(stack_of(option)).encode())
+        replace_file(train_path(folder, option), to_toml(file).encode())

@@ -13,9 +13,9 @@ def reasons(answer: Recommendation) -> dict[str, str]:
 
 
 def _reasons(answer: Recommendation) -> Iterator[tuple[str, str]]:
-    chosen, params = answer.chosen, answer.question.model.num_params
+    chosen, params = answer.chosen, answer.request.model.num_params
     yield "precision", _precision(answer)
-    tokens = chosen.micro_batch_size * answer.question.seq_len
+    tokens = chosen.micro_batch_size * answer.request.seq_len
     count = chosen.num_micro_batches
     if count == 1:
         yield "accumulation", f"none: one micro-batch of {tokens:,} tokens is the whole step, and it fits"
@@ -42,17 +42,17 @@ def _precision(answer: Recommendation) -> str:
     chosen = answer.chosen
     place = LEVELS.index(chosen.level)
     harsher = LEVELS[place + 1] if place + 1 < len(LEVELS) else None
-    gentler = [way.tokens_per_s or 0.0 for way in answer.ways if LEVELS.index(way.candidate.level) < place]
+    gentler = [option.tokens_per_s or 0.0 for option in answer.options if LEVELS.index(option.candidate.level) < place]
     if place == 0:
-        why = "the gentlest numbers of all that are tried, and they fit"
+        why = "the most exact precision that is tried, and it fits"
     elif gentler:
         factor = chosen.tokens_per_s / max(gentler)
-        why = f"{factor:.2f} times as fast as gentler numbers that fit"
+        why = f"{factor:.2f} times as fast as a more exact precision that fits"
     else:
-        why = "the gentlest that fits"
+        why = "the most exact that fits"
     if harsher is None:
         return f"{chosen.level.says}: {why}"
-    saved = (_bytes(chosen.level) - _bytes(harsher)) * answer.question.model.num_params
+    saved = (_bytes(chosen.level) - _bytes(harsher)) * answer.request.model.num_params
     return (
         f"{chosen.level.says}: {why}; {harsher.says} would take {format_bytes(saved)} less, on card and host together"
     )
@@ -64,7 +64,7 @@ def _bytes(level: Numerics) -> float:
 
 
 def _checkpointing(answer: Recommendation) -> str:
-    chosen, blocks = answer.chosen, answer.question.model.num_blocks
+    chosen, blocks = answer.chosen, answer.request.model.num_blocks
     if chosen.keep_last >= blocks:
         return "every block keeps its activations: there is room, and nothing is computed twice"
     if not chosen.keep_last:
@@ -79,4 +79,4 @@ def _offload(answer: Recommendation) -> str:
         return "none: weights, state and gradients fit on the card"
     resident = f", {chosen.resident_layers} blocks stay on the card" if chosen.resident_layers else ""
     fused = "; gradients are used where they arise and never stored" if chosen.arrangement.fuses else ""
-    return f"{chosen.arrangement.name}{resident}: the fastest place for these numbers that fits{fused}"
+    return f"{chosen.arrangement.name}{resident}: the fastest offload at this precision that fits{fused}"

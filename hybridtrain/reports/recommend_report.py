@@ -1,4 +1,4 @@
-"""``hybridtrain recommend``: from arguments to a question, from the answer to text, JSON or a stack file."""
+"""``hybridtrain recommend``: from arguments to a request, from the answer to text, JSON or a stack file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.extension import harness
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
-from hybridtrain.planning.candidates import Candidate, Question
-from hybridtrain.planning.fitting import Way
+from hybridtrain.planning.candidates import Candidate, FitRequest
+from hybridtrain.planning.fitting import TrainingOption
 from hybridtrain.planning.recommendation import Recommendation, recommend
 from hybridtrain.reports.reasons import reasons
 from hybridtrain.sizes import parse_size
@@ -54,94 +54,95 @@ class RecommendReport:
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures, bytes and seconds."""
-        way, chosen = self.answer.way, self.answer.chosen
+        option, chosen = self.answer.option, self.answer.chosen
         return {
             "stack": encode(self.stack("best")),
             "micro_batch_size": chosen.micro_batch_size,
             "num_micro_batches": chosen.num_micro_batches,
-            "tokens_per_s": way.tokens_per_s,
+            "tokens_per_s": option.tokens_per_s,
             "step_time_s": self._step_seconds,
-            "bound": way.bound,
-            "micro_batches_run": way.micro_batches_run,
+            "bound": option.bound,
+            "micro_batches_run": option.micro_batches_run,
             "time_by_bound": {  # of the micro-batches run
                 bound.value: seconds for bound, seconds in self.answer.run.time.seconds_by_bound.items()
             },
-            "device_used_bytes": round(way.device_bytes),
-            "margin_bytes": way.margin_bytes,
+            "device_used_bytes": round(option.device_bytes),
+            "margin_bytes": option.margin_bytes,
             "free_percent": 100 * self.answer.free_share,
-            "card_note": self.answer.question.card.source_note,
-            "host_peak_bytes": round(way.host_bytes),
-            "disk_peak_bytes": round(way.disk_bytes),
+            "card_note": self.answer.request.card.source_note,
+            "host_peak_bytes": round(option.host_bytes),
+            "disk_peak_bytes": round(option.disk_bytes),
             "candidates": [
                 {
-                    "level": way.name, "arrangement": way.candidate.arrangement.name,
-                    "micro_batch_size": way.candidate.micro_batch_size, "keep_last": way.candidate.keep_last,
-                    "tokens_per_s": way.tokens_per_s,
+                    "level": option.name, "arrangement": option.candidate.arrangement.name,
+                    "micro_batch_size": option.candidate.micro_batch_size, "keep_last": option.candidate.keep_last,
+                    "tokens_per_s": option.tokens_per_s,
                 }
-                for way in self.answer.ways
+                for option in self.answer.options
             ],
             "reasons": reasons(self.answer),
-            "evidence": {"memory": way.evidence, "time": "estimated"},
+            "evidence": {"memory": option.evidence, "time": "estimated"},
         }  # fmt: skip
 
     @property
     def _margin(self) -> str:
         share = self.answer.free_share
-        size = format_bytes(share * self.answer.question.card.memory_bytes)
+        size = format_bytes(share * self.answer.request.card.memory_bytes)
         return f", and a margin of {100 * share:g} % ({size})" if share else ""
 
     @property
     def _step_seconds(self) -> float:
-        question = self.answer.question
-        return question.num_sequences * question.seq_len / (self.answer.way.tokens_per_s or 1.0)
+        request = self.answer.request
+        return request.num_sequences * request.seq_len / (self.answer.option.tokens_per_s or 1.0)
 
     def as_text(self) -> str:
         """Return the same for a reader."""
-        way, chosen, run, question = self.answer.way, self.answer.chosen, self.answer.run, self.answer.question
-        rows = [_row(each, chosen) for each in self.answer.ways]
-        headers = ["", "numbers", "where", "micro-batch", "kept blocks", "tokens/s"]
+        option, chosen, run, request = self.answer.option, self.answer.chosen, self.answer.run, self.answer.request
+        rows = [_row(each, chosen) for each in self.answer.options]
+        headers = ["", "precision", "offload", "micro-batch", "kept blocks", "tokens/s"]
         shares = ", ".join(
             f"{bound} {100 * seconds / run.time.seconds:.0f} %"
             for bound, seconds in sorted(run.time.seconds_by_bound.items(), key=lambda item: -item[1])
             if seconds > 0.005 * run.time.seconds
         )
-        of = "" if way.evidence == "planned" else f" in the {way.micro_batches_run} micro-batches that were run"
+        of = "" if option.evidence == "planned" else f" in the {option.micro_batches_run} micro-batches that were run"
         return "\n".join(
             [
                 (
-                    f"{self.model} ({format_count(question.model.num_params)} parameters) on {question.card.name}, "
-                    f"{question.num_sequences * question.seq_len:,} tokens per step\n"
+                    f"{self.model} ({format_count(request.model.num_params)} parameters) on {request.card.name}, "
+                    f"{request.num_sequences * request.seq_len:,} tokens per step\n"
                 ),
                 tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True),
                 f"\nchosen: {chosen.level.says}; {chosen.arrangement.name}",
                 *(f"  {name.replace('_', ' ')}: {why}" for name, why in reasons(self.answer).items()),
                 (
-                    f"device {to_gib(way.device_bytes):.2f} of {to_gib(question.card.memory_bytes):.2f} GiB, host "
-                    f"{format_bytes(round(way.host_bytes))} ({way.host_bytes / GB:.1f} GB), disk "
-                    f"{format_bytes(round(way.disk_bytes))} ({way.evidence}); {format_bytes(way.margin_bytes)} of the "
-                    "card are left for what more steps, an evaluation or the driver add to reserved bytes"
+                    f"device {to_gib(option.device_bytes):.2f} of {to_gib(request.card.memory_bytes):.2f} GiB, host "
+                    f"{format_bytes(round(option.host_bytes))} ({option.host_bytes / GB:.1f} GB), disk "
+                    f"{format_bytes(round(option.disk_bytes))} ({option.evidence}); "
+                    f"{format_bytes(option.margin_bytes)} of the card stay free for what more steps, "
+                    "an evaluation or the driver add to reserved bytes"
                     f"{self._margin}"
                 ),
-                *filter(None, [question.card.source_note]),
+                *filter(None, [request.card.source_note]),
                 (
-                    f"{format_seconds(self._step_seconds)} a step, {way.tokens_per_s:,.0f} tokens/s (estimated): "
+                    f"{format_seconds(self._step_seconds)} a step, {option.tokens_per_s:,.0f} tokens/s (estimated): "
                     f"{shares}{of}"
                 ),
-                f"what binds: {_ADVICE[run.bound]}\n",
+                f"bottleneck: {_ADVICE[run.bound]}\n",
                 self.as_toml("best"),
             ]
         )
 
 
-def _row(way: Way, chosen: Candidate) -> list[str]:
-    candidate = way.candidate
+def _row(option: TrainingOption, chosen: Candidate) -> list[str]:
+    candidate = option.candidate
     return [
         "*" if candidate.level is chosen.level else "",
         candidate.level.says,
         candidate.arrangement.name,
         f"{candidate.micro_batch_size} x {candidate.num_micro_batches}",
         str(candidate.keep_last),
-        f"{way.tokens_per_s:,.0f}",
+        f"{option.tokens_per_s:,.0f}",
     ]
 
 
@@ -161,21 +162,21 @@ def recommend_command(
     given = None if device_budget is None else parse_size(device_budget, "--device-budget")
     budget = given
     if scenario is None:
-        question, name = ask(model, card, host_memory, seq, tokens_per_step)
+        request, name = ask(model, card, host_memory, seq, tokens_per_step)
     else:
         stated = harness().scenario_request(scenario, scenarios)
-        question, name = stated.question, stated.name
+        request, name = stated.request, stated.name
         if tokens_per_step is not None:
-            question = replace(question, num_sequences=_sequences(tokens_per_step, question.seq_len))
+            request = replace(request, num_sequences=_sequences(tokens_per_step, request.seq_len))
         budget = stated.budget_bytes if budget is None else budget
-    if given is not None and given > question.card.memory_bytes:
-        has = f"{question.card.name}, which has {format_bytes(question.card.memory_bytes)}"
+    if given is not None and given > request.card.memory_bytes:
+        has = f"{request.card.name}, which has {format_bytes(request.card.memory_bytes)}"
         raise ConfigError("--device-budget", [f"{device_budget} is above {has}; lower it, or leave it out"])
     free_share = MARGIN_SHARE
     if budget is not None:
-        question, free_share = _within(question, budget)
-        say(f"at most {format_bytes((1 - free_share) * question.card.memory_bytes)} of the card")
-    answer = recommend(question, lambda text: say(f"trying {text}"), free_share=free_share)
+        request, free_share = _within(request, budget)
+        say(f"at most {format_bytes((1 - free_share) * request.card.memory_bytes)} of the card")
+    answer = recommend(request, lambda text: say(f"trying {text}"), free_share=free_share)
     report = RecommendReport(answer=answer, model=name)
     if write is not None:
         replace_file(write, report.as_toml(write.stem).encode())
@@ -191,28 +192,28 @@ def parse_host(memory: str) -> Host:
         raise ConfigError("--host-memory", str(error).splitlines()) from error
 
 
-def _within(question: Question, budget: int) -> tuple[Question, float]:
-    """Return the question for as much of the card as a budget allows, and the share of that which stays free.
+def _within(request: FitRequest, budget: int) -> tuple[FitRequest, float]:
+    """Return the request for as much of the card as a budget allows, and the share of that which stays free.
 
     A budget that leaves the margin free is used to its end.
 
     Raises:
         ConfigError: the budget does not even hold the CUDA context.
     """
-    card, size = question.card, budget // MIB
+    card, size = request.card, budget // MIB
     if card.verdict(size * MIB) is not FitVerdict.FITS:
-        return question, MARGIN_SHARE
+        return request, MARGIN_SHARE
     if size <= card.context_mib:
         said = f"{format_bytes(budget)} must be above the CUDA context's {format_bytes(card.context_bytes)}"
         raise ConfigError("--device-budget", [f"{said}; allow more"])
-    return replace(question, card=replace(card, memory_mib=size)), 0.0
+    return replace(request, card=replace(card, memory_mib=size)), 0.0
 
 
 def ask(
     model: str | None, card: str | None, host_memory: str, seq: int | None, tokens_per_step: int | None,
     world: World | None = None,
-) -> tuple[Question, str]:  # fmt: skip
-    """Return what is asked, and the model's short name; raises ``ConfigError`` for what is wrong or missing."""
+) -> tuple[FitRequest, str]:  # fmt: skip
+    """Resolve arguments to a request and the model's short name; raises ``ConfigError`` for a wrong or missing one."""
     if model is None or card is None:
         names = [name for name, given in (("model", model), ("card", card)) if given is None]
         raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
@@ -225,7 +226,7 @@ def ask(
     if num_sequences % world.size:
         told = f"{num_sequences} sequences of {seq_len} tokens must be a multiple of {world.size} cards"
         raise ConfigError("--tokens-per-step", [f"{told}; give {world.size * seq_len} times any number"])
-    return Question(shape, find_card(card), parse_host(host_memory), seq_len, num_sequences, world), Path(model).stem
+    return FitRequest(shape, find_card(card), parse_host(host_memory), seq_len, num_sequences, world), Path(model).stem
 
 
 def _sequences(num_tokens: int, seq_len: int) -> int:

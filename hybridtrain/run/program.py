@@ -34,7 +34,7 @@ def program_digest() -> str:
 
 
 def torch_series(version: str | None = None) -> str:
-    """Return what matters of a version of torch, of the installed one by default.
+    """Return major and minor version of torch, of the installed one by default.
 
     >>> torch_series("2.13.0+cpu")
     '2.13'

@@ -229,7 +229,7 @@ def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: 
 
 
 def _file_of_run(path: Path, data: Path | None, seq_len: int | None) -> TrainFile:
-    """Return what a run trained, on the text to look at."""
+    """Return the training file of a run, with the text to evaluate on."""
     file, settings = read_run_files(path)
     if file.data is None and data is None and settings.get("data.name") != _CORPUS:
         fault = f"was trained on {settings.get('data.name')}, which its file does not name; give it as --data"

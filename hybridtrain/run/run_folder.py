@@ -149,7 +149,7 @@ def sampled_digest(folder: Path) -> str:
 
 
 def read_run_files(folder: Path) -> tuple[TrainFile, JsonMapping]:
-    """Return what ``write_run_files`` wrote; raises ``ConfigError`` for a folder that is none of a run."""
+    """Read the files of ``write_run_files``; raises ``ConfigError`` for a folder that no run wrote."""
     if not is_run(folder):
         raise ConfigError(
             str(folder),

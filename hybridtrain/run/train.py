@@ -87,7 +87,7 @@ class TrainResult:
     steps_done: int
     corpus: str
     """Name of what it trained on."""
-    last: StepLog | HybridStepLog | None
+    last: StepLog | None
     """Line of the last true step of this call; None: the run was done already."""
     statistics: HybridStatistics | None
     """Of a hybrid run, from its first step on."""
@@ -151,12 +151,12 @@ class _Run:
     """As in the result."""
 
     def save(self) -> None:
-        """Save what the run is now, beside its next steps."""
+        """Save a checkpoint, beside the next steps."""
         extra = self.guard.state() | self.data.state(self.next_batches)
         self.saver.save(self.trainer, self.cycle, self.data.settings, extra)
 
     def load(self, allowed: Sequence[str] = ()) -> None:
-        """Be what was saved last."""
+        """Restore the latest checkpoint."""
         self.saver.forget_fault()
         self.wait_for_ranks()
         folder, data = self.saver.folder, self.data.settings
@@ -178,7 +178,7 @@ class _Run:
         return self.data.load_batches(self.guard.batch_of(step))
 
     def agreed(self, value: float) -> float:
-        """Return what the first rank says; clocks and signals differ between ranks."""
+        """Return the first rank's value; clocks and signals differ between ranks."""
         return self.trainer.group.gather_numbers([value])[0]
 
     def is_stopped(self, stop: "_StopRequest") -> bool:
@@ -189,11 +189,11 @@ class _Run:
         return asked > 0
 
     def wait_for_ranks(self) -> None:
-        """Go on when all ranks have come this far."""
+        """Wait until all ranks are here."""
         self.agreed(0.0)
 
     def poll_saver(self) -> None:
-        """Raise on every rank what went wrong with a save on the first one."""
+        """Raise on every rank an error of a save on the first one."""
         fault: BaseException | None = None
         try:
             self.saver.poll()
@@ -313,7 +313,7 @@ def train(
 
 
 def _open_data(file: TrainFile, corpus: Corpus | None, tokens: Path, say: Say, group: Group) -> RunData:
-    """Return what the run trains on; the first rank encodes text, the others then find it."""
+    """Open the data of the run; the first rank encodes text, the others wait and read it."""
     accum_steps = compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps
     if group.rank:
         group.gather_numbers([0.0])
@@ -359,7 +359,7 @@ def _open_run(
 
 
 def _tell_end(run: _Run, result: TrainResult) -> None:
-    """Say how the run went."""
+    """Print the summary of the run."""
     if told := result.casts.as_text():
         run.say(told)
     for line in overflow_advice(run.trainer.loss_scale, device_capability()):
@@ -373,7 +373,7 @@ def _tell_end(run: _Run, result: TrainResult) -> None:
 
 
 def _sample(run: _Run) -> None:
-    """Say what the model goes on with."""
+    """Print a sample of the model."""
     file = run.file
     if file.sample_tokens:
         run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
@@ -430,7 +430,7 @@ def _remarks(file: TrainFile, trainer: Trainer) -> Iterator[str]:
 
 
 def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> JsonMapping:
-    """Return what every rank must have been told; where a rank finds files is its own affair, what is in them not."""
+    """Return the settings that must be equal on every rank; paths may differ, their content may not."""
     named = flat_settings({"": file})
     return {
         **{name: value for name, value in named.items() if name not in _PLACES and not name.startswith("model.")},
@@ -441,7 +441,7 @@ def _told_to_all(file: TrainFile, *, resume: bool, allowed: Sequence[str]) -> Js
 
 
 def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
-    """Return what tells the data and the weights of a rank from those of another."""
+    """Return digests of the data and weights that a rank reads."""
     folders = {"model.init_from": file.model.init_from, "adapter_from": file.adapter_from}
     weights: JsonMapping = {
         f"weights of {name}": sampled_digest(folder) for name, folder in folders.items() if folder is not None
@@ -575,7 +575,7 @@ class _StopRequest:
 def _run(run: _Run, log_path: Path, stop: _StopRequest, *, progress: bool) -> TrainResult:
     """Do the true steps that are left, and the jumps between them; none after the last."""
     file, trainer = run.file, run.trainer
-    log: StepLog | HybridStepLog | None = None
+    log: StepLog | None = None
     validation: ValidationLog | None = None
     performance = RunStatistics()
     saved_s = time.monotonic()
@@ -615,11 +615,11 @@ def _is_due(run: _Run, every: int) -> bool:
     return done == run.file.num_steps or (every > 0 and done % every == 0)
 
 
-def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | HybridStepLog | None:
+def _guarded_step(run: _Run, log_file: "_LogFile", performance: RunStatistics) -> StepLog | None:
     """Do the next true step, and a jump before it; None: it met a fault, and the guard has seen to that."""
     step = run.trainer.steps_done
 
-    def advance() -> StepLog | HybridStepLog:
+    def advance() -> StepLog:
         before = run.ledger.moved.copy()
         log = _advance(run)
         performance.add(log, run.ledger.moved - before)
@@ -668,13 +668,13 @@ class _LogFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
 def _result(
     run: _Run,
-    last: StepLog | HybridStepLog | None,
+    last: StepLog | None,
     validation: ValidationLog | None,
     performance: RunStatistics | None,
     stopped_by: signal.Signals | None,
@@ -687,7 +687,7 @@ def _result(
 
 
 def _evaluate(run: _Run) -> ValidationLog:
-    """Look at what is held out."""
+    """Evaluate on the held-out text."""
     with run.counting:
         found = run.data.evaluate(run.trainer)
     run.monitor.record_validation(found.step, found.as_metrics())
@@ -700,7 +700,7 @@ def _own_share(batches: Sequence[TokenBatch], group: Group) -> Sequence[TokenBat
     return batches[group.rank * count : (group.rank + 1) * count]
 
 
-def _advance(run: _Run) -> StepLog | HybridStepLog:
+def _advance(run: _Run) -> StepLog:
     """Do the next phase step; its peak does not count what leaves the device for PREDICT."""
     trainer, phase, on_cuda = run.trainer, run.hybrid.phase, run.on_cuda
     batches = [] if phase is Phase.PREDICT else _own_share(run.load_batches(trainer.steps_done), trainer.data_group)

@@ -54,7 +54,7 @@ class DataLog:
     validation_rows: int
 
     def as_text(self) -> str:
-        """Return what a user should know."""
+        """Return a summary: tokens, documents, packing, what is left out and held out."""
         held_out = (
             f"; {self.validation_tokens:,} tokens of {self.validation_documents} documents held out"
             if self.validation_tokens
@@ -90,7 +90,7 @@ class ValidationLog:
     num_targets: int
 
     def as_metrics(self) -> dict[str, float | None]:
-        """Return what a metric logger should draw."""
+        """Return the metrics to log, by name."""
         return {"loss": self.validation_loss, "perplexity": self.perplexity}
 
     def as_text(self) -> str:
@@ -127,7 +127,7 @@ class RunData:
     """Of training and of the probe split, where batches are packed rows."""
 
     def state(self, numbers: Sequence[int]) -> JsonMapping:
-        """Return what a saved state keeps of it, given the numbers of the next batches of training and probe."""
+        """Return the state to checkpoint, given the numbers of the next batches of training and probe."""
         return {"rows_seen": [sampler.first_row(n) for sampler, n in zip(self.samplers, numbers, strict=False)]}
 
     def load(self, state: JsonMapping, saved: JsonMapping, now: JsonMapping, numbers: Sequence[int], say: Say) -> None:
@@ -182,7 +182,7 @@ class RunData:
 
 
 def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, folder: Path, say: Say) -> RunData:
-    """Return what a run trains and validates on.
+    """Open the training, probe and validation data of a run.
 
     Args:
         file: What to train; its [data] table says on what, unless ``corpus`` does.

@@ -22,7 +22,7 @@ Action = Literal["stop", "skip", "roll_back"]
 
 
 class RunGuard:
-    """Decides, and remembers over a resume what it decided.
+    """Decides what happens after a refused step, and keeps its decisions over a resume.
 
     Args:
         config: What the user wants.
@@ -63,7 +63,7 @@ class RunGuard:
         self._losses.append(loss)
 
     def decide(self, error: DivergenceError, step: int, batches: LoadBatches) -> Action:
-        """Say and report what a refused step met; return what is to be done. A batch that is left out is noted.
+        """Report a refused step and return the action to take; a batch that is left out is noted.
 
         Args:
             error: Why it was refused.
@@ -97,11 +97,11 @@ class RunGuard:
         return action
 
     def state(self) -> JsonMapping:
-        """Return what a saved state keeps of it."""
+        """Return the state to checkpoint."""
         return {"skipped_batches": list(self._skipped), "losses": list(self._losses)}
 
     def load(self, state: JsonMapping) -> None:
-        """Go on as it was saved; what was left out since stays so.
+        """Restore the state; batches left out since then stay left out.
 
         Raises:
             ConfigError: the state is damaged.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -41,23 +41,31 @@ class StepLog:
     """One line of the log of a plain run."""
 
     step: int
-    loss: float
+    """True steps done."""
+    loss: float | None
+    """None in PREDICT, which looks at no batch."""
     lr: float
     grad_norm: float | None
     tokens_per_s: float
     peak_bytes: int
     """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
     effective_batch: int
-    """Sequences of one update: of all micro-batches of all ranks."""
+    """Sequences of one update: of all micro-batches of all ranks; 0 in PREDICT."""
 
     @classmethod
     def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
-        """Return the line of a step."""
-        assert result.loss is not None, "a plain run has true steps only"
+        """Return the line of a phase step."""
+        is_jump = result.phase is Phase.PREDICT
         return cls(
-            step=result.step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm,
-            tokens_per_s=result.num_tokens / result.seconds, peak_bytes=peak_bytes, effective_batch=effective_batch,
+            step=result.step, loss=None if is_jump else result.loss, lr=result.lr, grad_norm=result.grad_norm,
+            tokens_per_s=result.num_tokens / result.seconds, peak_bytes=peak_bytes,
+            effective_batch=0 if is_jump else effective_batch, **cls._more(result),
         )  # fmt: skip
+
+    @classmethod
+    def _more(cls, _result: HybridResult) -> dict[str, Any]:
+        """Return the fields that a subclass adds."""
+        return {}
 
     def as_metrics(self) -> dict[str, float | None]:
         """Return everything but the step by its name."""
@@ -68,21 +76,11 @@ class StepLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridStepLog:
+class HybridStepLog(StepLog):
     """One line of the log of a hybrid run: a true step, or a jump of its own, which has the step before it."""
 
-    step: int
-    """True steps done."""
     phase: Phase
-    loss: float | None
-    """None in PREDICT, which looks at no batch."""
-    lr: float
-    grad_norm: float | None
-    tokens_per_s: float
     seconds: float
-    peak_bytes: int
-    effective_batch: int
-    """Sequences of one update: of all micro-batches; 0 in PREDICT."""
     predicted_steps: float
     """Of the jump in this line, within the update or on its own; 0: none."""
     move_rms: float | None
@@ -95,34 +93,34 @@ class HybridStepLog:
     scale: float
     is_rolled_back: bool
     cost: float
-    """Forward passes' worth of work."""
+    """In forward passes."""
 
     @classmethod
-    def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
-        """Return the line of a phase step."""
-        is_jump = result.phase is Phase.PREDICT
-        return cls(
-            step=result.step, phase=result.phase, loss=None if is_jump else result.loss, lr=result.lr,
-            grad_norm=result.grad_norm, tokens_per_s=result.num_tokens / result.seconds, seconds=result.seconds,
-            peak_bytes=peak_bytes, effective_batch=0 if is_jump else effective_batch,
-            predicted_steps=result.predicted_steps,
-            move_rms=result.move_rms if math.isfinite(result.move_rms) else None,
-            forecast_loss=result.loss if is_jump else None, prediction_error=result.prediction_error,
-            confidence=result.confidence, scale=result.scale, is_rolled_back=result.is_rolled_back, cost=result.cost,
-        )  # fmt: skip
+    def _more(cls, result: HybridResult) -> dict[str, Any]:
+        names = (
+            "phase",
+            "seconds",
+            "predicted_steps",
+            "prediction_error",
+            "confidence",
+            "scale",
+            "is_rolled_back",
+            "cost",
+        )
+        return {name: getattr(result, name) for name in names} | {
+            "move_rms": result.move_rms if math.isfinite(result.move_rms) else None,
+            "forecast_loss": result.loss if result.phase is Phase.PREDICT else None,
+        }
 
     def as_metrics(self) -> dict[str, float | None]:
-        """Return what a metric logger should draw. A jump has its step's number: it repeats none of its names."""
+        """Return the metrics to draw; a jump has its step's number, so it repeats none of the step's names."""
         jump: dict[str, float | None] = {}
         if self.predicted_steps:
             jump = {"predicted_steps": self.predicted_steps, "move_rms": self.move_rms}
         if self.phase is Phase.PREDICT:
             return jump | {"forecast_loss": self.forecast_loss, "predict_peak_bytes": self.peak_bytes}
-        return jump | {
-            "loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens_per_s": self.tokens_per_s,
-            "peak_bytes": self.peak_bytes, "effective_batch": self.effective_batch,
-            "prediction_error": self.prediction_error, "confidence": self.confidence, "scale": self.scale,
-        }  # fmt: skip
+        hybrid = {"prediction_error": self.prediction_error, "confidence": self.confidence, "scale": self.scale}
+        return jump | StepLog.as_metrics(self) | hybrid
 
 
 class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
@@ -154,7 +152,7 @@ class RunStatistics:
     peak_bytes: int = 0
     moved: Counter[Lane] = field(default_factory=Counter)
 
-    def add(self, log: StepLog | HybridStepLog, moved: Counter[Lane]) -> None:
+    def add(self, log: StepLog, moved: Counter[Lane]) -> None:
         """Count a phase step, and what was copied in it."""
         if log.loss is not None:
             self.tokens_per_s.append(log.tokens_per_s)
@@ -214,7 +212,7 @@ def _entry(line: bytes) -> tuple[Mapping[str, object], int] | None:
 
 
 def hybrid_summary(hybrid: HybridTrainer) -> str:
-    """Return what a hybrid run did, in a few lines."""
+    """Return a summary of a hybrid run: steps by phase, jumps, rollbacks, cost."""
     done, steps = hybrid.statistics, hybrid.trainer.steps_done
     phases = ", ".join(f"{count} {phase}" for phase, count in done.steps_by_phase.items())
     lines = [f"hybrid: steps {phases}", _jumps(hybrid)]

@@ -158,7 +158,7 @@ class VirtualRun:
 
     def _remarks(self) -> Iterator[str]:
         if self.stand_ins:
-            yield "values that nobody computed and the script asked for:"
+            yield "placeholder values that the script read (nothing was computed):"
             for use in self.stand_ins[:_STAND_INS_SHOWN]:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
             if len(self.stand_ins) > _STAND_INS_SHOWN:
@@ -258,7 +258,7 @@ def run_script(
 
 @contextmanager
 def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
-    """Tell a script's own errors from ours, and let it end where the card is full: the report says where."""
+    """Wrap a script's own errors in ``ScriptError``; end quietly where the card is full, as the report says where."""
     try:
         yield
     except HybridTrainError:

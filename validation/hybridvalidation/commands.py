@@ -170,7 +170,7 @@ def records(
     *names: ScenarioName, verify: Flag = False, planned: Flag = False, record: Flag = False, prune: Flag = False,
     jobs: Count | None = None, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Say whether planned records hold: this program plans again what it has not found again before, and compares.
+    """Check planned records: plan again those that this program has not verified, and compare.
 
     Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. What was executed or
     measured stays evidence of the program that did it, and is told with that.
@@ -436,7 +436,7 @@ def study(
     study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, rung: str | None = None, forecasts: Flag = False,
     verify: Flag = False, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Compare ways to train, time to loss or quality, by a registered protocol; what is missing is run.
+    """Compare options to train, time to loss or quality, by a registered protocol; what is missing is run.
 
     Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
@@ -593,15 +593,15 @@ _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
 
 
 def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
-    from hybridtrain.planning.candidates import Question
+    from hybridtrain.planning.candidates import FitRequest
     from hybridvalidation.scenario_files import scenario_folder
 
     files = scenario_folder(folder)
     scenario, targets = files.scenario(name), files.targets()
     model, card, work = scenario.model.resolve(), scenario.card.resolve(), scenario.workload
-    question = Question(model, card, scenario.host, work.seq_len, work.batch_size)
+    request = FitRequest(model, card, scenario.host, work.seq_len, work.batch_size)
     return ScenarioRequest(
-        name=scenario.name, question=question, budget_bytes=stated_budget(scenario, targets)
+        name=scenario.name, request=request, budget_bytes=stated_budget(scenario, targets)
     )  # fmt: skip
 
 

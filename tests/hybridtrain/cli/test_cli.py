@@ -25,9 +25,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.planning import dry_runs
-from hybridtrain.planning.dry_runs import DryRun
-from hybridtrain.reports import dry_run_report
+from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.virtual_gpu.card import card_catalogue
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation import scenario_files
@@ -332,9 +330,8 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 
 VERBS = (
-    "fit", "validate", "dry-run", "virtual", "execute", "dummy-weights", "recommend", "recorded", "peers", "evidence",
-    "bench", "study", "train", "export", "quantize", "gate", "report", "records", "snapshots", "list",
-    "doctor",
+    "fit", "dry-run", "virtual", "recommend", "train", "export", "quantize", "dummy-weights", "doctor", "list",
+    "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "gate", "report", "records", "snapshots",
 )  # fmt: skip
 
 
@@ -532,14 +529,13 @@ def test_a_model_that_no_stack_fits_says_what_to_lower(command: Command) -> None
 def test_what_does_not_fit_is_run_dry_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     change("card.toml", "memory_mib = 64", "memory_mib = 12")
     calls = count(1)
-    run = dry_runs.dry_run
+    run = RunSetup.dry_run
 
     def counted(*arguments: Any, **settings: Any) -> DryRun:
         next(calls)
         return run(*arguments, **settings)
 
-    for module in (dry_runs, dry_run_report):
-        monkeypatch.setattr(module, "dry_run", counted)
+    monkeypatch.setattr(RunSetup, "dry_run", counted)
     assert command(*dry_run()) == 1
     assert next(calls) == 2
 

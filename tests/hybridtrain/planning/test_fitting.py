@@ -6,8 +6,8 @@ import pytest
 
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.planning import fitting
-from hybridtrain.planning.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, Question
-from hybridtrain.planning.fitting import METHODS, Method, Way, confirmed, fit, in_order, recommended
+from hybridtrain.planning.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, FitRequest
+from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, confirmed, fit, in_order, recommended
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.virtual_gpu.card import Card, Host
 from hybridtrain.virtual_gpu.links import World
@@ -18,18 +18,18 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def question(card_mib: int, num_sequences: int, host_gib: float = 8.0) -> Question:
+def request(card_mib: int, num_sequences: int, host_gib: float = 8.0) -> FitRequest:
     card = Card(
         name="small", memory_mib=card_mib, compute_capability="8.9", tflops_bf16=10.0, tflops_fp32=5.0,
         memory_gbps=200.0, pcie_gbps=16.0, context_mib=64,
     )  # fmt: skip
-    return Question(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), 512, num_sequences)
+    return FitRequest(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), 512, num_sequences)
 
 
 @pytest.mark.parametrize(("arrangement", "level", "kept"), [(0, 0, 2), (1, 2, 1), (3, 2, 0)])
 def test_short_runs_tell_of_the_whole_run(arrangement: int, level: int, kept: int) -> None:
     # Edges of a pass count for more in a small model: of four blocks two have a neighbour on one side only.
-    asked = question(2048, 3)
+    asked = request(2048, 3)
     candidate = Candidate(
         level=LEVELS[level], arrangement=ARRANGEMENTS[arrangement], micro_batch_size=1, num_micro_batches=3,
         keep_last=kept,
@@ -42,7 +42,7 @@ def test_short_runs_tell_of_the_whole_run(arrangement: int, level: int, kept: in
 
 @pytest.mark.parametrize(("arrangement", "level", "kept"), [(0, 0, 2), (1, 1, 1), (2, 2, 1)])
 def test_short_runs_tell_of_the_whole_run_on_several_cards(arrangement: int, level: int, kept: int) -> None:
-    asked = replace(question(2048, 20), world=World(size=4))
+    asked = replace(request(2048, 20), world=World(size=4))
     candidate = Candidate(
         level=LEVELS[level], arrangement=CUT_ARRANGEMENTS[arrangement], micro_batch_size=1, num_micro_batches=5,
         keep_last=kept, world=4,
@@ -52,60 +52,64 @@ def test_short_runs_tell_of_the_whole_run_on_several_cards(arrangement: int, lev
     assert short.seconds(kept) == pytest.approx(whole.time.seconds, rel=0.15)
     assert short.device_bytes(kept) == pytest.approx(whole.device_used_bytes, rel=0.1)
     assert short.host_bytes(kept) == pytest.approx(whole.host_peak_bytes, rel=0.1)
-    way = confirmed(asked, _way(candidate))
-    assert way.micro_batches_run == 3
-    assert way.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.02)
-    assert way.device_bytes == pytest.approx(whole.device_used_bytes, rel=0.02)
-    assert way.host_bytes == pytest.approx(whole.host_peak_bytes, rel=0.02)
+    option = confirmed(asked, _way(candidate))
+    assert option.micro_batches_run == 3
+    assert option.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.02)
+    assert option.device_bytes == pytest.approx(whole.device_used_bytes, rel=0.02)
+    assert option.host_bytes == pytest.approx(whole.host_peak_bytes, rel=0.02)
 
 
-def _way(candidate: Candidate) -> Way:
-    return Way(method="full", candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=True)
+def _way(candidate: Candidate) -> TrainingOption:
+    return TrainingOption(method="full", candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=True)
 
 
 def test_of_ways_that_no_estimate_tells_apart_the_most_exact_is_recommended() -> None:
-    def way(level: int, speed: float, *, fits: bool = True, method: Method = "full") -> Way:
+    def option(level: int, speed: float, *, fits: bool = True, method: Method = "full") -> TrainingOption:
         candidate = Candidate(
             level=LEVELS[level], arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0
         )
-        return Way(method=method, candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=fits, tokens_per_s=speed)
+        return TrainingOption(
+            method=method, candidate=candidate, device_bytes=0.0, host_bytes=0.0, fits=fits, tokens_per_s=speed
+        )
 
-    exact, int8, bf16, factored = (way(level, speed) for level, speed in ((0, 90.0), (1, 94.0), (2, 95.5), (4, 100.0)))
+    exact, int8, bf16, factored = (
+        option(level, speed) for level, speed in ((0, 90.0), (1, 94.0), (2, 95.5), (4, 100.0))
+    )
     assert recommended(in_order([exact, int8, bf16, factored])) is bf16
     assert recommended([exact, int8, factored]) is factored
-    assert recommended([way(0, 100.0, fits=False), int8]) is int8
-    assert recommended([way(0, 100.0, fits=False)]) is None
-    assert in_order([exact, factored, way(2, 200.0, fits=False)])[0] is factored
+    assert recommended([option(0, 100.0, fits=False), int8]) is int8
+    assert recommended([option(0, 100.0, fits=False)]) is None
+    assert in_order([exact, factored, option(2, 200.0, fits=False)])[0] is factored
 
 
 def test_what_several_cards_hold_alike_is_cut_where_the_optimizer_allows_it() -> None:
-    ways = fit(replace(question(512, 8), world=World(size=8)))
-    assert all(way.fits for way in ways)
-    assert all(way.candidate.num_micro_batches * way.candidate.micro_batch_size == 1 for way in ways)
+    options = fit(replace(request(512, 8), world=World(size=8)))
+    assert all(option.fits for option in options)
+    assert all(option.candidate.num_micro_batches * option.candidate.micro_batch_size == 1 for option in options)
     whole = {"lora", "qlora", "bf16-factored", "int8-factored"}
-    assert {way.name for way in ways if not way.candidate.arrangement.zero_stage} == whole
+    assert {option.name for option in options if not option.candidate.arrangement.zero_stage} == whole
     with pytest.raises(ValueError, match="num_sequences: 8 must be a multiple of 3 cards"):
-        replace(question(512, 8), world=World(size=3))
+        replace(request(512, 8), world=World(size=3))
 
 
 def test_a_large_card_has_room_for_every_way() -> None:
-    ways = fit(question(4096, 1))
-    assert {way.method for way in ways} == set(METHODS)
-    assert all(way.fits for way in ways)
-    assert all(way.candidate.arrangement is ARRANGEMENTS[0] for way in ways)
-    speeds = [way.tokens_per_s or 0.0 for way in ways]
+    options = fit(request(4096, 1))
+    assert {option.method for option in options} == set(METHODS)
+    assert all(option.fits for option in options)
+    assert all(option.candidate.arrangement is ARRANGEMENTS[0] for option in options)
+    speeds = [option.tokens_per_s or 0.0 for option in options]
     assert speeds == sorted(speeds, reverse=True)
 
 
 def test_on_a_small_card_what_fits_stands_first_and_keeps_its_share_free() -> None:
-    asked = question(120, 1, host_gib=1.03)
+    asked = request(120, 1, host_gib=1.03)
     asked = replace(asked, host=replace(asked.host, disk_gib=0.001))
-    ways = fit(asked, methods=["full"], free_share=0.1)
-    assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
-    assert ways[0].fits
-    assert not ways[-1].fits
-    assert ways[-1].tokens_per_s is None
-    whole = confirmed(asked, ways[0], free_share=0.1)
+    options = fit(asked, methods=["full"], free_share=0.1)
+    assert [option.fits for option in options] == sorted((option.fits for option in options), reverse=True)
+    assert options[0].fits
+    assert not options[-1].fits
+    assert options[-1].tokens_per_s is None
+    whole = confirmed(asked, options[0], free_share=0.1)
     assert whole.fits
     assert whole.evidence == "planned"
     assert whole.device_bytes <= 0.9 * asked.card.memory_bytes
@@ -113,7 +117,7 @@ def test_on_a_small_card_what_fits_stands_first_and_keeps_its_share_free() -> No
 
 def test_the_winner_is_as_fast_as_that_of_a_search_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "LEVELS", LEVELS[:2])
-    asked, tried = question(130, 1), list[str]()
+    asked, tried = request(130, 1), list[str]()
     quick = fit(asked, methods=["full"])[0]
     every = fit(asked, methods=["full"], is_exhaustive=True, on_try=tried.append)[0]
     assert len(tried) > 2 * 3  # more than the most short runs of each kind of numbers
@@ -124,7 +128,7 @@ def test_the_winner_is_as_fast_as_that_of_a_search_of_everything(monkeypatch: py
 
 
 def test_what_is_shared_is_run_once() -> None:
-    asked = question(4096, 1)
+    asked = request(4096, 1)
     runs = ShortRuns(asked)
     candidates = [
         Candidate(level=level, arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0)
@@ -136,21 +140,21 @@ def test_what_is_shared_is_run_once() -> None:
 
 
 def test_disk_is_tried_where_the_host_has_no_room() -> None:
-    asked = question(120, 1, host_gib=1.03)
-    way = fit(asked, methods=["full"], free_share=0.1)[-1]
-    assert way.name == "exact"
-    assert way.candidate.arrangement.on_disk
-    assert way.disk_bytes > 0
+    asked = request(120, 1, host_gib=1.03)
+    option = fit(asked, methods=["full"], free_share=0.1)[-1]
+    assert option.name == "exact"
+    assert option.candidate.arrangement.on_disk
+    assert option.disk_bytes > 0
 
 
 @pytest.mark.parametrize(("card_mib", "arrangement"), [(2048, 0), (160, 2)])
 def test_two_micro_batches_tell_of_all(card_mib: int, arrangement: int) -> None:
-    asked = question(card_mib, 6)
+    asked = request(card_mib, 6)
     candidate = Candidate(
         level=LEVELS[2], arrangement=ARRANGEMENTS[arrangement], micro_batch_size=1, num_micro_batches=6, keep_last=0
     )
-    way = Way(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
-    found, whole = confirmed(asked, way), asked.run(candidate)
+    option = TrainingOption(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
+    found, whole = confirmed(asked, option), asked.run(candidate)
     assert found.evidence == "planned, 2 of 6 micro-batches"
     assert found.device_bytes == pytest.approx(whole.device_used_bytes, abs=2 * 2**20)  # one segment for the batches
     assert found.host_bytes == whole.host_peak_bytes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.memory.weight_slots import streamed_blocks
-from hybridtrain.models.model_config import Workload
+from hybridtrain.models.model_config import PRESETS, Workload
 from hybridtrain.optim import Adafactor, AdamWConfig
 from hybridtrain.optimizations import (
     OPTIMIZATIONS,
@@ -34,11 +34,14 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import SETTINGS, suited
+from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.reports.dry_run_report import plan_run
+from hybridtrain.stacks import stack_folder
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridvalidation.scenario_files import scenario_folder
+from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.links import World
 from tiny_models import GPT2_UNTIED
 
 WORK = Workload(micro_batch_size=1, seq_len=16)
@@ -209,10 +212,13 @@ def test_a_dry_run_tells_changes_beside_its_savings(tmp_path: Path) -> None:
         'name = "mine"\nsays = "mine"\n[[optimizations]]\nkind = "weight_streaming"\nmax_active_layers = 64\n'
         '[[optimizations]]\nkind = "gradient_checkpointing"\nrecompute_every = 64\n'
     )
-    report = plan_run(
-        scenario_folder(None), model="gpt2-small", stack=str(file), card="rtx-4090", micro_batch_size=1, seq_len=16,
-        accum_steps=None, savings=True, link="nvlink",
+    files = stack_folder(None)
+    stack = files.stack(str(file))
+    setup = RunSetup(
+        model=PRESETS["gpt2-small"], plan=stack.plan(), card=find_card("rtx-4090"),
+        workload=Workload(micro_batch_size=1, seq_len=16), world=World(link="nvlink"),
     )  # fmt: skip
+    report = plan_run(setup, stack, "gpt2-small", files, savings=True)
     changes = [
         "recompute_every: 64 asked, 12 used; the model has 12 blocks",
         "max_active_layers: 64 asked, 12 used; the model has 12 blocks",

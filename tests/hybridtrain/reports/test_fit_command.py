@@ -41,13 +41,13 @@ def test_the_files_of_every_way_are_read_back(
     assert main([*arguments, "--tokens", "5000", "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seq_len"] == MODEL.max_seq_len
-    assert [way["method"] for way in answer["ways"]]
-    first = next(way for way in answer["ways"] if way["numbers"] == answer["recommended"])
+    assert [option["method"] for option in answer["ways"]]
+    first = next(option for option in answer["ways"] if option["numbers"] == answer["recommended"])
     assert first["evidence"]["memory"] == "planned"
     assert first["hours"] == pytest.approx(answer["tokens"] / first["tokens_per_s"] / 3600)
-    for way in answer["ways"]:
-        file = load_config(folder / f"train-{way['numbers']}.toml")
-        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{way['numbers']}.toml"))
+    for option in answer["ways"]:
+        file = load_config(folder / f"train-{option['numbers']}.toml")
+        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{option['numbers']}.toml"))
         assert file.optimizations == stack.optimizations
         assert file.workload.batch_size == 2
         assert file.model.resolve() == MODEL
@@ -61,10 +61,10 @@ def test_several_cards_are_asked_for_by_number_and_link(
     assert main([*several, "--method", "full", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["world"], answer["link"], answer["tokens_per_step"]) == (2, "nvlink", 256)
-    for way in answer["ways"]:
-        assert way["command"].startswith("torchrun --nproc-per-node 2 -m hybridtrain train ")
-        assert way["micro_batch_size"] * way["num_micro_batches"] == 1  # of two sequences each card has one
-        file = load_config(tmp_path / "ways" / f"train-{way['numbers']}.toml")
+    for option in answer["ways"]:
+        assert option["command"].startswith("torchrun --nproc-per-node 2 -m hybridtrain train ")
+        assert option["micro_batch_size"] * option["num_micro_batches"] == 1  # of two sequences each card has one
+        file = load_config(tmp_path / "ways" / f"train-{option['numbers']}.toml")
         assert file.workload.batch_size == 2
         assert compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps == 2
     assert main([*several, "--method", "lora", "--quick"]) == 0
@@ -85,7 +85,7 @@ def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
 ) -> None:
     card = tmp_path / "card.toml"
 
-    def ways(memory_mib: int, *options: str) -> tuple[list[dict[str, Any]], int]:
+    def options(memory_mib: int, *options: str) -> tuple[list[dict[str, Any]], int]:
         card.write_text(
             f'name = "small"\nmemory_mib = {memory_mib}\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\n'
             "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 64\n"
@@ -93,12 +93,12 @@ def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
         code = main([*arguments, "--card", str(card), "--method", "lora", "--quick", "--json", *options])
         return json.loads(capsys.readouterr().out)["ways"], code
 
-    smallest = ways(66)[0][0]
+    smallest = options(66)[0][0]
     assert (smallest["fits"], smallest["verdict"]) == (False, "does not fit")
     needed_mib = ceil(smallest["device_used_bytes"] / 2**20)
-    barely, code = ways(needed_mib)
+    barely, code = options(needed_mib)
     assert (barely[0]["fits"], barely[0]["verdict"], code) == (False, "fits barely", 1)
-    roomy, code = ways(2048)
+    roomy, code = options(2048)
     assert (roomy[0]["fits"], roomy[0]["verdict"], code) == (True, "fits", 0)
 
 

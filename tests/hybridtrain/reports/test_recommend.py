@@ -13,8 +13,8 @@ from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import ConfigError, OutOfMemoryError
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.planning import recommendation
-from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate, Question
-from hybridtrain.planning.fitting import Way, confirmed
+from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate, FitRequest
+from hybridtrain.planning.fitting import TrainingOption, confirmed
 from hybridtrain.planning.recommendation import Recommendation, recommend
 from hybridtrain.reports import recommend_report as command
 from hybridtrain.sizes import parse_size
@@ -31,56 +31,58 @@ SMALL = 156
 """MiB of a card that holds neither state nor the weights of all blocks."""
 
 
-def question(card_mib: int, host_gib: float = 8.0) -> Question:
+def request(card_mib: int, host_gib: float = 8.0) -> FitRequest:
     card = Card(
         name="small", memory_mib=card_mib, compute_capability="8.9", tflops_bf16=10.0, tflops_fp32=5.0,
         memory_gbps=200.0, pcie_gbps=16.0, context_mib=64,
     )  # fmt: skip
-    return Question(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), SEQ_LEN, NUM_SEQUENCES)
+    return FitRequest(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), SEQ_LEN, NUM_SEQUENCES)
 
 
 @cache
-def ask(asked: Question) -> Recommendation:
+def ask(asked: FitRequest) -> Recommendation:
     return recommend(asked, lambda _text: None)
 
 
 def test_a_large_card_keeps_everything_and_exact_numbers() -> None:
-    found = ask(question(2048))
+    found = ask(request(2048))
     assert found.run.fits
     assert found.chosen.level is LEVELS[0]
     assert found.chosen.keep_last == MODEL.num_blocks
 
 
 def test_what_can_move_reserved_bytes_and_the_margin_stay_free() -> None:
-    for asked in (question(2048), question(SMALL)):
+    for asked in (request(2048), request(SMALL)):
         found = ask(asked)
-        assert found.run.device_used_bytes + found.way.margin_bytes + asked.card.margin_bytes <= asked.card.memory_bytes
+        assert (
+            found.run.device_used_bytes + found.option.margin_bytes + asked.card.margin_bytes <= asked.card.memory_bytes
+        )
         assert found.run.verdict is FitVerdict.FITS
         size = f"{asked.card.margin_bytes / 2**20:.2f} MiB"
         assert f"a margin of 5 % ({size})" in command.RecommendReport(answer=found, model="mine").as_text()
 
 
 def test_a_small_card_streams() -> None:
-    roomy, tight = ask(question(2048)), ask(question(SMALL))
+    roomy, tight = ask(request(2048)), ask(request(SMALL))
     assert tight.run.fits
     assert tight.run.device_used_bytes <= SMALL * 2**20 < roomy.run.device_used_bytes
     assert tight.chosen.arrangement.offloads_state
     assert tight.chosen.arrangement.streams
-    assert tight.way.tokens_per_s <= roomy.way.tokens_per_s
+    assert tight.option.tokens_per_s <= roomy.option.tokens_per_s
 
 
 def test_the_figures_are_those_of_a_run_of_the_chosen_stack_with_every_block() -> None:
-    asked = question(SMALL)
+    asked = request(SMALL)
     found = ask(asked)
-    assert found.way.micro_batches_run == found.chosen.num_micro_batches  # no more than are run
+    assert found.option.micro_batches_run == found.chosen.num_micro_batches  # no more than are run
     again = asked.run(found.chosen)
-    assert found.way.tokens_per_s == again.tokens_per_s
-    assert found.way.device_bytes == again.device_used_bytes
-    assert found.way.host_bytes == again.host_peak_bytes
+    assert found.option.tokens_per_s == again.tokens_per_s
+    assert found.option.device_bytes == again.device_used_bytes
+    assert found.option.host_bytes == again.host_peak_bytes
 
 
 def test_little_host_memory_asks_for_fewer_bytes() -> None:
-    rich, poor = ask(question(SMALL)), ask(question(SMALL, host_gib=1.0 + 0.04))
+    rich, poor = ask(request(SMALL)), ask(request(SMALL, host_gib=1.0 + 0.04))
     assert poor.run.host_peak_bytes <= 0.04 * 2**30 < rich.run.host_peak_bytes
 
 
@@ -88,7 +90,7 @@ def test_nothing_fits() -> None:
     with pytest.raises(
         OutOfMemoryError, match=r"nothing fits: .* on the card and .* of host memory .*5 % of the card free.*--seq"
     ):
-        ask(replace(question(80), num_sequences=1))  # of one size, so that no level is tried twice
+        ask(replace(request(80), num_sequences=1))  # of one size, so that no level is tried twice
 
 
 def test_every_arrangement_composes_with_every_level() -> None:
@@ -128,17 +130,17 @@ def test_what_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "--card: missing" in err
 
 
-def asked_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Question:
-    """Return the question that the command asks; nothing is searched."""
+def asked_for(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> FitRequest:
+    """Return the request that the command asks; nothing is searched."""
     return asked_with_share(monkeypatch, *arguments)[0]
 
 
-def asked_with_share(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Question, float]:
+def asked_with_share(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[FitRequest, float]:
     """Return it with the share of the card that stays free."""
-    seen: list[tuple[Question, float]] = []
+    seen: list[tuple[FitRequest, float]] = []
 
-    def note(question: Question, _say: object, *, free_share: float) -> Recommendation:
-        seen.append((question, free_share))
+    def note(request: FitRequest, _say: object, *, free_share: float) -> Recommendation:
+        seen.append((request, free_share))
         raise OutOfMemoryError("nothing was searched")
 
     monkeypatch.setattr(command, "recommend", note)
@@ -148,17 +150,17 @@ def asked_with_share(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_preset_has_a_default_question(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    question = asked_for(monkeypatch, "--model", model, "--card", "rtx-4090")
-    assert question.seq_len == min(2048, PRESETS[model].max_seq_len)
-    assert question.seq_len * question.num_sequences == 131072
-    assert question.host.memory_gib == 64
+    request = asked_for(monkeypatch, "--model", model, "--card", "rtx-4090")
+    assert request.seq_len == min(2048, PRESETS[model].max_seq_len)
+    assert request.seq_len * request.num_sequences == 131072
+    assert request.host.memory_gib == 64
 
 
 def test_a_scenarios_stated_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    question, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--tokens-per-step", "131072")
-    assert (question.card.memory_mib, question.num_sequences, share) == (14 * 1024, 128, 0.0)
-    question, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--device-budget", "10GiB")
-    assert (question.card.memory_mib, question.num_sequences, share) == (10 * 1024, 8, 0.0)
+    request, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--tokens-per-step", "131072")
+    assert (request.card.memory_mib, request.num_sequences, share) == (14 * 1024, 128, 0.0)
+    request, share = asked_with_share(monkeypatch, "--scenario", "7b-16gb", "--device-budget", "10GiB")
+    assert (request.card.memory_mib, request.num_sequences, share) == (10 * 1024, 8, 0.0)
 
 
 def test_a_budget_beyond_the_margin_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,30 +185,30 @@ def test_a_budget_above_the_card_is_refused_and_not_lowered(capsys: pytest.Captu
 def test_positions_that_are_no_power_of_two_have_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(to_toml(replace(MODEL, max_seq_len=777)))
-    question = asked_for(monkeypatch, "--model", str(path), "--card", "rtx-4090")
-    assert (question.seq_len, question.num_sequences) == (777, 131072 // 777)
+    request = asked_for(monkeypatch, "--model", str(path), "--card", "rtx-4090")
+    assert (request.seq_len, request.num_sequences) == (777, 131072 // 777)
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_blocks_stay_on_the_card_where_the_bus_is_waited_for(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     monkeypatch.setattr(recommendation, "_WAITS", 0.0 if waits else 1.0)
-    asked = replace(question(2048), card=replace(question(2048).card, pcie_gbps=0.1))
+    asked = replace(request(2048), card=replace(request(2048).card, pcie_gbps=0.1))
     candidate = Candidate(
         level=LEVELS[2], arrangement=ARRANGEMENTS[2], micro_batch_size=1, num_micro_batches=2, keep_last=0
     )
-    way = Way(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
-    streamed = confirmed(asked, way, free_share=0.0, leaves_margin=True)
+    option = TrainingOption(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
+    streamed = confirmed(asked, option, free_share=0.0, leaves_margin=True)
     found = recommendation._with_resident_blocks(asked, streamed, 0.0)
     assert found.candidate.resident_layers == (MODEL.num_blocks if waits else 0)
     assert (found.tokens_per_s > streamed.tokens_per_s) is waits
 
 
 def test_each_setting_has_a_reason() -> None:
-    roomy, tight = (command.RecommendReport(answer=ask(question(mib)), model="mine") for mib in (2048, SMALL))
+    roomy, tight = (command.RecommendReport(answer=ask(request(mib)), model="mine") for mib in (2048, SMALL))
     why = roomy.as_mapping()["reasons"]
     assert isinstance(why, dict)
     assert list(why) == ["precision", "accumulation", "checkpointing", "offload", "predict_memory"]
-    assert "the gentlest numbers" in why["precision"]
+    assert "the most exact precision" in why["precision"]
     assert " less, on card and host" in why["precision"]
     assert why["checkpointing"].startswith("every block keeps")
     assert why["offload"].startswith("none")

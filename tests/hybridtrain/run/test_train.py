@@ -119,7 +119,7 @@ def started(*more: str) -> "Iterator[subprocess.Popen[str]]":
     """
     wait = """
 import signal, time
-from hybridvalidation.runs import train
+from hybridtrain.run import train
 advance, steps = train._advance, iter(range(1, 100))
 def slow(run):
     if next(steps) == 3:
@@ -385,7 +385,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     wait = """
 import time
 from pathlib import Path
-from hybridvalidation.runs import train
+from hybridtrain.run import train
 advance, steps, saved = train._advance, iter(range(1, 100)), Path("run/checkpoints/step-00000002")
 def slow(run):
     if next(steps) == 4:

@@ -17,7 +17,7 @@ import torch
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
-from hybridtrain.planning.dry_runs import dry_run_ranks
+from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import read_environment
@@ -223,9 +223,11 @@ def run_job(job: Job) -> StackRun:
     plan, training = job.stack.plan(), job.stack.training()
     try:
         if job.kind == "dry_run":
-            workload = job.workload.micro_batch(plan)
-            runs = dry_run_ranks(job.model, plan, job.card, workload, host=job.host, config=training, world=job.world)
-            memory = figures_of_ranks(runs)
+            setup = RunSetup(
+                model=job.model, plan=plan, card=job.card, workload=job.workload.micro_batch(plan), host=job.host,
+                config=training, world=job.world,
+            )  # fmt: skip
+            memory = figures_of_ranks(setup.dry_run_ranks())
             if not memory.fits:
                 outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host.shared(job.world.local_size))
         elif job.kind == "accuracy":
@@ -270,9 +272,9 @@ def plan_all(jobs: Sequence[Job], *, processes: int | None = None) -> Iterator[t
                 yield (job := waiting.pop(future)), _answer(job, future)
         pool.shutdown()
     finally:  # left early: nobody wants the rest
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.kill()
+        pool.shutdown(cancel_futures=True)  # waits, so that its thread alone reaps them
 
 
 def _set_up() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.phase import Phase
-from hybridtrain.planning.candidates import Question
-from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.candidates import FitRequest
+from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
@@ -72,8 +72,8 @@ def plan_part(job: PlanJob) -> PlannedPart:
     part, model = job.part, model_preset(job.part.model)
     stack = part.stack
     if stack is None:
-        question = Question(model, job.card, job.host, part.seq_len, part.num_sequences)
-        candidate = recommend(question, lambda _: None, free_share=0.0).chosen  # the cap is exact
+        request = FitRequest(model, job.card, job.host, part.seq_len, part.num_sequences)
+        candidate = recommend(request, lambda _: None, free_share=0.0).chosen  # the cap is exact
         says = f"{candidate.level.says}; {candidate.arrangement.name}"
         stack = Stack(
             name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()
@@ -84,7 +84,9 @@ def plan_part(job: PlanJob) -> PlannedPart:
         fault = f"{part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"
         raise ConfigError(part.name, [fault])
     workload = Workload(micro_batch_size=part.num_sequences // accum_steps, seq_len=part.seq_len)
-    run = dry_run(model, plan, job.card, workload, host=job.host, config=stack.training())
+    run = RunSetup(
+        model=model, plan=plan, card=job.card, workload=workload, host=job.host, config=stack.training()
+    ).dry_run()
     fault = (
         f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} may "
         "be used"
