@@ -40,8 +40,6 @@ from hybridvalidation.experiments.card_session.record import (
     Ceilings,
     EvidenceRecord,
     Measured,
-    Predicted,
-    error_pct,
     read_evidence,
 )
 from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
@@ -51,6 +49,7 @@ from hybridvalidation.experiments.card_session.worker import Answer
 from hybridvalidation.experiments.measure import MeasuredStep
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.runs.child import Ended
+from tiny_runs import figures
 
 CARD_BYTES = 143_771 * MIB
 TINY = ModelConfig(
@@ -74,11 +73,14 @@ def part(name: str = "tiny", **changes: Any) -> Part:
 
 
 def planned(step_time_s: float = 10.0, **changes: Any) -> PlannedPart:
-    predicted = Predicted(
-        fits=True, fits_host=True, step_allocated_bytes=(900, 1100), step_reserved_bytes=(2000, 2200),
-        device_used_bytes=2200 + 600, host_bytes=0, disk_bytes=0, step_time_s=step_time_s, tokens_per_s=3.2,
-        bound="compute", busy_s={"compute": step_time_s},
-    )  # fmt: skip
+    predicted = figures(
+        (900, 1100),
+        (2000, 2200),
+        device_used_bytes=2200 + 600,
+        step_time_s=step_time_s,
+        tokens_per_s=3.2,
+        bound="compute",
+    )
     plain = PlannedPart(
         stack=VANILLA, num_params=10**6, plan={"weight.codec": "float32"}, micro_batch_size=2, accum_steps=1,
         predicted=predicted,
@@ -266,12 +268,6 @@ class TestRun:
 
 
 class TestRecords:
-    def test_errors_are_shares_of_what_was_measured(self) -> None:
-        assert error_pct(110, 100) == 10
-        assert error_pct(90, 100) == -10
-        assert error_pct(90, None) is None
-        assert error_pct(90, 0) is None
-
     def test_the_first_step_counts_for_memory_and_not_for_speed(self) -> None:
         figures = measured(30.0, 8.0, 10.0, 9.0)
         assert figures.step_time_s == 9.0
@@ -360,7 +356,7 @@ class TestPlan:
         found = plan_part(job)
         assert (found.fault, found.micro_batch_size, found.accum_steps) == ("", 2, 1)
         assert found.predicted.fits
-        assert len(found.predicted.step_allocated_bytes) == 2
+        assert len(found.predicted.steps) == 2
         assert decode(PlannedPart, json.loads(to_json(found)), source="", unions={Optimization: OPTIMIZATIONS}) == found
         away = Stack(name="away", says="", optimizations=(OptimizerOffload(), WeightStreaming()))
         crowded = Host(memory_gib=4 + 1e-6, reserved_gib=4)

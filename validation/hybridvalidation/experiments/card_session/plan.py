@@ -8,13 +8,14 @@ from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.dry_runs import RunSetup
+from hybridtrain.planning.figures import MemoryFigures, memory_figures
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
 from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.experiments.card_session.parts import Part
-from hybridvalidation.experiments.card_session.record import Ceilings, Predicted
+from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.records.asked import plan_figures
 
 _FP32_SHARE = 1 / 8
@@ -39,7 +40,7 @@ class PlannedPart:
     plan: Mapping[str, str]
     micro_batch_size: int
     accum_steps: int
-    predicted: Predicted
+    predicted: MemoryFigures
     fault: str = ""
     """Why it cannot be run on this machine."""
 
@@ -94,12 +95,5 @@ def plan_part(job: PlanJob) -> PlannedPart:
     return PlannedPart(
         stack=stack, num_params=run.num_params, plan=plan_figures(plan), micro_batch_size=workload.micro_batch_size,
         accum_steps=accum_steps, fault="" if run.fits_host else fault,
-        predicted=Predicted(
-            fits=run.fits_card, fits_host=run.fits_host,
-            step_allocated_bytes=tuple(step.allocated_bytes for step in run.steps),
-            step_reserved_bytes=tuple(step.reserved_bytes for step in run.steps),
-            device_used_bytes=run.device_used_bytes, host_bytes=run.host_peak_bytes, disk_bytes=run.disk_peak_bytes,
-            step_time_s=run.time.seconds, tokens_per_s=run.tokens_per_s, bound=run.bound.value,
-            busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
-        ),
+        predicted=memory_figures(run, with_timeline=False),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from hybridtrain.planning.figures import MemoryFigures
 from hybridvalidation.experiments.measure import MeasuredStep
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
@@ -45,25 +46,6 @@ class Ceilings:
     """What the first matmul keeps of the allocator's memory, beside its result."""
     backward_workspace_bytes: int
     """What the first matmul of the backward thread keeps in addition."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """What the dry run said of the same steps, before the card was asked."""
-
-    fits: bool
-    fits_host: bool
-    step_allocated_bytes: tuple[int, ...]
-    """Peak of each step; the last one stands for all later ones."""
-    step_reserved_bytes: tuple[int, ...]
-    device_used_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    step_time_s: float
-    tokens_per_s: float
-    bound: str
-    busy_s: Mapping[str, float]
-    """Seconds of work of each lane, hidden or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +124,7 @@ class Training:
     micro_batch_size: int
     seq_len: int
     accum_steps: int
-    predicted: Predicted
+    predicted: MemoryFigures
     measured: Measured | None
 
     @property
@@ -175,8 +157,3 @@ class EvidenceRecord(Record):
 def read_evidence(records: Path) -> list[EvidenceRecord]:
     """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
     return read_lines(records / EVIDENCE_FILE, EvidenceRecord)
-
-
-def error_pct(predicted: float, measured: float | None) -> float | None:
-    """Return by how much a prediction is above what was measured, in percent of that; None without a measurement."""
-    return 100 * (predicted - measured) / measured if measured else None

@@ -190,7 +190,7 @@ class EvidenceRun:
             return self._skip(part, f"no plan: {answer.message}")
         predicted = planned.predicted
         limit_s, refusal = time_limit(
-            part, step_s=predicted.step_time_s, host_bytes=predicted.host_bytes, remaining_s=self._remaining()
+            part, step_s=predicted.step_time_s, host_bytes=predicted.host_peak_bytes, remaining_s=self._remaining()
         )
         if planned.fault or refusal:
             return self._skip(part, planned.fault or refusal, planned)

@@ -7,14 +7,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
-from hybridvalidation.experiments.card_session.record import (
-    Ceilings,
-    CopyOverlap,
-    EvidenceRecord,
-    Measured,
-    Training,
-    error_pct,
-)
+from hybridvalidation.experiments.card_session.record import Ceilings, CopyOverlap, EvidenceRecord, Measured
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
 
@@ -33,19 +26,17 @@ _HOW = (
 
 def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
     """Return the newest record of each part and card, in the order of first appearance; runs before skipped ones."""
-    newest: dict[tuple[str, str], EvidenceRecord] = {}
+    newest: dict[str, EvidenceRecord] = {}
     for record in records:
-        key = (record.card, record.part)
-        held = newest.get(key)
-        is_worse = record.outcome is Outcome.SKIPPED and held is not None
-        if not (is_worse and held is not None and held.outcome is not Outcome.SKIPPED):
-            newest[key] = record
+        held = newest.get(record.key)
+        if held is None or held.outcome is Outcome.SKIPPED or record.outcome is not Outcome.SKIPPED:
+            newest[record.key] = record
     return list(newest.values())
 
 
 def evidence_table(records: Sequence[EvidenceRecord], style: str) -> str:
     """Return one row per part that was trained."""
-    rows = [_row(record, training) for record in records if (training := _run_training(record)) is not None]
+    rows = [_row(record) for record in records if _is_trained(record)]
     return tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
 
 
@@ -62,9 +53,9 @@ def write_evidence(records: Sequence[EvidenceRecord], results: Path) -> list[Pat
 
 
 def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
-    parts = [f"## {records[0].card}"]
+    environment, parts = records[-1].environment, [f"## {records[0].card}"]
     parts += [_ceilings_text(record.ceilings) for record in records if record.ceilings is not None]
-    if any(_run_training(record) is not None for record in records):
+    if any(_is_trained(record) for record in records):
         parts += [evidence_table(records, MARKDOWN), _HOW]
     parts += [
         f"`{record.part}`, one step: {_overlap_text(overlap)}."
@@ -72,51 +63,48 @@ def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
         if (overlap := _overlap(record)) is not None
     ]
     remarks = [
-        f"- `{record.part}`: {record.outcome.value.replace('_', ' ')}, {_one_line(record.message)}"
+        f"- `{record.part}`: {_outcome(record)}, {' '.join(record.message.split()) or 'no message'}"
         for record in records
         if record.message or record.outcome is not Outcome.OK
     ]
-    environment = records[-1].environment
+    parts += ["\n".join(remarks)] if remarks else []
     made = f"torch {environment.torch}, CUDA {environment.cuda}, {environment.num_cpus} processors, {environment.cpu}."
-    return [*parts, *(["\n".join(remarks)] if remarks else []), made]
+    return [*parts, made]
 
 
-def _row(record: EvidenceRecord, training: Training) -> list[str]:
-    predicted, measured = training.predicted, training.measured
-    has_steps = measured is not None and bool(measured.steps)
-    allocated, reserved, used, host = _bytes(measured) if has_steps and measured is not None else (None,) * 4
-    overlap = _overlap(record)
+def _row(record: EvidenceRecord) -> list[str]:
+    training, overlap = record.training, _overlap(record)
+    assert training is not None, "only those that were trained have a row"
+    predicted, measured, rate = training.predicted, training.measured, training.tokens_per_s
+    found = measured if measured is not None and measured.steps else Measured()
     share = None if overlap is None else overlap.hidden_share
     return [
         record.part, f"{training.model} ({format_count(training.num_params)})", f"{to_gib(training.cap_bytes):.1f}",
         training.stack, f"{training.accum_steps} x {training.micro_batch_size} x {training.seq_len}",
-        record.outcome.value.replace("_", " ") if training.tokens_per_s is None else f"{training.tokens_per_s:,.0f}",
-        f"{predicted.tokens_per_s:,.0f}{_error(predicted.tokens_per_s, training.tokens_per_s)}",
-        *_pair(max(predicted.step_allocated_bytes, default=0), allocated),
-        *_pair(max(predicted.step_reserved_bytes, default=0), reserved), *_pair(predicted.device_used_bytes, used),
-        "-" if host is None else f"{to_gib(host):.1f}", "-" if share is None else f"{100 * share:.1f} %",
+        _outcome(record) if rate is None else f"{rate:,.0f}",
+        f"{predicted.tokens_per_s:,.0f}{_error(predicted.tokens_per_s, rate)}",
+        *_pair(predicted.peak_allocated_bytes, found.peak_allocated_bytes),
+        *_pair(predicted.peak_reserved_bytes, found.peak_reserved_bytes),
+        *_pair(predicted.device_used_bytes, found.device_used_bytes),
+        f"{to_gib(found.host_bytes):.1f}" if found.steps else "-", "-" if share is None else f"{100 * share:.1f} %",
     ]  # fmt: skip
 
 
-def _bytes(measured: Measured) -> tuple[int | None, int | None, int | None, int | None]:
-    return (
-        measured.peak_allocated_bytes, measured.peak_reserved_bytes, measured.device_used_bytes, measured.host_bytes
-    )  # fmt: skip
-
-
-def _pair(predicted: int, measured: int | None) -> tuple[str, str]:
-    shown = "-" if measured is None else f"{to_gib(measured):.3f}"
-    return shown, f"{to_gib(predicted):.3f}{_error(predicted, measured)}"
+def _pair(predicted: int, measured: int) -> tuple[str, str]:
+    return f"{to_gib(measured):.3f}" if measured else "-", f"{to_gib(predicted):.3f}{_error(predicted, measured)}"
 
 
 def _error(predicted: float, measured: float | None) -> str:
-    error = error_pct(predicted, measured)
-    return "" if error is None else f" ({error:+.1f} %)"
+    """Return by how much a prediction is above the measurement, in percent of that; nothing without one."""
+    return f" ({100 * (predicted - measured) / measured:+.1f} %)" if measured else ""
 
 
-def _run_training(record: EvidenceRecord) -> Training | None:
-    """Return what was trained; None for a part that never ran."""
-    return None if record.outcome is Outcome.SKIPPED else record.training
+def _outcome(record: EvidenceRecord) -> str:
+    return record.outcome.value.replace("_", " ")
+
+
+def _is_trained(record: EvidenceRecord) -> bool:
+    return record.training is not None and record.outcome is not Outcome.SKIPPED
 
 
 def _overlap(record: EvidenceRecord) -> CopyOverlap | None:
@@ -154,7 +142,3 @@ def _ceilings_text(found: Ceilings) -> str:
         ),
     ]
     return tabulate(rows, headers=("ceiling", "measured"), tablefmt=MARKDOWN, disable_numparse=True)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()) or "no message"
