@@ -3,7 +3,6 @@
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,30 +32,34 @@ def measure_ceilings(used_before_bytes: int | None) -> Ceilings:
     forward_bytes, backward_bytes = _workspaces(device)
     rate = _matmul_flops(device)
     bytes_with_libraries = use.outside_bytes()
-    rates = _bus_rates(device)
+    in_rate, out_rate, both_in, both_out, is_pinned, pin_rate = _bus_rates(device)
     properties = torch.cuda.get_device_properties(device)
     use.close()
     return Ceilings(
         name=properties.name, driver=read_driver(), memory_bytes=properties.total_memory,
         compute_capability=f"{properties.major}.{properties.minor}", num_sms=properties.multi_processor_count,
-        matmul_tflops=rate / 1e12, device_copy_gbps=_device_copy_rate(device) / GB, **rates,
-        context_bytes=context_bytes, context_with_libraries_bytes=bytes_with_libraries,
-        forward_workspace_bytes=forward_bytes, backward_workspace_bytes=backward_bytes,
+        matmul_tflops=rate / 1e12, device_copy_gbps=_device_copy_rate(device) / GB,
+        in_gbps=in_rate / GB, out_gbps=out_rate / GB, both_in_gbps=both_in / GB, both_out_gbps=both_out / GB,
+        is_pinned=is_pinned, pin_gbps=pin_rate / GB, context_bytes=context_bytes,
+        context_with_libraries_bytes=bytes_with_libraries, forward_workspace_bytes=forward_bytes,
+        backward_workspace_bytes=backward_bytes,
     )  # fmt: skip
 
 
 def _workspaces(device: torch.device) -> tuple[int, int]:
     """Return what the first matmul of this thread keeps, and what the first of the backward thread does."""
+
+    def held() -> int:
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.memory_allocated(device))
+
     left = torch.ones(_SMALL_SIZE, _SMALL_SIZE, dtype=torch.bfloat16, device=device, requires_grad=True)
-    held = [torch.cuda.memory_allocated(device)]
+    before = held()
     result = left @ left.detach()
-    torch.cuda.synchronize(device)
-    held.append(torch.cuda.memory_allocated(device))
-    ones = torch.ones_like(result)
-    held.append(torch.cuda.memory_allocated(device))
-    (grad,) = torch.autograd.grad(result, left, ones)
-    torch.cuda.synchronize(device)
-    return held[1] - held[0] - result.nbytes, torch.cuda.memory_allocated(device) - held[2] - grad.nbytes
+    forward_bytes = held() - before - result.nbytes
+    before = held()
+    (grad,) = torch.autograd.grad(result, left, torch.ones_like(result))
+    return forward_bytes, held() - before - grad.nbytes
 
 
 def _matmul_flops(device: torch.device) -> float:
@@ -74,8 +77,8 @@ def _device_copy_rate(device: torch.device) -> float:
     return 2 * _COPY_BYTES / _seconds_each(lambda: target.copy_(source), device)
 
 
-def _bus_rates(device: torch.device) -> dict[str, Any]:
-    """Return the ceilings of copies over the bus, alone and both ways at once, and of pinning."""
+def _bus_rates(device: torch.device) -> tuple[float, float, float, float, bool, float]:
+    """Return bytes per second in and out, each alone, then both at once; whether torch sees pinned memory; pin rate."""
     begin = time.perf_counter()
     host_in = HostBytes(_COPY_BYTES, pinned=True)
     pin_rate = _COPY_BYTES / (time.perf_counter() - begin)
@@ -83,41 +86,38 @@ def _bus_rates(device: torch.device) -> dict[str, Any]:
     card_in, card_out = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     stream_in, stream_out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
     inward, outward = (stream_in, card_in, host_in.tensor), (stream_out, host_out.tensor, card_out)
-    (alone_in,), (alone_out,) = _copy_rates([inward], device), _copy_rates([outward], device)
+    (alone_in,) = _copy_rates([inward], device)
+    (alone_out,) = _copy_rates([outward], device)
     both_in, both_out = _copy_rates([inward, outward], device)
     is_pinned = bool(host_in.tensor.is_pinned())
     for host in (host_in, host_out):
         host.close()
-    rates = {"in": alone_in, "out": alone_out, "both_in": both_in, "both_out": both_out, "pin": pin_rate}
-    return {f"{name}_gbps": rate / GB for name, rate in rates.items()} | {"is_pinned": is_pinned}
+    return alone_in, alone_out, both_in, both_out, is_pinned, pin_rate
 
 
 def _copy_rates(ways: list[tuple[torch.cuda.Stream, Tensor, Tensor]], device: torch.device) -> list[float]:
     """Return bytes per second of each way, all at the same time; the first copies only warm up."""
-
-    def copy_each() -> None:
+    torch.cuda.synchronize(device)
+    marks = []
+    for stream, target, source in ways:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(device)
+    for stream, _, _ in ways:
+        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        first.record(stream)
+        marks.append(first)
+    for _ in range(_REPEATS):
         for stream, target, source in ways:
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-
-    def mark() -> list[torch.cuda.Event]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in ways]  # type: ignore[no-untyped-call]
-        for event, (stream, _, _) in zip(events, ways, strict=True):
-            event.record(stream)
-        return events
-
-    torch.cuda.synchronize(device)
-    copy_each()
-    torch.cuda.synchronize(device)
-    first = mark()
-    for _ in range(_REPEATS):
-        copy_each()
-    last = mark()
-    torch.cuda.synchronize(device)
-    return [
-        _REPEATS * source.nbytes / (begin.elapsed_time(end) * 1e-3)
-        for begin, end, (_, _, source) in zip(first, last, ways, strict=True)
-    ]
+    rates = []
+    for first, (stream, _, source) in zip(marks, ways, strict=True):
+        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        last.record(stream)
+        last.synchronize()
+        rates.append(_REPEATS * source.nbytes / (first.elapsed_time(last) * 1e-3))
+    return rates
 
 
 def _seconds_each(work: Callable[[], object], device: torch.device) -> float:
