@@ -64,12 +64,7 @@ def validate(
     own = RecordStore(folder / "records")
     known = [] if fresh else [committed] if record else [committed, own]
     run = run_scenario(
-        scenario,
-        [files.stack(stack) for stack in scenario.stacks],
-        known,
-        own,
-        progress=progress,
-        planned_only=planned,
+        scenario, [files.stack(stack) for stack in scenario.stacks], known, own, progress=progress, planned_only=planned
     )
     stored = committed.read(scenario.name)
     is_committed = not record and all(found in stored for found in run.records.values())

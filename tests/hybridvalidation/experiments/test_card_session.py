@@ -36,12 +36,7 @@ from hybridvalidation.experiments.card_session.parts import (
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
-from hybridvalidation.experiments.card_session.record import (
-    Ceilings,
-    EvidenceRecord,
-    Measured,
-    read_evidence,
-)
+from hybridvalidation.experiments.card_session.record import Ceilings, EvidenceRecord, Measured, read_evidence
 from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.experiments.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace

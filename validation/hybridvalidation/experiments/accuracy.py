@@ -81,10 +81,7 @@ def _validate(spec: AccuracySpec, trainer: Trainer, corpus: Corpus) -> tuple[flo
 
 def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     batches = validation_batches(
-        corpus.validation,
-        micro_batch_size=spec.batch_size,
-        seq_len=spec.seq_len,
-        max_batches=spec.validation_batches,
+        corpus.validation, micro_batch_size=spec.batch_size, seq_len=spec.seq_len, max_batches=spec.validation_batches
     )
     found = 0
     for batch in batches:

@@ -77,12 +77,7 @@ class DeviceUse:
 
 
 def measure_on_cuda(
-    model: ModelConfig,
-    plan: MemoryPlan,
-    card: Card,
-    workload: BatchWorkload,
-    corpus: Corpus,
-    config: TrainerConfig,
+    model: ModelConfig, plan: MemoryPlan, card: Card, workload: BatchWorkload, corpus: Corpus, config: TrainerConfig
 ) -> MeasuredFigures:
     """Train a few steps and read the allocator.
 

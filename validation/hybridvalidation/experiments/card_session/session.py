@@ -30,12 +30,7 @@ from hybridvalidation.experiments.card_session.parts import (
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap
-from hybridvalidation.experiments.card_session.record import (
-    EVIDENCE_FILE,
-    EvidenceRecord,
-    Training,
-    read_evidence,
-)
+from hybridvalidation.experiments.card_session.record import EVIDENCE_FILE, EvidenceRecord, Training, read_evidence
 from hybridvalidation.experiments.card_session.table import write_evidence
 from hybridvalidation.experiments.card_session.train import TrainJob
 from hybridvalidation.experiments.card_session.worker import Answer, CeilingsJob
