@@ -59,6 +59,9 @@ _boundary.register_fake(_boundary._init_fn)
 _boundary.register_autograd(lambda _ctx, grad: grad)
 
 
+_OTHERS = {torch.ops.hybridvalidation.boundary.default: "boundary", _ATEN.copy_.default: "write"}
+
+
 def boundary(tensor: Tensor) -> Tensor:
     """Say that one compiled graph ends here and another begins: the tensor lies in memory, and is not computed anew."""
     is_traced = type(tensor) is not Tensor
@@ -135,7 +138,8 @@ class _Region:
                 return self._module(*args, **kwargs)
 
         traced = aot_function(
-            function, fw_compiler=_compile, bw_compiler=_compile, partition_fn=_partition,
+            function, fw_compiler=_compile, bw_compiler=_compile,
+            partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
             decompositions=select_decomp_table(), keep_inference_input_mutations=True,
         )  # fmt: skip
         with _tracing(self._gpu):
@@ -242,13 +246,6 @@ def _flash(
     return out
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    cut: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(
-        joint, inputs, compiler="inductor", **options
-    )
-    return cut
-
-
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> "_Kernels":  # noqa: ARG001  torch's names
     return _Kernels(gm)
 
@@ -266,7 +263,7 @@ class _Kernels:
         last: dict[fx.Node, fx.Node] = {}
         for node in self._nodes:
             read = frozenset[fx.Node]().union(*(self._reads[one] for one in node.all_input_nodes))
-            if node in self._kept or _is_write(node) or node.op == "output":
+            if node in self._kept or _role(node) in {"write", "output"}:
                 last.update(dict.fromkeys(read, node))
             own = node in self._kept or node.op in {"placeholder", "get_attr"}
             self._reads[node] = frozenset({node}) if own else read
@@ -291,14 +288,14 @@ class _Kernels:
                 return fx.node.map_arg(node.args[0], lambda one: values[one])
             elif node in self._kept:
                 self._make(node, values, device)
-            elif _is_boundary(node) and node.all_input_nodes[0] in values:
+            elif _role(node) == "boundary" and node.all_input_nodes[0] in values:
                 values[node] = values[node.all_input_nodes[0]]
-            elif _is_view(node) and all(one in values for one in node.all_input_nodes):
+            elif _role(node) == "view" and all(one in values for one in node.all_input_nodes):
                 values[node] = _call(node, values)
         raise AssertionError("a graph ends with its output")
 
     def _make(self, node: fx.Node, values: dict[fx.Node, Any], device: torch.device) -> None:
-        if _is_extern(node):
+        if _role(node) == "extern":
             values[node] = _call(node, values)
             self._drop(node, values)
             return
@@ -326,43 +323,33 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return args[1](*args[2:], **kwargs) if target is run_with_rng_state else target(*args, **kwargs)
 
 
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    is_view = isinstance(target, torch._ops.OpOverload) and (target.is_view or target in _VIEWS)
-    return is_view or target is operator.getitem
-
-
-def _is_boundary(node: fx.Node) -> bool:
-    return node.target is torch.ops.hybridvalidation.boundary.default
-
-
-def _is_write(node: fx.Node) -> bool:
-    return node.target is _ATEN.copy_.default
-
-
-def _is_extern(node: fx.Node) -> bool:
-    target = node.target
-    if node.op != "call_function" or _is_view(node) or _is_write(node) or _is_reduction(node) or _is_boundary(node):
-        return False
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return torch.Tag.pointwise not in target.tags and target._overloadpacket not in _FUSED
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._overloadpacket in _REDUCTIONS
+def _role(node: fx.Node) -> str:
+    """Return what becomes of a call in Inductor; of any other node its ``op``."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return node.op
+    is_op = isinstance(target, torch._ops.OpOverload)
+    if target is operator.getitem or (is_op and (target.is_view or target in _VIEWS)):
+        return "view"
+    if not is_op:
+        return "extern"
+    if target in _OTHERS:
+        return _OTHERS[target]
+    if target._overloadpacket in _REDUCTIONS:
+        return "reduction"
+    return "pointwise" if torch.Tag.pointwise in target.tags or target._overloadpacket in _FUSED else "extern"
 
 
 def _has_buffer(node: fx.Node) -> bool:
-    if node.op != "call_function" or _is_view(node) or _is_write(node) or _is_boundary(node):
-        return False
-    return _is_extern(node) or _is_reduction(node) or _is_read_from_memory(node)
+    role = _role(node)
+    return role in {"extern", "reduction"} or (role == "pointwise" and _is_read_from_memory(node))
 
 
 def _is_read_from_memory(node: fx.Node) -> bool:
+    roles = [(user, _role(user)) for user in node.users]
     return any(
-        user.op == "output" or _is_extern(user) or _is_boundary(user) or (_is_view(user) and _is_read_from_memory(user))
-        for user in node.users
+        role in {"output", "extern", "boundary"} or (role == "view" and _is_read_from_memory(user))
+        for user, role in roles
     )
 
 

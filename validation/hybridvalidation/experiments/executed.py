@@ -6,6 +6,7 @@ Of several ranks each is a process of its own, and they meet on gloo.
 import shutil
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -301,12 +302,15 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
     virtual = VirtualGroup(group.rank, group.world) if group.world > 1 else group
     planned = _pass(spec, sampler, VirtualTransfer(), virtual, lambda _: None)
     _check_room(spec, planned.peaks)
-    say(f"planned: {_told(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
+    say(f"planned: {_peaks_text(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
     transfer = DirectTransfer(torch.device("cpu"), disk_folder=spec.disk_folder, host_limit_bytes=spec.host_limit_bytes)
     try:
-        executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_told(step, spec.num_steps)))
+        executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_text(step, spec.num_steps)))
     finally:
         transfer.close()
+    difference = first_difference(planned.trace, executed.trace)
+    if not difference and planned.peaks != executed.peaks:
+        difference = f"peaks: the dry run {_peaks_text(planned.peaks)}; the execution {_peaks_text(executed.peaks)}"
     process = read_process_memory()
     return ExecutedRank(
         rank=group.rank, build_s=round(executed.build_s, 3), num_events=len(executed.trace.events),
@@ -314,7 +318,7 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
             replace(step, planned_device_peak_bytes=plan.device_peak_bytes)
             for step, plan in zip(executed.steps, planned.steps, strict=True)
         ), executed=executed.peaks, planned=planned.peaks,
-        process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=_difference(planned, executed),
+        process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=difference,
     )  # fmt: skip
 
 
@@ -391,14 +395,7 @@ def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
         )
 
 
-def _difference(planned: _Passage, executed: _Passage) -> str:
-    found = first_difference(planned.trace, executed.trace)
-    if not found and planned.peaks != executed.peaks:
-        found = f"peaks: the dry run {_told(planned.peaks)}; the execution {_told(executed.peaks)}"
-    return found
-
-
-def _step_told(step: ExecutedStep, num_steps: int) -> str:
+def _step_text(step: ExecutedStep, num_steps: int) -> str:
     norm = "" if step.grad_norm is None else f", gradient norm {step.grad_norm:.3g}"
     loss = f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"loss {step.loss:.3f}"
     return (
@@ -407,7 +404,7 @@ def _step_told(step: ExecutedStep, num_steps: int) -> str:
     )
 
 
-def _told(peaks: TierPeaks) -> str:
+def _peaks_text(peaks: TierPeaks) -> str:
     return (
         f"device {format_bytes(peaks.device_bytes)}, host {format_bytes(peaks.host_bytes)}, "
         f"disk {format_bytes(peaks.disk_bytes)}"
@@ -421,7 +418,7 @@ def first_difference(planned: LedgerTrace, executed: LedgerTrace) -> str:
     """
     for number, (plan, run) in enumerate(zip_longest(_events(planned), _events(executed))):
         if plan != run:
-            return f"event {number + 1}: the dry run {_event_told(plan)}, the execution {_event_told(run)}"
+            return f"event {number + 1}: the dry run {_event_text(plan)}, the execution {_event_text(run)}"
     starts = [[mark.event for mark in trace.steps] for trace in (planned, executed)]
     if starts[0] != starts[1]:
         return f"steps begin after events {starts[0]} in the dry run, after {starts[1]} in the execution"
@@ -429,16 +426,13 @@ def first_difference(planned: LedgerTrace, executed: LedgerTrace) -> str:
 
 
 def _events(trace: LedgerTrace) -> Iterator[_Event]:
-    starts = iter([*(mark.event for mark in trace.steps), len(trace.events)])
-    step, following = 0, next(starts)
+    starts = [mark.event for mark in trace.steps]
     for number, event in enumerate(trace.events):
-        while number >= following:
-            step, following = step + 1, next(starts)
         storage = event if event >= 0 else ~event
-        yield event, trace.sizes[storage], trace.classes[storage], trace.units[storage], step
+        yield event, trace.sizes[storage], trace.classes[storage], trace.units[storage], bisect_right(starts, number)
 
 
-def _event_told(event: _Event | None) -> str:
+def _event_text(event: _Event | None) -> str:
     if event is None:
         return "has ended"
     storage, size, tensor_class, unit, step = event
