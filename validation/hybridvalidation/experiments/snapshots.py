@@ -3,7 +3,8 @@
 Public snapshots are known by the digest of their content, none of which is kept here (``scenarios/snapshots``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
@@ -13,12 +14,12 @@ from tabulate import tabulate
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
-from hybridtrain.planning.dry_runs import dry_run
+from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
-from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.snapshot_replay import Outcome, SnapshotReplay, lawful_blocks, replay_device
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
@@ -182,14 +183,15 @@ def headline(record: SnapshotsRecord) -> str:
     whole = sum(not replay.start_reserved_bytes for _, replay in runs)
     growing = [replay for _, replay in runs if replay.num_segments]
     events = sum(replay.num_events for _, replay in runs)
-    near = sum(abs(_errors(replay)[0]) <= _NEAR for _, replay in runs)
+    near = sum(abs(_error(replay.rising, replay.recorded)) <= _NEAR for _, replay in runs)
+    equal = sum(replay.rising.allocated_bytes == replay.recorded.allocated_bytes for _, replay in runs)
     blocks, lawful = (sum(getattr(each, name) for each in record.devices) for name in ("num_blocks", "num_lawful"))
     return (
         f"{same} of {len(runs)} recorded histories ({len({each.blob for each, _ in runs})} files, {events:,} events) "
         f"are repeated event by event, to the same segments and blocks at the end. {whole} begin with nothing "
         f"reserved, and in {len(growing)} segments were taken, "
         f"{sum(replay.num_segments for replay in growing):,} in all. With addresses of our own, as plans have them, "
-        f"allocated bytes are equal in {sum(_allocates_same(replay) for _, replay in runs)}, and reserved bytes "
+        f"allocated bytes are equal in {equal}, and reserved bytes "
         f"stay within {100 * _NEAR:g} % in {near}. {lawful:,} of {blocks:,} blocks in use have the size that the "
         f"model gives their request."
     )
@@ -216,9 +218,8 @@ def write_reserved(scenarios: Path, results: Path) -> list[Path]:
 def differs(record: SnapshotsRecord) -> bool:
     """Return whether anything recorded is not repeated."""
     replays = [each.replay for each in record.devices if each.replay is not None]
-    return any(each.num_lawful < each.num_blocks or each.refused for each in record.devices) or not all(
-        map(_is_same, replays)
-    )
+    is_wrong = any(each.num_lawful < each.num_blocks or each.refused for each in record.devices)
+    return is_wrong or not all(map(_is_same, replays))
 
 
 def as_mapping(record: SnapshotsRecord) -> Mapping[str, object]:
@@ -249,22 +250,12 @@ def _is_same(replay: SnapshotReplay) -> bool:
     return replay.same_end and replay.num_same_events == replay.num_events
 
 
-def _errors(replay: SnapshotReplay) -> tuple[float, float]:
-    """Return the largest relative error of reserved bytes, rising and falling, with its sign."""
-    recorded = replay.recorded
-    pairs = [
-        (
-            outcome.reserved_bytes / (recorded.reserved_bytes or 1) - 1,
-            outcome.peak_reserved_bytes / (recorded.peak_reserved_bytes or 1) - 1,
-        )
-        for outcome in (replay.rising, replay.falling)
-    ]
-    rising, falling = (max(pair, key=abs) for pair in pairs)
-    return rising, falling
-
-
-def _allocates_same(replay: SnapshotReplay) -> bool:
-    return replay.rising.allocated_bytes == replay.recorded.allocated_bytes
+def _error(found: Outcome, recorded: Outcome) -> float:
+    """Return the larger relative error of reserved bytes, at the end or at the peak, with its sign."""
+    pairs = (
+        (found.reserved_bytes, recorded.reserved_bytes), (found.peak_reserved_bytes, recorded.peak_reserved_bytes)
+    )  # fmt: skip
+    return max((own / (its or 1) - 1 for own, its in pairs), key=abs)
 
 
 def _name(each: ReplayedDevice) -> str:
@@ -279,15 +270,15 @@ def _row(each: ReplayedDevice) -> list[str]:
         "all" if _is_same(replay) else f"{replay.num_same_events:,}",
         format_bytes(replay.recorded.reserved_bytes),
         format_bytes(replay.recorded.peak_reserved_bytes - replay.start_reserved_bytes),
-        *(f"{100 * error:+.2f} %" for error in _errors(replay)),
+        *(f"{100 * _error(outcome, replay.recorded):+.2f} %" for outcome in (replay.rising, replay.falling)),
     ]  # fmt: skip
 
 
 def _left_out(public: Mapping[str, PublicSnapshot]) -> str:
-    reasons = [snapshot.left_out for snapshot in public.values() if snapshot.left_out]
-    told = "; ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
-    licences = [snapshot.licence for snapshot in public.values()]
-    kinds = ", ".join(f"{licences.count(licence)} {licence}" for licence in dict.fromkeys(licences))
+    reasons = Counter(snapshot.left_out for snapshot in public.values() if snapshot.left_out)
+    told = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+    licences = Counter(snapshot.licence for snapshot in public.values())
+    kinds = ", ".join(f"{count} {licence}" for licence, count in licences.items())
     return (
         f"{len(public)} files are known (scenarios/snapshots/public.toml), by their content's digest; licence of their "
         f"repositories: {kinds}. None of them stands here. Not replayed: {told}. What is attached to "
@@ -298,9 +289,17 @@ def _left_out(public: Mapping[str, PublicSnapshot]) -> str:
 
 def plan_moves(files: ScenarioFiles, scenario: Scenario, say: Callable[[str], None]) -> MovesRecord:
     """Dry-run every stack of a scenario and replay it otherwise."""
-    header = begin_header()
-    plans = tuple(_moves(files, scenario, name, say) for name in scenario.stacks)
-    return MovesRecord(key=scenario.name, scenario=scenario.name, plans=plans, **header())
+    header, plans, card = begin_header(), list[PlanMoves](), scenario.card.resolve()
+    for name in scenario.stacks:
+        say(f"{scenario.name}, {name}")
+        stack = files.stack(name)
+        setup = RunSetup(
+            model=scenario.model.resolve(), plan=stack.plan(), card=card, host=scenario.host, config=stack.training(),
+            workload=scenario.workload_of(name).micro_batch(stack.plan()),
+        )  # fmt: skip
+        found = reserved_range(setup.dry_run().trace, workspace_bytes=card.cublas_workspace_bytes)
+        plans.append(PlanMoves(stack=name, planned_bytes=found.planned_bytes, by_change=found.by_change))
+    return MovesRecord(key=scenario.name, scenario=scenario.name, plans=tuple(plans), **header())
 
 
 def newest_moves(records: Path) -> list[MovesRecord]:
@@ -311,36 +310,24 @@ def newest_moves(records: Path) -> list[MovesRecord]:
 
 def moves_text(records: Sequence[MovesRecord], style: str) -> str:
     """Return the sum, a row for each plan, and how they were got."""
-    plans = [plan for record in records for plan in record.plans]
-    later = [plan for plan in plans if plan.by_change.get(MORE_STEPS, 0) > plan.planned_bytes]
+    plans = [(record.scenario, plan) for record in records for plan in record.plans]
+    later = [share for _, plan in plans if (share := _share(plan, MORE_STEPS)) is not None and share > 0]
     headline = (
         f"{len(later)} of {len(plans)} plans reserve more in later steps than in the two of their dry run"
-        + (f", at most {max(map(_later_share, later)):+.1f} %" if later else "")
+        + (f", at most {100 * max(later):+.1f} %" if later else "")
         + "; a plan's reserved bytes are therefore those that its last step settles at when it is repeated."
     )  # fmt: skip
-    rows = [row for record in records for row in _move_rows(record)]
-    table = tabulate(
-        rows, headers=("scenario", "stack", "reserved GiB", *_CHANGES), tablefmt=style, disable_numparse=True
-    )
+    rows = []
+    for scenario, plan in plans:
+        shares = [_share(plan, change) for change in _CHANGES]
+        cells = ["-" if share is None else f"{100 * share:+.1f} %" for share in shares]
+        rows.append([scenario, plan.stack, f"{to_gib(plan.planned_bytes):.2f}", *cells])
+    headers = ("scenario", "stack", "reserved GiB", *_CHANGES)
+    table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
     return f"{headline}\n\n{table}\n\n{_HOW_PLANS}"
 
 
-def _moves(files: ScenarioFiles, scenario: Scenario, name: str, say: Callable[[str], None]) -> PlanMoves:
-    say(f"{scenario.name}, {name}")
-    stack, card = files.stack(name), scenario.card.resolve()
-    plan = stack.plan()
-    workload = scenario.workload_of(name).micro_batch(plan)
-    run = dry_run(scenario.model.resolve(), plan, card, workload, host=scenario.host, config=stack.training())
-    found = reserved_range(run.trace, workspace_bytes=card.cublas_workspace_bytes)
-    return PlanMoves(stack=name, planned_bytes=found.planned_bytes, by_change=found.by_change)
-
-
-def _later_share(plan: PlanMoves) -> float:
-    return 100 * (plan.by_change[MORE_STEPS] / plan.planned_bytes - 1)
-
-
-def _move_rows(record: MovesRecord) -> Iterator[list[str]]:
-    for plan in record.plans:
-        moves = (plan.by_change.get(change) for change in _CHANGES)
-        told = ("-" if size is None else f"{100 * (size / plan.planned_bytes - 1):+.1f} %" for size in moves)
-        yield [record.scenario, plan.stack, f"{to_gib(plan.planned_bytes):.2f}", *told]
+def _share(plan: PlanMoves, change: str) -> float | None:
+    """Return by which share of the planned bytes a change moves them, None where it was not tried."""
+    size = plan.by_change.get(change)
+    return None if size is None else size / plan.planned_bytes - 1

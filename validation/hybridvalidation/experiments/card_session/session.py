@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -57,18 +57,6 @@ Verb: TypeAlias = Literal["plan", "ceilings", "train"]
 """What a process does: a function of worker.py."""
 
 
-class Working(Protocol):
-    """A process at work, as ``runs.child.Child`` is."""
-
-    def poll(self) -> Ended[Answer] | None:
-        """Return how it ended, None while it works."""
-        ...
-
-    def stop(self) -> None:
-        """End it if it still works."""
-        ...
-
-
 def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
     """Start a process; plans are made side by side and get one thread each."""
     return Child(
@@ -95,7 +83,7 @@ class Session:
     """Host memory that is available."""
     budget_s: float
     say: Callable[[str], None]
-    start: Callable[[Verb, object, float], Working] = start_child
+    start: Callable[[Verb, object, float], Child[Answer]] = start_child
     """Starts a process that does something for at most so many seconds."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -112,9 +100,9 @@ class EvidenceRun:
         self._others_bytes = session.used_bytes() or 0
         self._context_bytes = 0
         self._unplanned: list[PlanJob] = []
-        self._planning: dict[str, Working] = {}
+        self._planning: dict[str, Child[Answer]] = {}
         self._answers: dict[str, Answer] = {}
-        self._children: list[Working] = []
+        self._children: list[Child[Answer]] = []
 
     def run(self, names: Sequence[str]) -> Iterator[tuple[str, EvidenceRecord]]:
         """Run the ceilings, then every part for which card, host and time suffice; yield the record of each."""
@@ -214,12 +202,12 @@ class EvidenceRun:
             card=self._session.card, **header, **found,
         )  # fmt: skip
 
-    def _start(self, verb: Verb, job: object, limit_s: float) -> Working:
+    def _start(self, verb: Verb, job: object, limit_s: float) -> Child[Answer]:
         child = self._session.start(verb, job, limit_s)
         self._children.append(child)
         return child
 
-    def _finish(self, child: Working) -> Answer:
+    def _finish(self, child: Child[Answer]) -> Answer:
         """Return the answer of a process on the card; planning goes on beside it."""
         while (ended := child.poll()) is None:
             self._plan()
