@@ -91,6 +91,12 @@ def test_records_that_do_not_hold_are_made_anew_and_none_need_be_kept() -> None:
     assert kept.run_missing([1], [failed], records=None, say=lambda _: None).answers == {"1": failed}
 
 
+def test_cases_whose_packages_are_missing_are_left() -> None:
+    experiment = squares(one_by_one(record_of), packages=lambda case: ("no-such-package",) * (case == 1))
+    results = experiment.run_missing([1, 2], [], records=None, say=lambda _: None)
+    assert ([record.key for record in results.new], results.not_run) == (["2"], (1,))
+
+
 def test_later_stages_follow_from_earlier_answers(tmp_path: Path) -> None:
     def stage(answers: Mapping[str, Square]) -> list[int]:
         return [1, 2] if len(answers) < 2 else [sum(record.value for record in answers.values())] * (len(answers) < 3)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -39,7 +40,7 @@ class Results(Generic[C, R]):
     new: tuple[R, ...]
     """Records made now, in the order in which their runs ended."""
     not_run: tuple[C, ...]
-    """Cases for which no time was left."""
+    """Cases that would have been beyond a limit, or need a package that is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a call of ``Experiment[Case, Record]`` notes its own types
@@ -58,6 +59,8 @@ class Experiment(Generic[C, R]):
     """The log's line about a run that ended."""
     holds: Callable[[R], bool] = lambda record: not record.why_repeat()
     """Whether a known record answers its case."""
+    packages: Callable[[C], tuple[str, ...]] = lambda _: ()
+    """Packages without which a case is not run."""
 
     def run_missing(
         self, cases: Sequence[C] | Callable[[Mapping[str, R]], Iterable[C]], known: Iterable[R], *,
@@ -79,10 +82,10 @@ class Experiment(Generic[C, R]):
         new = list[R]()
         stage = cases if callable(cases) else lambda _: cases
         while missing := self._missing(stage(answers), answers):
-            chosen = missing[: None if max_runs is None else max_runs - len(new)]
+            possible = [case for case in missing if not missing_package(self.packages(case))]
+            chosen, before = possible[: None if max_runs is None else max_runs - len(new)], len(new)
             if chosen:
-                say(f"{self.name}: {len(missing)} runs are missing")
-            before = len(new)
+                say(f"{self.name}: {len(possible)} runs are missing")
             for case, record in self.run(chosen) if chosen else ():
                 if records is not None:
                     append_record(records, self.file(record), record)
@@ -171,6 +174,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return {name: package_version(name) for name in packages}
 
 
-def missing_package(packages: Iterable[str]) -> str:
+@cache
+def missing_package(packages: tuple[str, ...]) -> str:
     """Return the first package that is not installed; empty: all are."""
     return next((name for name in packages if not package_version(name)), "")

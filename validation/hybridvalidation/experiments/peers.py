@@ -443,23 +443,20 @@ def peers_command(
     kinds = [kind for kind in KINDS if kind is Evidence.PLANNED or not planned]
     kinds = [kind for kind in kinds if kind is not Evidence.MEASURED or has_card]
     cases = [job for found in scenarios.values() for job in jobs_of(found, files, kinds)]
-    absent = {packages: missing_package(packages) for packages in {job.packages for job in cases}}
     experiment = Experiment[PeerJob, PeerRecord](
         name="peers", key=lambda job: job.key, file=lambda made: _file(made.evidence),
         run=in_children(start_run, run_record, 1 if has_card else jobs),
         line=lambda job, made: (
             f"{job.scenario} {job.run}: {job.evidence}, {made.outcome} {made.message} in {made.duration_s:.0f} s"
         ),
+        packages=lambda job: job.packages,
     )  # fmt: skip
     known = read_peer_records(records)
-    made = experiment.run_missing(
-        [job for job in cases if not absent[job.packages]], known, records=records if record else None, say=say
-    )
+    made = experiment.run_missing(cases, known, records=records if record else None, say=say)
     notes = [
-        f"{job.scenario} {job.run}: not {job.evidence.value} now, for {absent[job.packages]} is not installed "
+        f"{job.scenario} {job.run}: not {job.evidence.value} now, for {missing_package(job.packages)} is not installed "
         "(pip install hybridtrain[peers])"
-        for job in cases
-        if absent[job.packages] and job.key not in made.answers
+        for job in made.not_run
     ]
     rows = {name: rows_of(found, files, [*known, *made.new]) for name, found in scenarios.items()}
     tables = [f"{scenarios[name].title}\n\n{peer_table(found, TERMINAL)}\n" for name, found in rows.items()]

@@ -300,7 +300,6 @@ def recorded_command(
         ConfigError: No such source, or a faulty file.
     """
     sources, records = read_sources(scenarios, source), results / "records"
-    absent = {name: missing_package(found.packages) for name, found in sources.items()}
     cases = [
         job_of(name, found, run) for name, found in sources.items() for run in found.runs if run.role != Role.LEFT_OUT
     ]
@@ -308,16 +307,14 @@ def recorded_command(
         name="recorded", key=lambda job: job.key, file=lambda _: _FILE,
         run=in_children(start_plan, lambda job, ended: plan_record(job, ended, sources[job.source]), jobs),
         line=lambda job, made: f"{job.source} {job.run}: {made.outcome} {made.message} in {made.duration_s:.0f} s",
+        packages=lambda job: sources[job.source].packages,
     )  # fmt: skip
     known = read_planned(records)
-    made = experiment.run_missing(
-        [job for job in cases if not absent[job.source]], known, records=records if record else None, say=say
-    )
-    missing = Counter(job.source for job in cases if absent[job.source] and job.key not in made.answers)
+    made = experiment.run_missing(cases, known, records=records if record else None, say=say)
     notes = [
-        f"{name}: {count} runs are shown as last recorded, for {absent[name]} is not installed "
-        "(pip install hybridtrain[peers])"
-        for name, count in missing.items()
+        f"{name}: {count} runs are shown as last recorded, for {missing_package(sources[name].packages)} is not "
+        "installed (pip install hybridtrain[peers])"
+        for name, count in Counter(job.source for job in made.not_run).items()
     ]
     rows = rows_of(sources, [*known, *made.new])
     text = "\n".join([score_table(rows, TERMINAL), *notes, f"{len(made.new)} runs planned now"])

@@ -47,7 +47,7 @@ class OthersPlan(Generic[F]):
     source: str
     """As ``recorded/peft``."""
     run: str
-    packages: Sequence[str]
+    packages: tuple[str, ...]
     planned_with: Mapping[str, str]
     """Version of each package when the record was made."""
     recorded: F | None
