@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final, Generic, TypeVar, get_type_hints
 
 from hybridtrain.config.decode import Unions, decode
@@ -165,8 +165,7 @@ def main() -> None:
     work, out = sys.argv[1], int(sys.argv[2])
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    module, _, name = work.partition(":")
-    function = getattr(import_module(module), name)
+    function = resolve_name(work)
     job_class = get_type_hints(function)[next(iter(inspect.signature(function).parameters))]
     answer = function(decode(job_class, json.loads(line), source=work, unions=_UNIONS))
     content = json.dumps(encode(answer), allow_nan=False)

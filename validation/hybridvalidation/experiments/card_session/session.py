@@ -6,6 +6,7 @@ The card takes the most valuable part whose plan is there, so that it does not w
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -295,10 +296,7 @@ def _session(minutes: float, say: Callable[[str], None]) -> Session:
 def _used_bytes() -> int | None:
     """Return the memory of the whole card in use, None where neither NVML nor nvidia-smi answers."""
     try:
-        reader = open_device_reader(identify_device(0))
+        with closing(open_device_reader(identify_device(0))) as reader:
+            return reader.read().used_bytes
     except DeviceReadError:
         return None
-    try:
-        return reader.read().used_bytes
-    finally:
-        reader.close()
