@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import sqrt
 from statistics import fmean
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from hybridtrain.data.batches import BatchSampler, TokenBatch, validation_batches
 from hybridtrain.data.corpus import Corpus
@@ -118,9 +117,8 @@ def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus
         batches = [sampler.batch(step, micro_batch) for micro_batch in range(accum_steps)]
         accumulated.step(batches)
         large.step([_joined(batches)])
-    pairs = list(zip(accumulated.model.parameters(), large.model.parameters(), strict=True))
-    apart = sum(_square(own.detach() - other.detach()) for own, other in pairs)
-    return sqrt(apart / sum(_square(other.detach()) for _, other in pairs))
+    own, other = (parameters_to_vector(run.model.parameters()).detach().double() for run in (accumulated, large))
+    return float((own - other).norm() / other.norm())
 
 
 def _without_accumulation(plan: MemoryPlan) -> MemoryPlan:
@@ -137,7 +135,3 @@ def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
         token_ids_BT=np.concatenate([batch.token_ids_BT for batch in batches]),
         target_ids_BT=np.concatenate([batch.target_ids_BT for batch in batches]),
     )
-
-
-def _square(values: Tensor) -> float:
-    return float(values.double().square().sum())

@@ -87,7 +87,8 @@ def measure_on_cuda(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     use = DeviceUse(device)
-    cap = cap_memory(device, min(card.memory_bytes, _total_bytes(device)) - card.context_bytes)
+    total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    cap = cap_memory(device, min(card.memory_bytes, total_bytes) - card.context_bytes)
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps
     micro_batch_size = workload.batch_size // accum_steps
     sampler = BatchSampler(corpus.train, micro_batch_size=micro_batch_size, seq_len=workload.seq_len, seed=0)
@@ -151,7 +152,3 @@ def run_step(trainer: Trainer, batches: Sequence[TokenBatch], device: torch.devi
 def num_alloc_retries(device: torch.device) -> int:
     """Return how often the allocator had to release its cache and ask again."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-
-
-def _total_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -427,14 +427,8 @@ def peers_command(
 ) -> tuple[str, list[dict[str, object]]]:  # fmt: skip
     """Run what has no record that holds; return a table for each scenario, and all rows as plain data.
 
-    Args:
-        files: Scenario files.
-        results: Folder of results; records are read from it.
-        scenario: One only.
-        planned: Plan alone; nothing is executed or measured.
-        record: Append what is made to the records.
-        jobs: Processes at a time; on a card one.
-        say: Takes a line about each run.
+    ``planned`` leaves out what is executed or measured; ``record`` appends what is made to the records; ``jobs`` are
+    processes at a time, on a card one; ``say`` takes a line per run.
 
     Raises:
         ConfigError: No such scenario, or a faulty file.

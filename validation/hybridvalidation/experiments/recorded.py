@@ -288,13 +288,7 @@ def recorded_command(
 ) -> tuple[str, list[dict[str, object]]]:
     """Plan what has no record that holds; return a table of errors, and all rows as plain data.
 
-    Args:
-        scenarios: Folder of scenario files.
-        results: Folder of results; records are read from it.
-        source: One source only.
-        record: Append what is planned to the records.
-        jobs: Processes at a time.
-        say: Takes a line about each run.
+    ``record`` appends what is planned to the records; ``jobs`` are processes at a time; ``say`` takes a line per run.
 
     Raises:
         ConfigError: No such source, or a faulty file.

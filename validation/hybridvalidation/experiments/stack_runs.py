@@ -145,13 +145,8 @@ def run_scenario(
 ) -> ScenarioRun:  # fmt: skip
     """Run what has no record yet and return everything. Any program's record answers; ``gate`` holds it to this one.
 
-    Args:
-        scenario: What is run.
-        stacks: Its stacks.
-        known: Where records are looked for, the first first; none: every run is made.
-        store: Where new records are written.
-        progress: Whether a bar is shown.
-        planned_only: Make dry runs alone; of all else the newest record stands, whatever torch made it.
+    Records are looked for in ``known``, the first first, and written to ``store``. ``planned_only`` makes dry runs
+    alone: of all else the newest record stands, whatever torch made it.
     """
     stacks = list(stacks)
     kinds: list[RunKind] = ["dry_run"] if planned_only else ["dry_run", "accuracy"]
@@ -293,12 +288,12 @@ def _end_with(sentinel: int) -> None:
 
 
 def _plan(job: Job) -> StackRun:
-    before, header = gc.get_threshold(), begin_header()
+    before = gc.get_threshold()
     gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *before[1:])
     try:
         return run_job(job)
     except Exception as error:  # noqa: BLE001  whatever it is, the record names it
-        return _record(job, header() | {"outcome": Outcome.ERROR, "message": f"{type(error).__name__}: {error}"})
+        return _failed(job, f"{type(error).__name__}: {error}")
     finally:
         gc.set_threshold(*before)
 
@@ -307,5 +302,10 @@ def _answer(job: Job, future: Future[StackRun]) -> StackRun:
     try:
         return future.result()
     except BrokenProcessPool:
-        message = "a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"
-        return _record(job, begin_header()() | {"outcome": Outcome.ERROR, "message": message})
+        return _failed(
+            job, "a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"
+        )
+
+
+def _failed(job: Job, message: str) -> StackRun:
+    return _record(job, begin_header()() | {"outcome": Outcome.ERROR, "message": message})

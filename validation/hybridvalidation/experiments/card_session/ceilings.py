@@ -20,11 +20,7 @@ _SMI_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader
 
 
 def measure_ceilings(used_before_bytes: int | None) -> Ceilings:
-    """Return the ceilings of the current card.
-
-    Args:
-        used_before_bytes: Of the whole card, before this process used it; None: nobody could say.
-    """
+    """Return the ceilings of the current card, of which ``used_before_bytes`` were in use (None: unknown)."""
     device = torch.device("cuda", torch.cuda.current_device())
     use = DeviceUse(device, used_before_bytes)
     torch.zeros(1, device=device)

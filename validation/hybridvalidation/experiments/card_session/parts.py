@@ -109,11 +109,7 @@ def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
 def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> tuple[float, str]:
     """Return the part's time limit in seconds and an empty text, or 0 and why it cannot be started any more.
 
-    Args:
-        part: The part.
-        step_s: Estimated seconds of a step.
-        host_bytes: Host memory that will be pinned.
-        remaining_s: Until the whole command must be over.
+    ``step_s``: estimated, of a step; ``host_bytes``: to be pinned; ``remaining_s``: until the command must be over.
     """
     setup_s = _SETUP_SECONDS + host_bytes * _SECONDS_PER_PINNED_BYTE
     least_s = setup_s + _LEAST_STEPS * _STEP_MARGIN * step_s

@@ -238,17 +238,10 @@ class NoCard(HybridTrainError):  # noqa: N818  a state of the machine; the name 
 def measure_card(
     *, minutes: float, only: Sequence[str], scenarios: Path | None, results: Path, say: Callable[[str], None]
 ) -> tuple[Sequence[EvidenceRecord], list[Path]]:
-    """Measure, record each part at once and write the table.
+    """Measure, record each part at once and write the table; return the records made and the files written.
 
-    Args:
-        minutes: Parts that do not fit any more are recorded as skipped.
-        only: Names of parts; empty: all.
-        scenarios: Folder of scenario files; None: the default one.
-        results: Folder of records and tables.
-        say: Takes a line about each part.
-
-    Returns:
-        The records made and the files written.
+    Parts that ``minutes`` leave no time for are recorded as skipped; ``only`` names parts, empty: all; ``scenarios`` is
+    the folder of scenario files, None: the default one; ``say`` takes a line about each part.
 
     Raises:
         NoCard: nothing was measured.

@@ -119,13 +119,7 @@ class TrainedPart:
 
 
 def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: float) -> None:
-    """Train, and write into ``trained`` what is found on the way.
-
-    Args:
-        job: What to train.
-        corpus: Text for it.
-        trained: Filled.
-        begin_s: When the process began, by ``time.monotonic``.
+    """Train, and write into ``trained`` what is found; the process began at ``begin_s`` of ``time.monotonic``.
 
     Raises:
         torch.OutOfMemoryError: the cap refused a request.
