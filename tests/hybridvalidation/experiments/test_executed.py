@@ -31,7 +31,7 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridvalidation.experiments import executed as execute_run
-from hybridvalidation.experiments.executed import ExecutedRun, append_executed, first_difference, read_executed
+from hybridvalidation.experiments.executed import ExecutedRun, first_difference, read_executed
 from hybridvalidation.show.pages.executed import executed_table, write_executed
 from tiny_files import shape_file
 from tiny_models import GPT2_UNTIED, random_steps
@@ -181,7 +181,7 @@ def test_a_streamed_run_learns(command: Command, stack: str) -> None:
 
 
 def test_the_record_holds_everything(command: Command) -> None:
-    found = command.json(*arguments("llama.toml", HOST_STACK))
+    found = command.json(*arguments("llama.toml", HOST_STACK, 8, 2, "--host-limit-gib", "0.01"))
     (run,) = records()
     assert encode(run) | {"is_equal": True, "files": found["files"]} == found
     assert (run.model, run.stack, run.evidence) == ("llama", HOST_STACK, "executed")
@@ -367,10 +367,6 @@ def test_too_low_a_host_limit_is_told_before_anything_is_built(
     assert not Path("results").exists()
 
 
-def test_a_host_limit_that_suffices_is_no_matter(command: Command) -> None:
-    assert command(*arguments("llama.toml", HOST_STACK, 8, 1, "--host-limit-gib", "0.01")) == 0
-
-
 def test_memory_for_the_cards_tensors_is_asked_for_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_run, "available_host_bytes", lambda: 100_000)
     assert command(*arguments()) == 1
@@ -426,24 +422,6 @@ def run(command: Command) -> ExecutedRun:
     return records()[0]
 
 
-def test_records_are_appended_and_never_changed(command: Command, run: ExecutedRun) -> None:
-    before = Path("results/records/executed.jsonl").read_bytes()
-    command(*arguments(stack="mixed"))
-    after = Path("results/records/executed.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert after.count(b"\n") == 2
-    assert [item.stack for item in records()] == ["vanilla", "mixed"]
-    assert records()[0] == run
-
-
-def test_a_record_cut_short_is_left_out(run: ExecutedRun) -> None:
-    path = Path("results/records/executed.jsonl")
-    path.write_bytes(path.read_bytes()[:-2])
-    assert records() == []
-    append_executed(path.parent, run)
-    assert records() == [run]
-
-
 def test_a_record_of_another_schema_or_without_steps_is_refused(run: ExecutedRun) -> None:
     for changes, words in (({"schema": 99}, "99 must be 2"), ({"steps": ()}, "steps: empty")):
         with pytest.raises(ValueError, match=words):
@@ -497,14 +475,6 @@ def test_without_runs_there_is_no_table(command: Command) -> None:
     assert "no records yet" in command.out
     assert write_executed([], Path("results")) == []
     assert not Path("results/tables").exists()
-
-
-def test_a_report_of_one_scenario_leaves_the_table_alone(command: Command, run: ExecutedRun) -> None:
-    table = Path("results/tables/executed.md")
-    table.unlink()
-    assert command("report", "mine") == 2  # there is no such scenario, and nothing else is looked at
-    assert not table.exists()
-    assert run.is_equal
 
 
 # --- what is committed ------------------------------------------------------------------------------------------
