@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import PurePath
 from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
@@ -98,6 +99,7 @@ def to_toml(obj: object) -> str:
     return tomlkit.dumps(_encode_fields(obj, "$", nulls=False))
 
 
+@cache
 def tag_of(cls: type) -> str | None:
     """Return the ``kind`` that a dataclass declares as ``ClassVar``, or None for an untagged one."""
     if get_origin(get_type_hints(cls).get("kind")) is not ClassVar:

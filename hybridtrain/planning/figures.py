@@ -167,7 +167,7 @@ def memory_figures(run: DryRun, *, with_timeline: bool = True) -> MemoryFigures:
         fits_host=run.fits_host,
         by_class=_plain(run.by_class()),
         by_unit=unit_names(run.peak.by_unit),
-        oom=None if run.oom is None else _refused(run.oom),
+        oom=None if run.oom is None else refused_request(run.oom),
         step_time_s=run.time.seconds,
         busy_s={lane.value: seconds for lane, seconds in run.time.busy_seconds.items()},
         flops=run.time.flops,
@@ -191,7 +191,8 @@ def _plain(by_class: Mapping[TensorClass, int]) -> dict[str, int]:
     return {tensor_class.value: size for tensor_class, size in by_class.items()}
 
 
-def _refused(oom: OutOfMemory) -> RefusedRequest:
+def refused_request(oom: OutOfMemory) -> RefusedRequest:
+    """Return an out-of-memory as plain figures, with its largest holders."""
     return RefusedRequest(
         step=oom.step, stage=oom.stage, unit=oom.unit, requested_bytes=oom.requested_bytes,
         allocated_bytes=oom.allocated_bytes, reserved_bytes=oom.reserved_bytes, capacity_bytes=oom.capacity_bytes,

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from tabulate import tabulate
-
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
@@ -17,18 +15,16 @@ from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.planning.savings import Saving, planned_savings, savings_table
 from hybridtrain.planning.savings import as_mapping as savings_mapping
 from hybridtrain.progress import progress_bar
+from hybridtrain.reports.card_report import card_mapping, class_table, holders_text, memory_line, refusal_line
 from hybridtrain.reports.phase_table import phase_precision, phase_table
 from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import round_size, segment_size
 from hybridtrain.virtual_gpu.card import FitVerdict
 from hybridtrain.virtual_gpu.observer import Lane
 from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
 
-_HOLDERS_SHOWN = 5
 _LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
 
 
@@ -68,43 +64,20 @@ class DryRunReport:
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds."""
         figures = self.figures
-        oom = figures.oom
-        return {
+        return card_mapping(self.run, lambda step: self.run.phase_of(step).value) | {
             "params": figures.num_params,
-            "peak_allocated_bytes": figures.peak_allocated_bytes,
-            "peak_active_bytes": max(step.active_bytes for step in figures.steps),
-            "peak_reserved_bytes": figures.peak_reserved_bytes,
             "reserved_range": self.reserved.as_mapping(),
-            "device_used_bytes": figures.device_used_bytes,
             "verdict": self.verdict.value,
-            "margin_bytes": self.run.card.margin_bytes,
-            "card_note": self.run.card.source_note,
             "host_peak_bytes": figures.host_peak_bytes,
             "host_by_class": dict(figures.host_by_class),
             "disk_peak_bytes": figures.disk_peak_bytes,
             "host_needed_bytes": self.host_needed_bytes,
             "host_memory_bytes": self._host_memory_bytes,
-            "fits_card": self.run.fits_card,
             "fits_host": figures.fits_host,
-            "by_class": dict(figures.by_class),
             "fits": self.fits,
             "step_time_s": figures.step_time_s,
             "tokens_per_s": figures.tokens_per_s,
             "bound": figures.bound,
-            "steps": [
-                {
-                    "step": step.step, "phase": step.phase, "allocated_bytes": step.allocated_bytes,
-                    "reserved_bytes": step.reserved_bytes,
-                }
-                for step in figures.steps
-            ],
-            "oom": None
-            if oom is None
-            else {
-                "step": oom.step, "stage": oom.stage, "unit": oom.unit, "requested_bytes": oom.requested_bytes,
-                "allocated_bytes": oom.allocated_bytes, "reserved_bytes": oom.reserved_bytes,
-                "capacity_bytes": oom.capacity_bytes, "by_class": dict(oom.by_class), "by_unit": dict(oom.by_unit),
-            },
             "fitting_stacks": None
             if figures.fits
             else {"names": list(self.fitting_stacks), "evidence": "planned" if self.are_run_dry else "arithmetic"},
@@ -114,13 +87,11 @@ class DryRunReport:
             "ranks": [_rank_mapping(run) for run in self.ranks],
             "savings": None if self.savings is None else savings_mapping(self.savings),
             "changes": list(self.changes),
-            "evidence": {"memory": "planned", "time": "estimated"},
         }  # fmt: skip
 
     def as_text(self) -> str:
         """Return the same for a reader."""
         run, figures = self.run, self.figures
-        rows = [[name.replace("_", " "), f"{to_gib(figures.by_class[name]):.3f}"] for name in TensorClass]
         steps = "; ".join(
             f"step {step.step}{_phase(step, run)} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} "
             f"{step.unit}".strip()
@@ -130,23 +101,17 @@ class DryRunReport:
             f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, "
             f"{figures.tokens_per_step} tokens per step\n"
         )
-        memory = (
-            f"\nallocated {to_gib(figures.peak_allocated_bytes):.2f}, "
-            f"reserved {to_gib(figures.peak_reserved_bytes):.2f}, "
-            f"device {to_gib(figures.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
-        )
         speed = (
             f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
             f"{figures.bound}-bound (estimated)"
         )
-        table = tabulate(rows, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True)
         phases = [] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]
         savings = [] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]
         return "\n".join(
             [
                 title,
-                table,
-                memory,
+                class_table(run),
+                f"\n{memory_line(run)}",
                 *filter(None, [run.card.source_note]),
                 self.reserved.as_text(),
                 self._host_line(),
@@ -203,7 +168,8 @@ class DryRunReport:
             yield self.run.card.told(self.verdict)
             return
         if self.figures.oom is not None:
-            yield self._oom_text()
+            yield refusal_line(self.run, before_steps="while the model is built")
+            yield holders_text(self.run)
         host = self.run.host
         if not self.figures.fits_host:
             yield (
@@ -221,22 +187,6 @@ class DryRunReport:
             yield f"stacks that fit by arithmetic, none was run dry (--suggest does that): {names}"
         else:
             yield f"by arithmetic no stack at hand fits (--suggest runs them dry); {_LOWER}"
-
-    def _oom_text(self) -> str:
-        oom = self.figures.oom
-        assert oom is not None, "a run that does not fit was refused something"
-        place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "while the model is built"
-        holders = "\n".join(
-            f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]
-        )
-        classes = ", ".join(f"{name} {format_bytes(size)}" for name, size in oom.by_class.items() if size)
-        segment = segment_size(round_size(oom.requested_bytes))
-        return (
-            f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested "
-            f"(a segment of {format_bytes(segment)}), "
-            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
-            f"{format_bytes(oom.capacity_bytes)}\nlive by class: {classes}\nlargest holders:\n{holders}"
-        )
 
 
 def plan_run(

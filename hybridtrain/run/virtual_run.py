@@ -7,9 +7,15 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
+from hybridtrain.reports.card_report import (
+    bytes_table,
+    card_mapping,
+    class_table,
+    holders_text,
+    memory_line,
+    refusal_line,
+)
 from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator import AllocatorConfig
@@ -21,7 +27,6 @@ from hybridtrain.virtual_gpu.launchers import python_command
 from hybridtrain.virtual_gpu.links import World
 from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.stand_in import StandIn
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
 
 _MODULES_SHOWN = 8
@@ -64,66 +69,38 @@ class VirtualRun:
 
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds, by the names that ``dry-run --json`` uses."""
-        run, oom = self.run, self.run.oom
-        return {
+        run = self.run
+        return card_mapping(run) | {
             "params": self.num_params,
             "world": self.world.size,
             "rank": self.world.rank,
-            "peak_allocated_bytes": run.peak.allocated_bytes,
-            "peak_active_bytes": max(step.active_bytes for step in run.steps),
-            "peak_reserved_bytes": run.peak_reserved_bytes,
             "reserved_range": None if self.reserved is None else self.reserved.as_mapping(),
-            "device_used_bytes": run.device_used_bytes,
-            "verdict": run.verdict.value,
-            "margin_bytes": run.card.margin_bytes,
-            "card_note": run.card.source_note,
             "host_peak_bytes": self.host_peak_bytes,
             "host_by_class": {},
             "disk_peak_bytes": 0,
             "host_needed_bytes": self.host_peak_bytes,
             "host_memory_bytes": self.host_memory_bytes,
-            "fits_card": run.fits_card,
             "fits_host": True,
-            "by_class": {name.value: size for name, size in run.by_class().items()},
             "by_module": by_module(run),
             "fits": self.fits,
             "step_time_s": run.time.seconds if self.fits else None,
             "tokens_per_s": None,
             "bound": run.bound.value if self.fits else None,
-            "steps": [
-                {
-                    "step": step.step, "phase": "full", "allocated_bytes": step.allocated_bytes,
-                    "reserved_bytes": step.reserved_bytes,
-                }
-                for step in run.steps
-            ],
-            "oom": None
-            if oom is None
-            else {
-                "step": oom.step, "stage": oom.stage.value, "unit": oom.unit, "requested_bytes": oom.requested_bytes,
-                "allocated_bytes": oom.allocated_bytes, "reserved_bytes": oom.reserved_bytes,
-                "capacity_bytes": oom.capacity_bytes,
-                "by_class": {name.value: size for name, size in oom.by_class.items()},
-                "by_unit": {f"{name.value} {unit}".strip(): size for (name, unit), size in oom.by_unit.items()},
-            },
             "fitting_stacks": None,
             "stand_ins": [
                 {"where": use.where, "op": use.op, "rule": use.rule, "times": use.times} for use in self.stand_ins
             ],
             "without_gradient": list(self.without_gradient),
             "basis": self.basis.as_mapping(),
-            "evidence": {"memory": "planned", "time": "estimated"},
-        }  # fmt: skip
+        }
 
     def as_text(self) -> str:
         """Return the same for a reader."""
         run = self.run
-        classes = [[name.replace("_", " "), f"{to_gib(run.by_class()[name]):.3f}"] for name in TensorClass]
-        held = list(by_module(run).items())
-        modules = [[name or "(no module)", f"{to_gib(size):.3f}"] for name, size in held[:_MODULES_SHOWN]]
-        rest = held[_MODULES_SHOWN:]
+        held = [(name or "(no module)", size) for name, size in by_module(run).items()]
+        modules, rest = dict(held[:_MODULES_SHOWN]), held[_MODULES_SHOWN:]
         if rest:
-            modules.append([f"({len(rest)} others)", f"{to_gib(sum(size for _, size in rest)):.3f}"])
+            modules[f"({len(rest)} others)"] = sum(size for _, size in rest)
         peaks = [
             f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
             for step in run.steps
@@ -132,19 +109,16 @@ class VirtualRun:
             peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
         lines = [
             f"{self.script}, {self._cards()}: {format_count(self.num_params)} parameters\n",
-            tabulate(classes, headers=["at the peak", "GiB"], tablefmt="simple", disable_numparse=True),
-            "",
-            tabulate(modules, headers=["by module", "GiB"], tablefmt="simple", disable_numparse=True),
-            (
-                f"\nallocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
-                f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
-            ),
+            class_table(run),
+            f"\n{bytes_table('by module', modules)}",
+            f"\n{memory_line(run)}",
             *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
             f"{format_bytes(self.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
             self._speed(),
         ]
-        return "\n".join([*lines, *self._remarks(), self.basis.as_text(), self._verdict()])
+        lines += [*self._remarks(), self.basis.as_text(), holders_text(run), self._verdict()]
+        return "\n".join(filter(None, lines))
 
     def _speed(self) -> str:
         if not self.fits:
@@ -181,17 +155,9 @@ class VirtualRun:
         if basis.growth is not None and self.fits:
             free = self.run.card.memory_bytes - self.run.device_used_bytes
             worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
-        return "; ".join([self.run.card.told(self.run.verdict) if self.fits else self._refusal(), *worth])
-
-    def _refusal(self) -> str:
-        oom = self.run.oom
-        assert oom is not None, "a run that does not fit was refused something"
-        place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else "before the first step"
-        return (
-            f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested, "
-            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved of "
-            f"{format_bytes(oom.capacity_bytes)}; what the whole step takes, a larger --card tells"
-        )
+        refused = refusal_line(self.run, before_steps="before the first step") if self.run.oom else ""
+        hint = [refused, "what the whole step takes, a larger --card tells"]
+        return "; ".join([*([self.run.card.told(self.run.verdict)] if self.fits else hint), *worth])
 
 
 def run_script(

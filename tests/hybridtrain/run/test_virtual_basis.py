@@ -240,7 +240,8 @@ if failed:
     raise RuntimeError("no model")
 """
     answer, verdict = planned(tmp_path, capsys, body)
-    assert verdict.startswith("DOES NOT FIT: out of memory before the first step: 40.00 GiB requested, 1.00 GiB alloc")
+    refused = "out of memory before the first step: 40.00 GiB requested (a segment of 40.00 GiB), 1.00 GiB alloc"
+    assert verdict.startswith(f"DOES NOT FIT: {refused}")
     assert answer["oom"]["requested_bytes"] == 40 * 2**30
 
 

@@ -67,7 +67,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
     )  # fmt: skip
     rows = []
-    for way in report.ways:
+    for way in report.options:
         hours = way.hours(report.tokens)
         rows.append([
             way.name, fits_cell(report.verdict(way)),
@@ -87,7 +87,7 @@ def ways(model: str, card: str, host_memory: str = "64GiB") -> str:
         "bytes are",
     ]
     table = tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
-    question = report.question
+    question = report.request
     command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
     return (
         f"{format_count(question.model.num_params)} parameters on {question.card.name}, {host_memory} of host memory, "
