@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_  # noqa: F401  defines the op
-from hybridkernels.flash_attention import backward_workspace_bytes, masked
+from hybridkernels.flash_attention import (
+    backward_workspace_bytes,
+    masked_backward_workspace_bytes,
+    masked_workspace_bytes,
+)
 from hybridkernels.geglu import geglu  # noqa: F401  likewise
 from hybridkernels.rms_norm import rms_norm  # noqa: F401  likewise
 from hybridkernels.swiglu import swiglu  # noqa: F401  likewise
-from hybridtrain.virtual_gpu.op_rules import register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 
 
 def _attention_backward(args: Sequence[Tensor]) -> int:
@@ -25,13 +29,13 @@ def _attention_backward(args: Sequence[Tensor]) -> int:
 def _masked_attention(args: Sequence[Any]) -> int:
     """Return what our flash-attention forward takes to know windows and documents by."""
     q_BTNH, _k, _v, ids_BT, _scale, _softcap, window = args
-    return masked.workspace_bytes(q_BTNH, ids_BT, window)
+    return masked_workspace_bytes(q_BTNH, ids_BT, window)
 
 
 def _masked_attention_backward(args: Sequence[Any]) -> int:
     """Return what torch's flash-attention backward takes, or ours."""
     _grad, q_BTNH, k_BTKH, _v, _out, _lse, ids_BT, _scale, softcap, window = args
-    return masked.backward_workspace_bytes(q_BTNH, k_BTKH, ids_BT, softcap, window)
+    return masked_backward_workspace_bytes(q_BTNH, k_BTKH, ids_BT, softcap, window)
 
 
 def _adamw_int8(args: Sequence[Tensor]) -> int:

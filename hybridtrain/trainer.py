@@ -39,7 +39,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver, Stage
 
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 

@@ -11,13 +11,12 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from hybridtrain.config.aliases import KINDS, OPTIONS, tell_alias
-from hybridtrain.config.encode import tag_of
+from hybridtrain.config.encode import hints_of, tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
 
@@ -28,7 +27,6 @@ Unions: TypeAlias = Mapping[type, Mapping[str, type]]
 has none."""
 
 _NO_UNIONS: Final[Unions] = {}
-_hints = cache(get_type_hints)
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
 _SHOWN_CHARACTERS: Final = 60  # of a value found in the file, enough to recognise it
 _DEEP_KEY: Final = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
@@ -214,7 +212,7 @@ class _Decoder:
         if not isinstance(value, Mapping):
             return self._wrong(cls, value, path)
         assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
-        hints = _hints(cls)
+        hints = hints_of(cls)
         known = {field.name: field for field in fields(cls) if field.init}
         value = self._with_preset(cls, self._renamed(cls, value, path), path)
         self._check_keys(cls, known, value, path)

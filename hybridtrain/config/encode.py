@@ -100,9 +100,14 @@ def to_toml(obj: object) -> str:
 
 
 @cache
+def hints_of(cls: type) -> dict[str, object]:
+    """Return the resolved annotations of a class; looking them up takes longer than decoding."""
+    return get_type_hints(cls)
+
+
 def tag_of(cls: type) -> str | None:
     """Return the ``kind`` that a dataclass declares as ``ClassVar``, or None for an untagged one."""
-    if get_origin(get_type_hints(cls).get("kind")) is not ClassVar:
+    if get_origin(hints_of(cls).get("kind")) is not ClassVar:
         return None
     return cast("_Tagged", cls).kind
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hybridtrain.models.block_model import Documents
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.widening import Widen, widening_of
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of every module that are looked at one by one."""

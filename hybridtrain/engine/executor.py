@@ -25,7 +25,7 @@ from hybridtrain.models.block_model import BlockModel, Documents
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.linear import Linear
 from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, Schedule, suited
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 
 
 @dataclass(frozen=True, slots=True)

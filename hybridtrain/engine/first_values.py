@@ -22,8 +22,8 @@ from hybridtrain.models.linear import Linear
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.models.widening import widened
 from hybridtrain.optim.optimizer import Optimizer, Role
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _READ_ELEMENTS = 1 << 21
 """Of a source at a time: each passes the processor twice, as it is stored and as float32."""

@@ -28,8 +28,8 @@ from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""

@@ -12,7 +12,7 @@ from hybridtrain.models.block_model import BlockModel
 from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, UpdateDevice, weight_storage
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
 
 
 class PlanEngine:

@@ -17,8 +17,8 @@ from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, write
 from hybridtrain.memory.weight_store import Visit, WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMove:

@@ -6,8 +6,8 @@ from torch import Tensor
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 HEAD_INPUT = -1
 """In place of a block's number: what the head reads, taken last."""

@@ -15,8 +15,8 @@ from hybridtrain.memory.tier_tensor import Stored, TierTensor, lay_out, padded
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class GradStore:

@@ -17,7 +17,7 @@ from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import StoredWeight, weight_part
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, lay_out
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 
 def range_of(count: int, shares: int, number: int) -> slice:

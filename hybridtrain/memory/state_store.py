@@ -26,8 +26,8 @@ from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, n
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _SQUEEZED_ELEMENTS = 1 << 22
 """Elements turned into 8-bit codes, or back, at a time: 16 MiB of fp32 a temporary."""

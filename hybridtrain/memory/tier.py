@@ -17,7 +17,7 @@ from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory.disk_tier import DiskFile
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import KIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _PAGE = mmap.PAGESIZE
 _THREAD_BYTES = 80 * MIB

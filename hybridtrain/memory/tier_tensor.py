@@ -10,8 +10,8 @@ from torch import Tensor
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 ALIGNMENT = 512
 """Bytes; torch's CUDA allocator and vectorised kernels ask for as much."""

@@ -37,8 +37,8 @@ from hybridtrain.models.layers import Head
 from hybridtrain.models.widening import set_widening
 from hybridtrain.plan.memory_plan import PhasePlan, UpdateDevice, WidenBy, suited
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMirror:

@@ -26,8 +26,8 @@ from hybridtrain.stacks import RESULTS, Stack, evidence_folder
 from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
+from hybridtrain.virtual_gpu.cards.links import World
 
 _QUALITY = {
     "exact": "exact: fp32 masters and moments; the yardstick",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
 TERMINAL, MARKDOWN = "simple", "github"
 _FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}

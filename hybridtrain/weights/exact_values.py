@@ -21,9 +21,7 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     A parameter's slices come in order. Values are those that an update starts from: the master's where there is one.
     They are only valid until the next are asked for. Unlike a pass over parameters this asks for no optimizer state,
     which may not exist yet. The trainer's phase becomes FULL.
-
-    Raises:
-        ConfigError: ranks have cut the model's state; none of them has all values.
+    Raises ``ConfigError``: ranks have cut the model's state; none of them has all values.
     """
     if trainer.shards.cuts_state:
         fault = "each holds its range alone; one process must have all: save the state, and hybridtrain export the run"
@@ -38,8 +36,8 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
             storage, count = states.formats.of(weight), parameter.numel()
             for start in range(0, count, SLICE_ELEMENTS):
                 part = slice(start, min(start + SLICE_ELEMENTS, count))
-                companion_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
-                yield name, part, storage.load(weight_part(weight, part), companion_P)
+                master_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
+                yield name, part, storage.load(weight_part(weight, part), master_P)
 
 
 def _read(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:

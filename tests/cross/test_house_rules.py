@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from hybridtrain.cli.main import main
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING
 
 ROOT = Path(__file__).parents[2]

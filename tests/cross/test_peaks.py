@@ -18,8 +18,8 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger, holders
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger, holders
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import plan_of
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import save_checkpoint
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.engine import parameter_pass
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import adamw
 from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from stacks import ACCUM_STEPS, BASE, GPT2, PLACES
 from tiny_models import random_steps
@@ -74,8 +75,8 @@ def test_a_resumed_run_goes_on_bit_equal_whatever_the_random_state_outside(
     whole, resumed = new("whole"), new("resumed")
     for step in steps[:2]:
         whole.step(step)
-    save_train_state(whole, tmp_path / "state.pt")
-    load_train_state(resumed, tmp_path / "state.pt")
+    save_checkpoint(whole, tmp_path / "state.pt")
+    load_checkpoint(resumed, tmp_path / "state.pt")
     results = []
     for trainer, seed in ((resumed, 99), (whole, 3)):
         torch.manual_seed(seed)

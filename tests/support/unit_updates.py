@@ -22,7 +22,7 @@ from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optim.optimizer import Role
 from hybridtrain.plan.memory_plan import Cell
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.observer import NullObserver
+from hybridtrain.virtual_gpu.account.observer import NullObserver
 from memory_parts import new_copies, plan_of
 
 CONFIG = AdamWConfig()

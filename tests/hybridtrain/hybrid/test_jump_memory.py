@@ -34,7 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from stacks import ADAFACTOR, GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
 

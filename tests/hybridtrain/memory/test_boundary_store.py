@@ -9,9 +9,9 @@ from torch import Tensor
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import new_copies
 from numerics import assert_bitwise
 

@@ -17,9 +17,9 @@ from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane, NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane, NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
 from memory_parts import direct, new_copies
 from numerics import assert_bitwise

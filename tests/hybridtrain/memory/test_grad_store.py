@@ -12,9 +12,9 @@ from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import new_copies
 from numerics import assert_bitwise
 

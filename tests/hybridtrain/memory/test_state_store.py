@@ -27,9 +27,9 @@ from hybridtrain.optim import Adafactor, AdamWConfig, Optimizer
 from hybridtrain.optim.optimizer import Role
 from hybridtrain.plan.memory_plan import Cell, PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import new_copies, plan_of
 from numerics import assert_bitwise
 

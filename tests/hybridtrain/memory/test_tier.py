@@ -15,7 +15,7 @@ from hybridtrain.memory.disk_tier import DiskArena
 from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes, page_rounded
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 PAGE = mmap.PAGESIZE
 

@@ -4,7 +4,7 @@ import torch
 
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.build import build_model
-from hybridtrain.virtual_gpu.observer import NullObserver
+from hybridtrain.virtual_gpu.account.observer import NullObserver
 from memory_parts import new_copies, plan_of
 from tiny_models import LLAMA_GROUPED
 

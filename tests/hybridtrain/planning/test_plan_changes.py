@@ -40,8 +40,8 @@ from hybridtrain.reports.dry_run_report import plan_run
 from hybridtrain.stacks import stack_folder
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.links import World
 from tiny_models import GPT2_UNTIED
 
 WORK = Workload(micro_batch_size=1, seq_len=16)

@@ -22,7 +22,7 @@ from hybridtrain.plan.compose import Optimization
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.experiments import measure
 from hybridvalidation.experiments.card_session import session as cuda_session
 from hybridvalidation.experiments.card_session import train as cuda_train
@@ -415,8 +415,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def close(self) -> None:
             facts["closed"] = True
 
-    monkeypatch.setattr(measure, "open_device_reader", lambda _identity: Reader())
-    monkeypatch.setattr(measure, "identify_device", lambda _index: None)
+    monkeypatch.setattr(measure, "DeviceReader", lambda _index: Reader())
     monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
     return facts
 

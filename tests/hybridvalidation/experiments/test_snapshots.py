@@ -9,8 +9,8 @@ from hybridtrain.cli.main import main
 from hybridtrain.errors import DataError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.allocator import CachingAllocator
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot, write_snapshot
 from hybridvalidation.experiments.snapshots import (
     SNAPSHOTS_FILE,
     blob_of,

@@ -16,7 +16,7 @@ from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.savings import without
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.guide.commands import commands
 from hybridvalidation.guide.models import recommendations, scenario_table
 from hybridvalidation.guide.settings import FILES, file_settings, keys_of, settings_table, tables_of

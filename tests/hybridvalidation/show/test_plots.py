@@ -13,7 +13,7 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import memory_figures
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun

@@ -16,7 +16,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.charts import memory, timeline

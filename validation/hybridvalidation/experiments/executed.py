@@ -33,7 +33,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.asked import plan_figures
 from hybridvalidation.records.outcome import Evidence
@@ -311,14 +311,13 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
     difference = first_difference(planned.trace, executed.trace)
     if not difference and planned.peaks != executed.peaks:
         difference = f"peaks: the dry run {_peaks_text(planned.peaks)}; the execution {_peaks_text(executed.peaks)}"
-    process = read_process_memory()
     return ExecutedRank(
         rank=group.rank, build_s=round(executed.build_s, 3), num_events=len(executed.trace.events),
         steps=tuple(
             replace(step, planned_device_peak_bytes=plan.device_peak_bytes)
             for step, plan in zip(executed.steps, planned.steps, strict=True)
         ), executed=executed.peaks, planned=planned.peaks,
-        process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=difference,
+        process_peak_bytes=read_process_memory().peak_rss_bytes, difference=difference,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, plan_figures, values_of

@@ -15,7 +15,7 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import TERMINAL
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome

@@ -17,9 +17,9 @@ from hybridtrain.errors import DataError
 from hybridtrain.planning.dry_runs import RunSetup
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_bytes, to_gib
-from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
-from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
-from hybridtrain.virtual_gpu.snapshot_replay import Outcome, SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
+from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import Outcome, SnapshotReplay, lawful_blocks, replay_device
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence

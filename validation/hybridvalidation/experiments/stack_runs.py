@@ -23,8 +23,8 @@ from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World, find_link
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World, find_link
 from hybridvalidation.experiment import Experiment, begin_header, child_header, in_children
 from hybridvalidation.experiments.accuracy import train_proxies
 from hybridvalidation.experiments.measure import measure_on_cuda

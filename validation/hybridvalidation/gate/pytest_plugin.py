@@ -14,7 +14,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import RecordError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD, FitVerdict
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD, FitVerdict
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.ci_text import annotation, markdown_table, write_markdown
 from hybridvalidation.gate.memory_baseline import (

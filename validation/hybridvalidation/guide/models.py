@@ -8,7 +8,7 @@ from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.scenario_files import ScenarioFiles

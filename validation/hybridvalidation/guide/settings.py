@@ -18,7 +18,7 @@ from hybridtrain.plan.memory_plan import SETTINGS
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.stacks import Stack
 from hybridtrain.training_file import TrainFile
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.scenario import Scenario
 
 _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}

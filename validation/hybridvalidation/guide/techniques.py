@@ -18,7 +18,7 @@ from hybridtrain.planning.savings import without
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.guide.settings import settings_table
 from hybridvalidation.records.store import RecordStore

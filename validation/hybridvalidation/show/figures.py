@@ -20,7 +20,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import MARKDOWN, fits_cell
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.experiments.recorded import Role, Row, read_planned, read_sources, rows_of
 from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.guide.departures import defaults_table, names_table

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hybridtrain.planning.figures import MemoryFigures
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.show.kinds import Plot, kinds_in
 

@@ -28,7 +28,7 @@ from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optim.ademamix import AdEMAMix
-from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
+from hybridtrain.optim.slow_average import LARGEST_RATIO, move
 from hybridtrain.optimizations.predictor_state import PredictorState
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -38,7 +38,7 @@ from hybridtrain.run.program import program_digest
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.study.protocol import (
     StudyFile,
@@ -127,9 +127,7 @@ class _Trial:
             hybrid = replace(hybrid, fuse=False)
         self.hybrid = HybridTrainer(self._trainer, hybrid, lambda use: [self._probe_sampler.batch(use, 0)])
         if hybrid is not None and control == "random":
-            self.hybrid.predictor = RandomDirection(
-                self._trainer, hybrid.slow, hybrid.max_move, hybrid.max_relative_move
-            )
+            self.hybrid.predictor = RandomDirection(hybrid, self._trainer)
         self._average = WeightAverage(self._trainer) if control == "average" else None
         self._disturbance = None if method is None else method.disturbance
         if self._disturbance == "nan_gradients":
@@ -224,7 +222,7 @@ class RandomDirection(SlowGradient):
         trainer = self._trainer
         optimizer = trainer.config.optimizer
         correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
-        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
+        step = self._step(0.0, predicted_steps)
 
         def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"

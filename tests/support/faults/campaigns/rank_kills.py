@@ -17,8 +17,8 @@ from torch import Tensor
 
 from faults.campaign import Campaign, Order, Tally
 from faults.runs import NUM_STEPS, RANK_KINDS, SAVE_EVERY, Run, ended, fork, on_touch
+from hybridtrain.checkpoint.generations import generations, remove_generation
 from hybridtrain.memory.group import TorchGroup
-from hybridtrain.train_state.generations import generations, remove_generation
 
 KINDS: Sequence[str] = tuple(RANK_KINDS)
 RANK_TIMEOUT_S = 15.0

@@ -12,8 +12,8 @@ from hybridtrain.planning.figures import MemoryFigures, memory_figures
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.experiments.card_session.parts import Part
 from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.records.asked import plan_figures

@@ -15,10 +15,10 @@ import torch
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.tier import available_host_bytes
-from hybridtrain.profiler.nvml import DeviceReadError, identify_device, open_device_reader
+from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.experiment import Experiment, begin_header
 from hybridvalidation.experiments.card_session.parts import (
     CEILINGS,
@@ -287,9 +287,9 @@ def _session(minutes: float, say: Callable[[str], None]) -> Session:
 
 
 def _used_bytes() -> int | None:
-    """Return the memory of the whole card in use, None where neither NVML nor nvidia-smi answers."""
+    """Return the memory of the whole card in use, None where NVML does not answer."""
     try:
-        with closing(open_device_reader(identify_device(0))) as reader:
+        with closing(DeviceReader(0)) as reader:
             return reader.read().used_bytes
     except DeviceReadError:
         return None

@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.show.kinds import Section, View

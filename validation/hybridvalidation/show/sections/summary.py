@@ -4,8 +4,8 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import fits_cell
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
-from hybridtrain.virtual_gpu.roofline import efficiency_of
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.roofline import efficiency_of
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
