@@ -4,7 +4,6 @@ An experiment says what its cases are, how they become records and where those g
 that is interrupted goes on where it was, since what ended has a record.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ R = TypeVar("R", bound=Record)
 
 Runner: TypeAlias = Callable[[Sequence[C]], Iterator[tuple[C, R]]]
 """Runs cases and yields each with its record as it ends; one that is out of time yields fewer."""
-_RECENT = 5
-"""The next case is taken to last as long as the longest of so many before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ class Experiment(Generic[C, R]):
     key: Callable[[C], str]
     """Key of the record that answers a case."""
     run: Runner[C, R]
-    """``in_children``, ``one_by_one``, or one that combines them."""
+    """``in_children``, or one of its own."""
     file: Callable[[R], str | Path]
     """File that a record is added to, from the folder of records."""
     line: Callable[[C, R], str]
@@ -108,29 +105,6 @@ def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], 
     def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
         for case, ended in run_side_by_side(cases, start, width):
             yield case, record(case, ended)
-
-    return run
-
-
-def one_by_one(
-    record: Callable[[C], R], *, limit_s: float = math.inf, least_s: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Runner[C, R]:  # fmt: skip
-    """Return a runner that works in this process and starts no case that would end after ``limit_s``.
-
-    The first one is always run. A later one is taken to last as long as the longest of the last few, and no less than
-    ``least_s``.
-    """
-
-    def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
-        begin, durations = clock(), list[float]()
-        for case in cases:
-            started = clock()
-            if durations and begin + limit_s - started < max(*durations[-_RECENT:], least_s):
-                return
-            made = record(case)
-            durations.append(clock() - started)
-            yield case, made
 
     return run
 
