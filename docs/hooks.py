@@ -16,15 +16,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from hybridtrain.diagnoses import troubles_page
-from hybridvalidation import guide, recommend
-from hybridvalidation.guide.commands import commands
-from hybridvalidation.guide.models import architectures, ways
-from hybridvalidation.guide.settings import file_settings, optimizers
+from hybridvalidation import guide
+from hybridvalidation.guide.models import architectures, training_options
+from hybridvalidation.guide.reference import commands, file_settings, optimizers
 from hybridvalidation.guide.techniques import catalogue, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.results import Results
 
 ROOT = Path(__file__).parents[1]
-FILES, RESULTS = ScenarioFiles(ROOT / "scenarios"), ROOT / "results"
+RESULTS = ROOT / "results"
+RECORDED = Results(ScenarioFiles(ROOT / "scenarios"), RESULTS)
 CACHE = ROOT / "build" / "guide"
 FUNCTIONS = {
     "architectures": architectures,
@@ -33,7 +34,7 @@ FUNCTIONS = {
     "optimizers": optimizers,
     "techniques": catalogue,
     "troubles": troubles_page,
-    "ways": lambda *arguments: cached(ways, *arguments),
+    "training_options": lambda *arguments: cached(training_options, *arguments),
 }
 TEMPLATES = Environment(
     undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True,  # noqa: S701  Markdown
@@ -47,7 +48,7 @@ EXAMPLE = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 @cache
 def program() -> bytes:
     """Return a digest of what dry runs depend on."""
-    folders = (ROOT / "hybridtrain", ROOT / "kernels", Path(guide.__file__).parent, Path(recommend.__file__).parent)
+    folders = (ROOT / "hybridtrain", ROOT / "kernels", Path(guide.__file__).parent)
     digest = sha256()
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".toml"}):
         digest.update(path.read_bytes())
@@ -82,7 +83,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         example = EXAMPLE.search(text)
         assert example is not None, f"{place}: a technique's page needs a ```toml example"
         step = cached(step_table, place.stem, example.group(1))
-        text += "\n" + technique_sections(place.stem, step, FILES, RESULTS)
+        text += "\n" + technique_sections(place.stem, step, RECORDED)
     up = "../" * (len(place.parts) - 1)
     return re.sub(r"\]\((?:\.\./)+results/", f"]({up}results/", text)
 

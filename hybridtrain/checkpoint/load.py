@@ -16,12 +16,12 @@ from hybridtrain.checkpoint.manifest import TENSOR_KEY, Generation, Manifest, Pa
 from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.memory.block_places import Visit
 from hybridtrain.memory.formats import STATE_FORMATS, Int8Codes, PlainState, StateFormat, StoredWeight, weight_part
 from hybridtrain.memory.group import Group
 from hybridtrain.memory.shards import overlap
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored, write_slice
-from hybridtrain.memory.weight_store import Visit
 from hybridtrain.phase import Phase
 from hybridtrain.tensor_file import FileTensor
 from hybridtrain.trainer import Trainer

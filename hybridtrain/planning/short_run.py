@@ -84,7 +84,7 @@ class _Passes:
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
             grads = trainer.executor.grads
             trainer.executor.forward_backward(
-                batches, seed=0, on_block_done=(lambda unit: grads.discard(unit.name)) if self._fuses else None
+                batches, seed=0, on_block_done=(lambda unit: grads.take(unit.name)) if self._fuses else None
             )
         trace, card = ledger.trace(), request.card
         replay = replay_trace(trace, workspace_bytes=card.cublas_workspace_bytes)

@@ -312,7 +312,7 @@ def _write_files(folder: Path, model: str, request: FitRequest, options: Sequenc
         optimizer: Optimizer = OPTIMIZERS[option.candidate.level.optimizer]()
         begins = spec
         if option.method != "full":
-            optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)  # type: ignore[type-var]
+            optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)
             begins = replace(spec, init_from=_weights_folder(model)) if spec.preset is not None else spec
         file = TrainFile(
             model=begins, workload=BatchWorkload(batch_size=request.num_sequences, seq_len=request.seq_len),

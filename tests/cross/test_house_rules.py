@@ -97,8 +97,10 @@ def test_committed_text_follows_from_committed_records(
         if kind not in kinds:  # each picture is drawn; one of each kind becomes a file, which is what takes time
             kinds.add(kind)
             save(figure, path, **settings)
+        else:
+            path.touch()
 
     monkeypatch.setattr(Figure, "savefig", save_first)
     monkeypatch.chdir(ROOT)
     assert main(["report", "--check"]) == 0, capsys.readouterr().out
-    assert len(kinds) > 4
+    assert {"cost", "horizon", "lr", "harm", "ladder"} <= kinds

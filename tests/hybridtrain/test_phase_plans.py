@@ -453,6 +453,7 @@ def test_borders_wait_for_late_copies(name: str, tmp_path: Path) -> None:
     assert_same(late, plain(base))
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", ["int8-away", "bf16-int8-streamed", "int8-alone", "away"])
 def test_a_state_saved_in_any_phase_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     base, changes = SAME[name]

@@ -138,7 +138,7 @@ def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None
         compose([Pipeline(), part])
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(
     ("name", "copies_to_host"), [("tied-4", False), ("streamed", True), ("all-away", False), ("int8-weights", True)]
 )

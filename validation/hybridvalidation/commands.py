@@ -46,11 +46,11 @@ def gate(
         jobs: Processes at a time; default: one for each core.
         markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
     """
-    from hybridvalidation.gate.ci_text import write_markdown
-    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.gate.command import gate_all
+    from hybridvalidation.gate.gate import Order, write_markdown
     from hybridvalidation.scenario_files import scenario_folder
 
-    order = GateOrder(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
+    order = Order(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
     report = gate_all(scenario_folder(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
@@ -133,9 +133,9 @@ def report(
         check: Instead write nothing, and name every table and page that would change.
         html: Instead write everything as pages for a browser into this folder; they need no network and no server.
     """
+    from hybridvalidation.guide.figures import Figures, check_report, fill_pages
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.figures import Figures, fill_pages
-    from hybridvalidation.show.report import check_report, rebuild
+    from hybridvalidation.show.report import rebuild
 
     if check:
         stale = check_report(scenario_folder(common.scenarios), common.results)
@@ -186,7 +186,8 @@ def records(
         jobs: Processes at a time; default: one for each core.
     """
     from hybridtrain.stacks import evidence_folder
-    from hybridvalidation.gate.command import GateOrder, gate_all
+    from hybridvalidation.gate.command import gate_all
+    from hybridvalidation.gate.gate import Order
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.validate import other_records, prune_records
 
@@ -194,7 +195,7 @@ def records(
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
-    order = GateOrder(
+    order = Order(
         names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
     )
     results = common.results if record else evidence_folder(common.results)
@@ -267,8 +268,9 @@ def _list_targets(common: Recorded) -> Answer:
     from hybridvalidation.judge.roll_up import counts
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.targets import all_targets, targets_text
+    from hybridvalidation.show.results import Results
 
-    rows = all_targets(scenario_folder(common.scenarios), evidence_folder(common.results))
+    rows = all_targets(Results(scenario_folder(common.scenarios), evidence_folder(common.results)))
     content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 
@@ -298,12 +300,12 @@ def validate(
         out: Or into this folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
+    from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.report import TERMINAL, report_text
-    from hybridvalidation.study.ladder.quality import stack_quality
-    from hybridvalidation.study.ladder.targets import ladder_verdicts
+    from hybridvalidation.show.pages.scenario import report_text, scenario_page
+    from hybridvalidation.show.results import Results
     from hybridvalidation.validate import validate as validate_scenario
 
     files = scenario_folder(common.scenarios)
@@ -317,19 +319,19 @@ def validate(
         planned=planned,
         progress=not common.json,
     )
-    run, paths, targets = done.run, names_of(done.written), files.targets()
+    run, results = done.run, Results(files, common.results)
+    paths = [] if done.folder is None else names_of(scenario_page(run, results).write(done.folder))
     written = f" Written: {', '.join(paths)}" if paths else ""
-    elsewhere = ladder_verdicts(files, common.results)
-    joint = judge_jointly(run, targets, elsewhere)
+    joint = judge_jointly(run, results.targets, results.elsewhere)
     content = {
         "scenario": run.scenario.name,
         "records": [encode(record) for record in run.records.values()],
-        "verdicts": [encode(verdict) for verdict in judge_all(run, targets, elsewhere)],
+        "verdicts": [encode(verdict) for verdict in judge_all(run, results.targets, results.elsewhere)],
         "joint": "" if joint is None else joint.sentence,
         "num_cached": run.num_cached,
         "files": paths,
     }
-    told = report_text(run, targets, TERMINAL, elsewhere, stack_quality(files, common.results))
+    told = report_text(run, results, TERMINAL)
     return Answer(
         text=f"{told}\n\n{run.num_made} runs made, {run.num_cached} read from records.{written}",
         content=content,
@@ -380,13 +382,14 @@ def execute(
     from hybridvalidation.experiments.executed import ExecuteSpec, append_executed, read_executed
     from hybridvalidation.experiments.executed import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.pages.executed import equality_line, executed_table, write_executed
+    from hybridvalidation.show.pages.executed import equality_line, executed_table
+    from hybridvalidation.show.report import write_pages
 
     shape = find_model(model)
-    chosen = scenario_folder(common.scenarios).stack(stack)
+    files = scenario_folder(common.scenarios)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
-        shape=shape, stack=chosen, grad_accum_steps=accum,
+        shape=shape, stack=files.stack(stack), grad_accum_steps=accum,
         workload=asked_workload(micro_batch, seq), num_steps=steps,
         lr=lr, disk_folder=disk,
         host_limit_bytes=None if host_limit_gib is None else int(host_limit_gib * GIB),
@@ -394,7 +397,7 @@ def execute(
     )  # fmt: skip
     read_executed(common.records)  # a damaged file is told now, not after the run
     run = run_steps(spec, open_corpus(None, vocab_size=shape.vocab_size), common.say)
-    written = [append_executed(common.records, run), *write_executed(read_executed(common.records), common.results)]
+    written = [append_executed(common.records, run), *write_pages("executed", files, common.results)]
     paths = names_of(written)
     return Answer(
         text=f"\n{executed_table([run], TERMINAL)}\n\n{equality_line(run)}\nWritten: {', '.join(paths)}",
@@ -544,13 +547,13 @@ def recorded(
     """
     from hybridvalidation.experiments.recorded import recorded_command
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.pages.recorded import write_recorded
+    from hybridvalidation.show.report import write_pages
 
     files = scenario_folder(common.scenarios)
     text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
-    paths = write_recorded(files, common.results) if record else []
+    paths = write_pages("recorded", files, common.results) if record else []
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
@@ -577,14 +580,14 @@ def peers(
     """
     from hybridvalidation.experiments.peers import peers_command
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.show.pages.peers import write_peers
+    from hybridvalidation.show.report import write_pages
 
     files = scenario_folder(common.scenarios)
     text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
     )  # fmt: skip
-    paths = write_peers(files, common.results) if record else []
+    paths = write_pages("peers", files, common.results) if record else []
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 

@@ -14,9 +14,6 @@ from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_record
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.report import write_report
-from hybridvalidation.study.ladder.quality import stack_quality
-from hybridvalidation.study.ladder.targets import ladder_verdicts
 
 _SHOWN_FILES = 3
 
@@ -26,8 +23,8 @@ class Validation:
     """A scenario with all of its records."""
 
     run: ScenarioRun
-    written: tuple[Path, ...]
-    """Tables and plots; empty where all records were the committed ones, whose tables are there."""
+    folder: Path | None
+    """Where the tables and plots belong; None where all records were the committed ones, whose tables are there."""
 
 
 def validate(
@@ -41,7 +38,7 @@ def validate(
     progress: bool,
     planned: bool = False,
 ) -> Validation:
-    """Make the runs of a scenario that have no valid record, and write tables and plots beside the new records.
+    """Make the runs of a scenario that have no valid record, and return it with its records.
 
     Args:
         files: Scenarios and stacks.
@@ -68,11 +65,7 @@ def validate(
     )
     stored = committed.read(scenario.name)
     is_committed = not record and all(found in stored for found in run.records.values())
-    if is_committed:
-        return Validation(run=run, written=())
-    elsewhere, quality = ladder_verdicts(files, results), stack_quality(files, results)
-    written = write_report(run, files.targets(), folder, elsewhere, quality)
-    return Validation(run=run, written=tuple(written))
+    return Validation(run=run, folder=None if is_committed else folder)
 
 
 def other_records(files: ScenarioFiles, results: Path) -> list[str]:

@@ -20,7 +20,7 @@ from hybridvalidation.experiments.recorded import (
     scores,
 )
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.show.pages.recorded import by_kind, headline, label_of
+from hybridvalidation.show.pages.recorded import by_kind, headline, label_of, spread_table
 
 SCENARIOS = Path("scenarios")
 
@@ -41,6 +41,11 @@ def planned(found: Source, of: RecordedRun, outcome: Outcome = Outcome.OK, **fig
         started_at="2026-11-22T00:00:00+00:00", duration_s=1.0, environment=read_environment(), source="s", run=of.id,
         figures=figures, packages={},
     )  # fmt: skip
+
+
+def cells(table: str) -> list[list[str]]:
+    lines = [line for line in table.splitlines() if "--" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_rows_say_what_was_recorded_planned_and_missed() -> None:
@@ -74,11 +79,10 @@ def test_figures_seen_before_stand_apart() -> None:
     rows = rows_of({"s": blind, "t": known}, [planned(blind, blind.runs[0], peak=103.0, oom=0), later])
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
-        "1 CUDA figures of memory and 1 outcomes of 1 sources predicted: median error 3.00 %, nine in ten within 3.0 "
-        "%, largest 3 %; 1 of 1 outcomes are right (1 fit, 0 ran out of memory). With those that were seen before, 2 "
-        "figures: median error 26.50 %, nine in ten within 50.0 %, largest 50 %. Seen before: 1 t peak 50.0 % off on "
-        "average (signed: -50.0 %), 0 of 1 t outcomes right."
+        "Predicted before they were seen: 1 CUDA figures of memory of 1 publications, median error 3.00 %, nine in ten "
+        "within 3.0 %. Of 1 outcomes 1 are right (1 fit, 0 ran out of memory)."
     )
+    assert cells(spread_table(rows))[-1] == ["with those seen before", "2", "26.50 %", "50.0 %", "50 %"]
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
         replace(blind, seen=("speed",))
 
@@ -86,10 +90,11 @@ def test_figures_seen_before_stand_apart() -> None:
 def test_what_stays_between_steps_stands_apart_from_peaks() -> None:
     found = source(run("a", peak=100.0, allocated_mean=100.0))
     rows = rows_of({"s": found}, [planned(found, found.runs[0], peak=104.0, allocated_mean=100.0)])
-    assert headline(rows).startswith(
-        "2 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 2.00 %, nine in ten within 4.0 "
-        "%, largest 4 % (without 1 means of allocated bytes: median error 4.00 %"
-    )
+    assert cells(spread_table(rows))[1:] == [
+        ["predicted", "2", "2.00 %", "4.0 %", "4 %"],
+        ["predicted, without means of allocated bytes", "1", "4.00 %", "4.0 %", "4 %"],
+        ["with those seen before", "2", "2.00 %", "4.0 %", "4 %"],
+    ]
 
 
 def test_a_single_run_may_be_seen() -> None:
@@ -100,10 +105,8 @@ def test_a_single_run_may_be_seen() -> None:
         Role.PREDICT: 0.01,
         Role.SEEN: 0.5,
     }
-    assert headline(rows).startswith(
-        "1 CUDA figures of memory and 0 outcomes of 1 sources predicted: median error 1.00 %"
-    )
-    assert headline(rows).endswith("Seen before: 1 s peak 50.0 % off on average (signed: +50.0 %).")
+    assert "1 CUDA figures of memory of 1 publications, median error 1.00 %" in headline(rows)
+    assert cells(spread_table(rows))[-1][:2] == ["with those seen before", "2"]
     assert [label_of(points) for points in by_kind(rows)] == ["s: peak (1)", "s: peak (1, seen before)"]
 
 

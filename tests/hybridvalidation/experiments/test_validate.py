@@ -213,7 +213,8 @@ def test_the_table_tells_stacks_figures_and_verdicts(validated: Place) -> None:
     assert text.startswith("# A tiny model: ")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert [row[:2] for row in rows if row[0] in {"vanilla", "lean"}][:2] == [["vanilla", "yes"], ["lean", "yes"]]
-    head, baseline = rows[0], next(row for row in rows if row[0] == "vanilla")
+    place = next(number for number, row in enumerate(rows) if "top-1 kept %" in row)
+    head, baseline = rows[place], next(row for row in rows[place:] if row[0] == "vanilla")
     assert baseline[head.index("top-1 kept %")] == "100.00 [100.00, 100.00]"
     verdicts = [row[:3] for row in rows if row[0] in {"small", "unknown-metric"}]
     assert verdicts == [
@@ -239,7 +240,7 @@ def test_pictures_are_whole_pngs_of_some_size(validated: Place) -> None:
         assert content.endswith(b"IEND\xaeB`\x82")
         width, height = struct.unpack(">II", content[16:24])
         assert width > 600, path.name
-        assert height > 300, path.name
+        assert height > 200, path.name
         assert len(content) > 8_000, "an empty picture of this size has fewer bytes"
 
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtrain import estimate_memory
 from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
-from hybridvalidation.gate.ci_text import annotation, markdown_table
-from hybridvalidation.gate.memory_baseline import fold, unfold
+from hybridvalidation.gate.gate import annotation, markdown_table
+from hybridvalidation.gate.holders import fold, unfold
 from hybridvalidation.gate.pytest_plugin import COMMENT
 
 pytest_plugins = ["pytester"]

@@ -6,8 +6,8 @@ import pytest
 
 from hybridtrain.config.aliases import KINDS, OPTIONS
 from hybridvalidation.guide.departures import DEFAULTS, Default, defaults_table, names_table
+from hybridvalidation.guide.figures import Figures, filled
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.figures import Figures, filled
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/departures.md"

@@ -15,17 +15,20 @@ from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.savings import without
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
-from hybridvalidation.guide.commands import commands
-from hybridvalidation.guide.models import recommendations, scenario_table
-from hybridvalidation.guide.settings import FILES, file_settings, keys_of, settings_table, tables_of
+from hybridvalidation.guide.models import recommendations
+from hybridvalidation.guide.reference import FILES, commands, file_settings, keys_of, settings_table, tables_of
 from hybridvalidation.guide.techniques import catalogue, example_stack, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.pages.scenario import summary_table
+from hybridvalidation.show.results import Results
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-FILES_HERE, RESULTS = ScenarioFiles(ROOT / "scenarios"), ROOT / "results"
+FILES_HERE = ScenarioFiles(ROOT / "scenarios")
+RESULTS = Results(FILES_HERE, ROOT / "results")
 WIDE = ModelConfig(
     family="llama", vocab_size=64, max_seq_len=64, num_blocks=6, width=2048, num_heads=4, num_kv_heads=2, ffn_width=4096
 )
@@ -67,8 +70,8 @@ def test_an_example_without_its_technique_is_refused() -> None:
 
 
 def test_a_page_has_the_rows_of_the_committed_report() -> None:
-    page = technique_sections("gradient_checkpointing", "(a step)", FILES_HERE, RESULTS)
-    report = (RESULTS / "tables" / "techniques.md").read_text().splitlines()
+    page = technique_sections("gradient_checkpointing", "(a step)", RESULTS)
+    report = (RESULTS.folder / "tables" / "techniques.md").read_text().splitlines()
     shown = [line for line in page.splitlines() if line.startswith(("| vanilla ", "| checkpointing "))]
     assert set(shown[:2]) <= set(report)
     assert "checkpoint-activation-saving" in page
@@ -85,16 +88,17 @@ def test_every_key_of_every_file_says_what_it_means() -> None:
 
 
 def test_recommendations_are_the_fastest_rows_that_fit() -> None:
-    table = recommendations(FILES_HERE, RESULTS)
+    table = recommendations(RESULTS)
     row = next(line for line in table.splitlines() if "tables/1b-16gb.md" in line)
+    run = RESULTS.run("1b-16gb")
     fitting = [
-        line.split("|") for line in scenario_table("1b-16gb", FILES_HERE, RESULTS).splitlines() if "| yes " in line
+        line.split("|") for line in summary_table(run, MARKDOWN, only_main=True).splitlines() if "| yes " in line
     ]
-    fastest = max(fitting, key=lambda cells: int(cells[10].replace(",", "")))
+    fastest = max(fitting, key=lambda cells: int(cells[6].replace(",", "")))
     assert f"| {fastest[1].strip()} " in row
-    assert fastest[10].strip() in row
-    told = {line.split("|")[3].strip(): line.split("|")[-2].strip() for line in table.splitlines()[2:]}
-    ladder = (RESULTS / "tables/study-quality-ladder.md").read_text()
+    assert fastest[6].strip() in row
+    told = {line.split("|")[2].strip(): line.split("|")[-2].strip() for line in table.splitlines()[2:]}
+    ladder = (RESULTS.folder / "tables/study-quality-ladder.md").read_text()
     worse = r"^\| best-50b-24gb +\| vanilla .* 10 of 10 \| \S+ +\| (\S+) .*\| worse "
     *_, largest = re.findall(worse, ladder, re.MULTILINE)
     assert told["best-50b-24gb"].startswith(f"worse, {largest} nats at 264k")
@@ -151,8 +155,8 @@ def test_an_example_is_what_a_committed_dry_run_says_fits(example: str, name: st
     assert set(file.optimizations) == set(FILES_HERE.stack(stack).optimizations)
     assert file.workload == scenario.workload_of(stack)
     assert file.model.resolve() == scenario.model.resolve()
-    rows = scenario_table(name, FILES_HERE, RESULTS).splitlines()
-    assert [line.split("|")[2].strip() for line in rows if line.startswith(f"| {stack} ")] == ["yes"]
+    *_, row = summary_table(RESULTS.run(name), MARKDOWN, [stack], only_main=True).splitlines()
+    assert [cell.strip() for cell in row.split("|")[1:3]] == [stack, "yes"]
 
 
 def test_card_and_model_files_of_the_reference_can_be_read(tmp_path: Path) -> None:

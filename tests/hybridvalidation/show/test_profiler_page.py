@@ -8,7 +8,8 @@ from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfiledCase, ProfilerRecord, append_profiled
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages import profiler
-from hybridvalidation.show.pages.profiler import PAGE, TARGET, judge_profiler
+from hybridvalidation.show.pages.profiler import SOURCE, TARGET, judge_profiler
+from hybridvalidation.show.results import Results
 
 FILES = ScenarioFiles(Path("scenarios"))
 
@@ -44,10 +45,10 @@ def test_the_largest_model_is_judged_and_a_cards_step_decides(
 def test_without_its_benchmark_nothing_is_claimed(tmp_path: Path) -> None:
     (found,) = judge_profiler(tmp_path, FILES.targets())
     assert found.status is Status.UNPROVEN
-    assert PAGE.write(FILES, tmp_path) == []
+    assert list(SOURCE.pages(Results(FILES, tmp_path))) == []
 
 
 def test_the_page_shows_every_case(tmp_path: Path) -> None:
     write(tmp_path / "records", case(10, 0.5), case(1000, 0.0004))
-    (path,) = PAGE.write(FILES, tmp_path)
-    assert all(name in path.read_text() for name in ("m10 ", "m1000", TARGET))
+    (page,) = SOURCE.pages(Results(FILES, tmp_path))
+    assert all(name in page.text for name in ("m10 ", "m1000", TARGET))

@@ -16,7 +16,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 PHONE, DESK = (390, 844), (1400, 900)
 WITH_PLOTS = (
-    "scenario-7b-24gb",
+    "7b-24gb",
     "recorded",
     "executed",
     "peers-8b-full-24gb",
@@ -144,7 +144,7 @@ def span(page: "sync_api.Page", name: str) -> float:
 
 def test_a_timeline_is_zoomed_moved_hidden_and_changed(browser: "sync_api.Browser", folder: Path) -> None:
     opened = Opened(browser, DESK, "light")
-    opened.draw_all(url(folder, "scenario-7b-24gb"))
+    opened.draw_all(url(folder, "7b-24gb"))
     page, figure = opened.page, opened.page.locator("#chart-timeline")
     whole = span(page, "timeline")
     figure.get_by_role("button", name="Zoom in").click()

@@ -192,7 +192,7 @@ def test_a_cycle_that_comes_or_goes_is_told_with_the_largest_step() -> None:
     ((code, message),) = compare(TWO, larger)
     assert code is GateExit.REGRESSED
     assert message == (
-        "other steps: 2 -> 4, allocated at most 400 B -> 401 B (+1 B, +0.250 %); moved: weight/head +1 B"
+        "other steps: 2 -> 4, allocated at most 400 B -> 401 B (+1 B, +0.250 %); moved: weight/head: +1 B"
     )
 
 

@@ -14,7 +14,8 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridvalidation.records.faults import FaultRecord, append_faults
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.show.pages.faults import write_faults
+from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.report import write_pages
 
 
 def run_campaign(campaign: Campaign, *, seed: int, count: int, results: Path) -> FaultRecord:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_campaign(known[name], seed=given.seed, count=given.count or known[name].count, results=given.results)
             for name in given.names or known
         ]
-        paths = write_faults(given.results)
+        paths = write_pages("faults", ScenarioFiles(Path("scenarios")), given.results)
     except HybridTrainError as error:
         _say(f"faults: {error}")
         return 2

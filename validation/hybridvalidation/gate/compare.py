@@ -9,13 +9,11 @@ from dataclasses import fields, is_dataclass, replace
 
 from hybridtrain.config.encode import JsonValue, encode
 from hybridtrain.planning.figures import MemoryFigures, StepPeaks, Timeline
-from hybridtrain.units import format_bytes
 from hybridvalidation.gate.gate import GateExit
-from hybridvalidation.gate.memory_baseline import fold
+from hybridvalidation.gate.holders import change_text, moved_lines
 
 _TIME_TOLERANCE = 1e-9
 """Relative: since Python 3.12 sum() of floats compensates, so that a time has other last digits."""
-_SHOWN = 6
 _MEMORY = (("allocated", "allocated_bytes"), ("active", "active_bytes"), ("reserved", "reserved_bytes"))
 _TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
 
@@ -34,19 +32,19 @@ def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]
     for what, name in _TIERS:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            found.append((_code(before, after), f"{what}: {_bytes(before, after)}"))
+            found.append((_code(before, after), f"{what}: {change_text(before, after)}"))
     if not _is_close(old.step_time_s, new.step_time_s):
         change = f"{old.step_time_s:.6g} s -> {new.step_time_s:.6g} s"
         found.append((_code(old.step_time_s, new.step_time_s), f"estimated step time: {change}"))
     if not found and (names := list(_changed(encode(old), encode(new)))):
-        where = _named(_differences(old.by_unit, new.by_unit)) or _moments(old.timeline, new.timeline)
+        where = _named(old.by_unit, new.by_unit) or _moments(old.timeline, new.timeline)
         found.append((GateExit.REGRESSED, f"changed: {', '.join(names)}; {where}"))
     return found
 
 
 def moved(old: MemoryFigures, new: MemoryFigures) -> str:
     """Name the holders whose bytes at the peak changed, largest change first; like blocks are told together."""
-    return _named(_differences(old.by_unit, new.by_unit)) or "nothing moved at the peak"
+    return _named(old.by_unit, new.by_unit) or "nothing moved at the peak"
 
 
 def is_equal(old: object, new: object) -> bool:
@@ -57,18 +55,18 @@ def is_equal(old: object, new: object) -> bool:
 
 def _of_steps(old: MemoryFigures, new: MemoryFigures) -> Iterator[tuple[GateExit, str]]:
     if [step.phase for step in old.steps] != [step.phase for step in new.steps]:
-        most = _bytes(old.peak_allocated_bytes, new.peak_allocated_bytes)
+        most = change_text(old.peak_allocated_bytes, new.peak_allocated_bytes)
         message = f"other steps: {len(old.steps)} -> {len(new.steps)}, allocated at most {most}; {moved(old, new)}"
         yield _code(old.peak_allocated_bytes, new.peak_allocated_bytes), message
         return
     peak = max(new.steps, key=lambda step: step.allocated_bytes)
     for before, after in zip(old.steps, new.steps, strict=True):
         name = after.phase if len({step.phase for step in new.steps}) > 1 else f"step {after.step}"
-        told = moved(old, new) if after is peak else _named(_differences(before.by_class, after.by_class))
+        told = moved(old, new) if after is peak else _named(before.by_class, after.by_class)
         for what, field in _MEMORY:
             was, now = getattr(before, field), getattr(after, field)
             if was != now:  # who holds the bytes is told once for a step, beside the first figure that changed
-                yield _code(was, now), f"{what}, {name}: {_bytes(was, now)}" + (f"; {told}" if told else "")
+                yield _code(was, now), f"{what}, {name}: {change_text(was, now)}" + (f"; {told}" if told else "")
                 told = ""
         rest = [
             field.name
@@ -86,23 +84,9 @@ def _code(before: float, after: float) -> GateExit:
     return GateExit.REGRESSED if after > before else GateExit.IMPROVED
 
 
-def _bytes(before: int, after: int) -> str:
-    share = f", {100 * (after / before - 1):+.3f} %" if before else ""
-    return f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,} B{share})"
-
-
-def _differences(old: Mapping[str, int], new: Mapping[str, int]) -> dict[str, int]:
-    return {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
-
-
-def _named(changes: Mapping[str, int]) -> str:
-    together = fold({name: change for name, change in changes.items() if change})
-    ranked = sorted(together.items(), key=lambda item: (-abs(item[1]), item[0]))
-    if not ranked:
-        return ""
-    shown = ", ".join(f"{name} {change:+,} B" + (" each" if "{" in name else "") for name, change in ranked[:_SHOWN])
-    rest = len(ranked) - _SHOWN
-    return f"moved: {shown}" + (f" and {rest} more" if rest > 0 else "")
+def _named(old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    lines = moved_lines(old, new)
+    return f"moved: {'; '.join(lines)}" if lines else ""
 
 
 def _moments(old: Timeline | None, new: Timeline | None) -> str:
@@ -111,7 +95,7 @@ def _moments(old: Timeline | None, new: Timeline | None) -> str:
         return "the step's course changed"
     pairs = {name: zip(old.sizes(name), new.sizes(name), strict=True) for name in {*old.by_class, *new.by_class}}
     most = {name: max((after - before for before, after in pair), key=abs, default=0) for name, pair in pairs.items()}
-    return _named(most) or "no byte moved"
+    return _named({}, most) or "no byte moved"
 
 
 def _changed(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[str]:

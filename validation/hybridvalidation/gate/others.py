@@ -1,5 +1,6 @@
 """The check of plans of others' trainers: planned again where their packages are installed, held to the records."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.progress import progress_bar
 from hybridvalidation.experiment import missing_package, versions_of
 from hybridvalidation.experiments.peers import (
     PeerFigures,
@@ -28,7 +30,7 @@ from hybridvalidation.experiments.recorded import (
     start_plan,
 )
 from hybridvalidation.gate.compare import is_equal
-from hybridvalidation.gate.gate import Finding, GateExit
+from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
 from hybridvalidation.records.asked import differences, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
@@ -57,17 +59,6 @@ class OthersPlan(Generic[F]):
     append: Callable[[Record], Path]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OthersResult:
-    """What planning again found."""
-
-    findings: tuple[Finding, ...]
-    changed: tuple[tuple[OthersPlan[Any], Ended[Any]], ...]
-    notes: tuple[str, ...]
-    """What could not be planned here."""
-    num_planned: int
-
-
 def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[OthersPlan[Any]]:
     """Return the plans that names mean; raises ``ConfigError`` for an unknown one. Nothing is planned."""
     if not names:
@@ -80,30 +71,35 @@ def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> li
     return [plan for plan in found if plan.source in names or plan.source.partition("/")[0] in names]
 
 
-def verify_others(plans: Sequence[OthersPlan[Any]], on_run: Callable[[str], None], *, processes: int) -> OthersResult:
+def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison:
     """Plan again what can be planned here, each in a fresh process, and compare."""
-    here = [plan for plan in plans if not missing_package(plan.packages)]
-    absent: dict[str, list[str]] = {}
+    here, absent = list[OthersPlan[Any]](), dict[str, int]()
     for plan in plans:
         if package := missing_package(plan.packages):
-            absent.setdefault(f"{plan.source}: {package} is not installed", []).append(plan.run)
+            why = f"{plan.source}: {package} is not installed"
+            absent[why] = absent.get(why, 0) + 1
+        else:
+            here.append(plan)
     findings, changed = list[Finding](), list[tuple[OthersPlan[Any], Ended[Any]]]()
-    for plan, ended in run_side_by_side(here, lambda plan: plan.start(), processes):
-        on_run(f"{plan.source} {plan.run}")
-        finding = _compared(plan, ended)
-        findings += [] if finding is None else [finding]
-        changed += [(plan, ended)] if finding is not None and finding.settled_by_accept else []
-    notes = [f"{why}, {len(runs)} plans are not verified here" for why, runs in absent.items()]
-    return OthersResult(
-        findings=tuple(findings), changed=tuple(changed), notes=tuple(notes), num_planned=len(here)
+    with progress_bar(here, desc="plan", unit="run", shown=order.progress) as bar:
+        for plan, ended in run_side_by_side(here, lambda plan: plan.start(), order.processes or os.cpu_count() or 1):
+            bar.set_postfix_str(f"{plan.source} {plan.run}")
+            bar.update()
+            finding = _compared(plan, ended)
+            findings += [] if finding is None else [finding]
+            changed += [(plan, ended)] if finding is not None and finding.settled_by_accept else []
+    return Comparison(
+        subject=f"{len(here)} plans of others' trainers", findings=findings,
+        notes=[f"{why}, {count} plans are not verified here" for why, count in absent.items()],
+        accept=lambda: _accept(changed, order.reason),
     )  # fmt: skip
 
 
-def accept_others(result: OthersResult, reason: str) -> list[Path]:
+def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) -> list[Path]:
     """Append what was found now to the records, with the reason; return the files."""
     return sorted({
         plan.append(replace(plan.record_of(ended), accepted=reason if plan.recorded is not None else ""))
-        for plan, ended in result.changed
+        for plan, ended in changed
     })  # fmt: skip
 
 

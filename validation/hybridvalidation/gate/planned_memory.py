@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain.sizes import parse_size
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
-from hybridvalidation.gate.memory_baseline import PlanFigures, fold
+from hybridvalidation.gate.holders import fold
+from hybridvalidation.gate.memory_baseline import PlanFigures
 
 if TYPE_CHECKING:  # torch is imported when the first plan is made: the plugin is in every run of pytest
     import torch

@@ -1,17 +1,18 @@
 """The check of planned records: every stack of a scenario is planned again and held to the record that answers it."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hybridtrain.config.encode import digest
+from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest, torch_series
 from hybridvalidation.experiments.stack_runs import Job, jobs_of, plan_all, run_from_records
 from hybridvalidation.gate.compare import compare, is_equal
-from hybridvalidation.gate.gate import Finding, GateExit
+from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
 from hybridvalidation.records.asked import differences, key_of
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
@@ -31,14 +32,8 @@ class ScenarioPlans:
     records: Mapping[str, StackRun]
     """What each stack is held to: the newest of its name, if it can be one of the same question, else that of another
     name which answers the same."""
-    earlier: tuple[StackRun, ...]
-    """All dry runs of the scenario's file that found figures, oldest first."""
-
-    @property
-    def gone(self) -> list[str]:
-        """Stacks that have a record and are not asked any more: their budget would be given up without a word."""
-        held = {record.stack for record in self.records.values()}  # one that was renamed is held to its old name's
-        return sorted({record.stack for record in self.earlier} - {*self.scenario.stacks} - held)
+    gone: tuple[str, ...]
+    """Stacks that have a record and are not asked any more: their budget would be given up without a word."""
 
     @property
     def state(self) -> str:
@@ -48,23 +43,33 @@ class ScenarioPlans:
             {stack: digest(record) for stack, record in self.records.items()},
         )
 
+    def findings(self, job: Job, run: StackRun | None) -> list[Finding]:
+        """Return what sets a run apart from what it is held to; None: it was not made."""
+        record = self.records.get(job.stack.name)
+        if run is not None and run.memory is None:
+            return [self.finding(job.stack.name, run.message, settled_by_accept=False)]
+        if run is None or run.memory is None or record is None or record.memory is None:
+            return [self.finding(job.stack.name, _NO_RECORD)]
+        remarks = ""
+        if record.key != run.key:
+            changes = differences({**record.asked, **record.plan}, {**run.asked, **run.plan})
+            remarks += f"; what is asked has changed: {', '.join(changes)}"
+        made_with = torch_series(record.environment.torch)
+        if made_with != torch_series():
+            remarks += f"; recorded with torch {made_with}, this is {torch_series()}"
+        if is_equal(record.memory, run.memory):
+            same = f"the figures are those of the record{remarks}"
+            return [] if record.key == run.key else [self.finding(job.stack.name, same)]
+        changed = compare(record.memory, run.memory)
+        return [self.finding(job.stack.name, message + remarks, code) for code, message in changed]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlansResult:
-    """What planning again found."""
-
-    findings: tuple[Finding, ...]
-    changed: tuple[StackRun, ...]
-    """Runs of today that differ from their record, or have none."""
-    gone: tuple[str, ...]
-    """Scenarios with records of stacks that are not asked any more."""
-    verified: Mapping[str, str]
-    """Digest of the records of each scenario that was found again as a whole."""
-    num_compared: int
-    """Stacks that were planned and had a record."""
-    num_planned: int
-    """Equal questions of several scenarios are planned once."""
-    seconds: float
+    def finding(
+        self, stack: str, message: str, code: GateExit = GateExit.COULD_NOT_MEASURE, *, settled_by_accept: bool = True
+    ) -> Finding:
+        """Return a finding about a stack."""
+        return Finding(
+            scenario=self.scenario.name, stack=stack, exit=code, message=message, settled_by_accept=settled_by_accept
+        )
 
 
 def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> list[ScenarioPlans]:
@@ -74,7 +79,7 @@ def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> lis
         scenario = files.scenario(name)
         stacks = [files.stack(stack) for stack in scenario.stacks]
         jobs = tuple(jobs_of(scenario, stacks, ("dry_run",)))
-        earlier = tuple(run for run in store.read(scenario.name) if run.kind == "dry_run" and run.memory is not None)
+        earlier = [run for run in store.read(scenario.name) if run.kind == "dry_run" and run.memory is not None]
         by_key, by_name = {run.key: run for run in earlier}, {run.stack: run for run in earlier}
         by_both = {(run.key, run.stack): run for run in earlier}
         held = {
@@ -82,11 +87,72 @@ def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> lis
             for job in jobs
         }
         records = {stack: run for stack, run in held.items() if run is not None}
-        found.append(ScenarioPlans(scenario=scenario, jobs=jobs, records=records, earlier=earlier))
+        renamed = {record.stack for record in records.values()}
+        gone = tuple(sorted({*by_name} - {*scenario.stacks} - renamed))
+        found.append(ScenarioPlans(scenario=scenario, jobs=jobs, records=records, gone=gone))
     return found
 
 
-def known_verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:
+def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Order, results: Path) -> Comparison:
+    """Plan again, equal questions once, and compare; what has no record is planned only to be accepted."""
+    verified = _verifications(plans, results) if order.trusts_verified else {}
+    again = [found for found in plans if found.scenario.name not in verified]
+    begin = time.perf_counter()
+    fresh = _planned(again, order)
+    seconds = time.perf_counter() - begin
+    findings, changed, equal = list[Finding](), list[StackRun](), dict[str, str]()
+    for found in again:
+        of_scenario = list[Finding]()
+        for job in found.jobs:
+            run = fresh.get(job.key)
+            own = None if run is None else replace(run, scenario=found.scenario.name, stack=job.stack.name)
+            of_job = found.findings(job, own)
+            of_scenario += of_job
+            changed += [own] if own is not None and any(finding.settled_by_accept for finding in of_job) else []
+        of_scenario += [found.finding(stack, "has a record and is not asked any more") for stack in found.gone]
+        findings += of_scenario
+        equal |= {} if of_scenario else {found.scenario.name: found.state}
+    count = sum(job.key in fresh and job.stack.name in found.records for found in again for job in found.jobs)
+    different = f" ({len(fresh)} different ones)" if len(fresh) < count else ""
+    gone = [found.scenario.name for found in again if found.gone]
+    return Comparison(
+        subject=f"{count} dry runs{different} of {len(again)} scenarios", findings=findings,
+        notes=[*([_how_long(seconds)] if fresh else []), *_trusted(plans, verified)],
+        accept=lambda: _accept(files, changed, gone, results, order.reason),
+        written=[_keep_verification(results, equal, seconds)] if order.keeps_verified and equal else [],
+    )  # fmt: skip
+
+
+def _planned(again: Sequence[ScenarioPlans], order: Order) -> dict[str, StackRun]:
+    """Return runs of today by the key of what was asked."""
+    jobs = {job.key: job for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
+    took = {record.key: record.duration_s for found in again for record in found.records.values()}
+    longest_first, fresh = sorted(jobs.values(), key=lambda job: -took.get(job.key, 0)), dict[str, StackRun]()
+    with progress_bar(longest_first, desc="plan", unit="run", shown=order.progress) as bar:
+        for job, run in plan_all(longest_first, processes=order.processes):
+            fresh[job.key] = run
+            bar.set_postfix_str(f"{job.scenario} {job.stack.name}")
+            bar.update()
+    return fresh
+
+
+def _how_long(seconds: float) -> str:
+    here = read_environment()
+    checkout = (here.commit[:8] or "of no checkout") + (", with changes" if here.dirty else "")
+    return f"planned again in {seconds:.0f} s by program {program_digest()} (commit {checkout}, torch {here.torch})"
+
+
+def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification]) -> list[str]:
+    """Return a sentence about what was not planned again, if anything."""
+    if not verified:
+        return []
+    count = sum(len(found.jobs) for found in plans if found.scenario.name in verified)
+    newest = max(done.started_at for done in verified.values())
+    told = f"{count} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}"
+    return [f"{told}; --verify plans them once more"]
+
+
+def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:
     """Return by scenario the check by which this very program, with this torch, found all of its records again."""
     here = [
         done
@@ -101,98 +167,27 @@ def known_verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[s
     }
 
 
-def jobs_to_plan(plans: Iterable[ScenarioPlans], *, plans_new: bool) -> list[Job]:
-    """Return what is planned again, equal questions once; ``plans_new``: what has no record to compare with too."""
-    unique = {job.key: job for found in plans for job in found.jobs if plans_new or job.stack.name in found.records}
-    return list(unique.values())
-
-
-def verify_plans(
-    plans: Sequence[ScenarioPlans], jobs: Iterable[Job], on_run: Callable[[str], None], *, processes: int | None
-) -> PlansResult:
-    """Plan jobs again, and compare every stack whose question is among them.
-
-    Args:
-        plans: From ``read_plans``.
-        jobs: From ``jobs_to_plan``.
-        on_run: Hears of each run that is done.
-        processes: As of ``plan_all``.
-    """
-    begin = time.perf_counter()
-    took = {record.key: record.duration_s for found in plans for record in found.records.values()}
-    fresh: dict[str, StackRun] = {}
-    for job, run in plan_all(sorted(jobs, key=lambda job: -took.get(job.key, 0)), processes=processes):
-        fresh[job.key] = run
-        on_run(f"{job.scenario} {job.stack.name}")
-    findings, changed, verified = list[Finding](), list[StackRun](), dict[str, str]()
-    for found in plans:
-        name, before = found.scenario.name, len(findings)
-        for job in found.jobs:
-            if job.key not in fresh:
-                findings.append(_finding(name, job.stack.name, GateExit.COULD_NOT_MEASURE, _NO_RECORD))
-                continue
-            run = replace(fresh[job.key], scenario=name, stack=job.stack.name)
-            of_job = _findings(found, job, run)
-            findings += of_job
-            changed += [run] if any(finding.settled_by_accept for finding in of_job) else []
-        findings += [
-            _finding(name, gone, GateExit.COULD_NOT_MEASURE, "has a record and is not asked any more")
-            for gone in found.gone
-        ]
-        if len(findings) == before:
-            verified[name] = found.state
-    return PlansResult(
-        findings=tuple(findings), changed=tuple(changed), verified=verified, num_planned=len(fresh),
-        num_compared=sum(job.key in fresh and job.stack.name in found.records for found in plans for job in found.jobs),
-        gone=tuple(found.scenario.name for found in plans if found.gone), seconds=time.perf_counter() - begin,
-    )  # fmt: skip
-
-
-def keep_verification(results: Path, done: PlansResult) -> Path:
+def _keep_verification(results: Path, equal: Mapping[str, str], seconds: float) -> Path:
     """Append a line that says which program found which records again; return its file."""
     return append_verification(
         results / "records",
         Verification(
             key="planned records", started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            duration_s=round(done.seconds, 3), environment=read_environment(), program=program_digest(),
-            scenarios=done.verified,
+            duration_s=round(seconds, 3), environment=read_environment(), program=program_digest(), scenarios=equal,
         ),
     )  # fmt: skip
 
 
-def accept_plans(files: ScenarioFiles, done: PlansResult, results: Path, reason: str) -> list[Path]:
+def _accept(
+    files: ScenarioFiles, changed: Sequence[StackRun], gone: Sequence[str], results: Path, reason: str
+) -> list[Path]:
     """Append today's runs where they differ, and drop records of stacks that are not asked any more."""
     store = RecordStore(results / "records")
-    for run in done.changed:
+    for run in changed:
         is_known = any(record.key == run.key for record in store.read(run.scenario))
         store.append(replace(run, accepted=reason if is_known else ""))
-    for name in done.gone:
+    for name in gone:
         scenario = files.scenario(name)
         shown = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         store.prune(name, list(shown.records.values()))
-    names = sorted({run.scenario for run in done.changed} | {*done.gone})
-    return [store.folder / f"{name}.jsonl" for name in names]
-
-
-def _findings(found: ScenarioPlans, job: Job, run: StackRun) -> list[Finding]:
-    """Return what sets a run apart from what it is held to."""
-    name, stack, record = found.scenario.name, job.stack.name, found.records.get(job.stack.name)
-    if run.memory is None:
-        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, run.message, settled_by_accept=False)]
-    if record is None or record.memory is None:
-        return [_finding(name, stack, GateExit.COULD_NOT_MEASURE, _NO_RECORD)]
-    remarks = ""
-    if record.key != run.key:
-        changes = differences({**record.asked, **record.plan}, {**run.asked, **run.plan})
-        remarks += f"; what is asked has changed: {', '.join(changes)}"
-    made_with = torch_series(record.environment.torch)
-    if made_with != torch_series():
-        remarks += f"; recorded with torch {made_with}, this is {torch_series()}"
-    if is_equal(record.memory, run.memory):
-        same = f"the figures are those of the record{remarks}"
-        return [] if record.key == run.key else [_finding(name, stack, GateExit.COULD_NOT_MEASURE, same)]
-    return [_finding(name, stack, code, message + remarks) for code, message in compare(record.memory, run.memory)]
-
-
-def _finding(scenario: str, stack: str, code: GateExit, message: str, *, settled_by_accept: bool = True) -> Finding:
-    return Finding(scenario=scenario, stack=stack, exit=code, message=message, settled_by_accept=settled_by_accept)
+    return [store.folder / f"{name}.jsonl" for name in sorted({run.scenario for run in changed} | {*gone})]

@@ -5,7 +5,7 @@ Tests compare where they run; reports carry the figures, so that with pytest-xdi
 
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,19 +13,11 @@ import pytest
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import RecordError
-from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD, FitVerdict
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
-from hybridvalidation.gate.ci_text import annotation, markdown_table, write_markdown
-from hybridvalidation.gate.memory_baseline import (
-    MemoryBaseline,
-    PlanChange,
-    PlanFigures,
-    Verdict,
-    compare_plan,
-    moved_lines,
-)
-from hybridvalidation.gate.planned_memory import MemoryPlanner
+from hybridvalidation.gate.gate import annotation, markdown_table, write_markdown
+from hybridvalidation.gate.memory_baseline import CELL_HEADERS, MemoryBaseline, PlanChange, PlanFigures
+from hybridvalidation.gate.planned_memory import MemoryPlanner, PlannedMemory
 
 MARKER = "memory_plan"
 """Of every test that uses the fixture: ``pytest -m memory_plan`` runs those alone."""
@@ -82,7 +74,7 @@ class MemoryGate:
         read = read_baseline(self.file, MemoryBaseline)
         self.old = {} if read is None else read.plans
         self.compares = self.approves or named is not None or read is not None
-        self.rows: dict[str, _Row] = {}
+        self.changes: dict[str, PlanChange] = {}
         self.clashes: list[str] = []
         self.unfinished: set[str] = set()
         """Tests that did not end well: their plans may be missing for that."""
@@ -90,8 +82,9 @@ class MemoryGate:
 
     def change(self, name: str, new: PlanFigures) -> PlanChange:
         """Return a plan beside its baseline."""
-        change = replace(compare_plan(name, self.old.get(name), new), approved=self.approves)
-        return change if self.compares else replace(change, verdict=Verdict.NOT_COMPARED)
+        return PlanChange(
+            name=name, new=new, old=self.old.get(name), is_compared=self.compares, is_approved=self.approves
+        )  # fmt: skip
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -99,12 +92,10 @@ class MemoryGate:
         try:
             result = yield
         except BaseException:
-            told = self._told(item)
-            if told:
+            if told := self._told(item):
                 item.add_report_section("call", "planned memory", told)
             raise
-        told = self._told(item)
-        if told:
+        if told := self._told(item):
             pytest.fail(told, pytrace=False)
         return result
 
@@ -113,8 +104,7 @@ class MemoryGate:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put the plans into the report: bytes as properties, which JUnit XML shows, and all of it for ``note``."""
-        planner = item.stash.get(_PLANNER, None)
-        plans = planner.plans if planner is not None and call.when == "call" else []
+        plans = _plans_of(item) if call.when == "call" else []
         found = [(plan.name, plan.figures(item.nodeid), min(plan.limits_bytes, default=None)) for plan in plans]
         for name, figures, _ in found:
             of_plan = "" if name == item.nodeid else f"[{name}]"
@@ -132,11 +122,12 @@ class MemoryGate:
             self.unfinished.add(report.nodeid)
         for name, encoded, limit in getattr(report, "memory_plans", ()):
             figures = decode(PlanFigures, encoded, source=name)
-            known = self.rows.get(name)
-            if known is not None and known.change.new.test != figures.test:
-                self.clashes.append(f"'{name}' is planned by {known.change.new.test} and by {figures.test}")
+            known = self.changes.get(name)
+            if known is not None and known.new.test != figures.test:
+                self.clashes.append(f"'{name}' is planned by {known.new.test} and by {figures.test}")
             path, line, _ = report.location
-            self.rows[name] = _Row(change=self.change(name, figures), limit=limit, path=path, line=(line or 0) + 1)
+            change = self.change(name, figures)
+            self.changes[name] = replace(change, limit_bytes=limit, path=path, line=(line or 0) + 1)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -145,29 +136,30 @@ class MemoryGate:
             return
         if exitstatus == pytest.ExitCode.OK and self._runs_all():
             self.gone = sorted(
-                name for name, old in self.old.items() if name not in self.rows and old.test not in self.unfinished
+                name for name, old in self.old.items() if name not in self.changes and old.test not in self.unfinished
             )
         if self.clashes:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        elif self.approves and self.rows:
+        elif self.approves and self.changes:
             kept = {name: old for name, old in self.old.items() if name not in self.gone}
-            write_baseline(
-                self.file, MemoryBaseline(plans=kept | {name: row.change.new for name, row in self.rows.items()})
-            )
+            made = {name: change.new for name, change in self.changes.items()}
+            write_baseline(self.file, MemoryBaseline(plans=kept | made))
         asked = self.config.getoption("--memory-report")
-        if self.rows or asked:
+        if self.changes or asked:
             write_markdown(self.markdown(), self.config.invocation_params.dir / asked if asked else None)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Tell every plan in a line, and annotate those that fail."""
+        changes = [change for _, change in sorted(self.changes.items())]
+        hint = ", dropped" if self.approves else "; pytest --memory-approve drops it"
         lines = [
-            *(f"{row.verdict}: {name}: {row.change.change()}" for name, row in sorted(self.rows.items())),
-            *(f"gone: {name}: no test makes it any more" + self._drop_hint() for name in self.gone),
+            *(f"{change.words}: {change.name}: {change.peak}" for change in changes),
+            *(f"gone: {name}: no test makes it any more{hint}" for name in self.gone),
             *(f"two tests share a name: {clash}; give each name= of its own" for clash in self.clashes),
-            *([MARGIN_TOLD] if any(row.change.new.fits_barely for row in self.rows.values()) else []),
-            *filter(None, (self._annotation(row) for row in self.rows.values())),
+            *([MARGIN_TOLD] if any(change.new.fits_barely for change in changes) else []),
+            *filter(None, (self._annotation(change) for change in self.changes.values())),
         ]
-        if self.approves and self.rows and not self.clashes:
+        if self.approves and changes and not self.clashes:
             lines.append(f"written: {self.file}")
         if lines:
             terminalreporter.section("planned memory")
@@ -176,27 +168,22 @@ class MemoryGate:
 
     def markdown(self) -> str:
         """Return the comparison for a pull request, what fails first."""
-        rows = sorted(self.rows.items(), key=lambda item: (not item[1].fails, item[0]))
-        table = markdown_table(
-            ["plan", "card", "verdict", "baseline", "now", "change", "limit", "what moved"],
-            [_cells(name, row) for name, row in rows],
-        )
-        counts = Counter(row.verdict for row in self.rows.values())
-        told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "no plans"
-        more = [f"Gone: `{name}`, no test makes it any more." for name in self.gone]
-        hint = (
-            "Meant? `pytest --memory-approve` writes the baseline." if any(row.change.fails for _, row in rows) else ""
-        )
-        more += [MARGIN_TOLD] if any(row.change.new.fits_barely for _, row in rows) else []
-        parts = [COMMENT, f"### Planned GPU memory: {told}", table if rows else "", *more, hint]
+        changes = sorted(self.changes.values(), key=lambda change: (not change.fails, change.name))
+        counts = Counter(change.words for change in changes)
+        told = ", ".join(f"{count} {words}" for words, count in sorted(counts.items())) or "no plans"
+        parts = [
+            COMMENT, f"### Planned GPU memory: {told}",
+            markdown_table(CELL_HEADERS, [change.cells() for change in changes]) if changes else "",
+            *(f"Gone: `{name}`, no test makes it any more." for name in self.gone),
+            MARGIN_TOLD if any(change.new.fits_barely for change in changes) else "",
+            "Meant? `pytest --memory-approve` writes the baseline." if any(c.is_unlike for c in changes) else "",
+        ]  # fmt: skip
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _told(self, item: pytest.Item) -> str:
         """Return what is wrong with a test's plans, compared with the baseline."""
-        planner = item.stash.get(_PLANNER, None)
-        plans = planner.plans if planner is not None else []
-        changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in plans]
-        return "\n\n".join(change.text(self.file.name) for change in changes if change.fails)
+        changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in _plans_of(item)]
+        return "\n\n".join(change.text(self.file.name) for change in changes if change.is_unlike)
 
     def _runs_all(self) -> bool:
         """Whether no path, -k or -m leaves tests out: only then is a plan that nobody made gone."""
@@ -204,50 +191,13 @@ class MemoryGate:
         selects = option.keyword or option.markexpr not in {"", MARKER} or getattr(option, "lf", False)
         return not selects and args_source is not pytest.Config.ArgsSource.ARGS
 
-    def _drop_hint(self) -> str:
-        return ", dropped" if self.approves else "; pytest --memory-approve drops it"
-
-    def _annotation(self, row: "_Row") -> str:
-        if not row.fails:
+    def _annotation(self, change: PlanChange) -> str:
+        if not change.fails:
             return ""
-        said = row.change.text(self.file.name) if row.change.fails else f"{row.verdict}: {row.change.change()}"
-        file = self.config.rootpath / row.path
-        return annotation(said, title=f"planned memory: {row.verdict}", file=file, line=row.line)
+        title, file = f"planned memory: {change.words}", self.config.rootpath / change.path
+        return annotation(change.text(self.file.name), title=title, file=file, line=change.line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A plan of this run, and where its test is."""
-
-    change: PlanChange
-    limit: int | None
-    path: str
-    line: int
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the peak is not below the limit that the test states."""
-        return self.limit is not None and self.change.new.peak_bytes >= self.limit
-
-    @property
-    def fails(self) -> bool:
-        """Whether the test fails for its memory."""
-        return self.is_over or self.change.fails
-
-    @property
-    def verdict(self) -> str:
-        """The verdict, and whether the limit holds."""
-        words = [self.change.verdict] if self.change.verdict is not Verdict.NOT_COMPARED or not self.is_over else []
-        barely = [FitVerdict.BARELY] if self.change.new.fits_barely else []
-        return ", ".join([*words, *(["over its limit"] if self.is_over else []), *barely])
-
-
-def _cells(name: str, row: _Row) -> list[str]:
-    old, new = row.change.old, row.change.new
-    more = new.peak_bytes - (old.peak_bytes if old else new.peak_bytes)
-    return [
-        f"`{name}`", new.card, f"**{row.verdict}**" if row.fails else row.verdict,
-        format_bytes(old.peak_bytes) if old else "-", format_bytes(new.peak_bytes),
-        f"{more:+,} B, {100 * more / old.peak_bytes:+.2f} %" if old and more else "-",
-        format_bytes(row.limit) if row.limit else "-", "\n".join(moved_lines(row.change)) or "-",
-    ]  # fmt: skip
+def _plans_of(item: pytest.Item) -> list[PlannedMemory]:
+    planner = item.stash.get(_PLANNER, None)
+    return [] if planner is None else planner.plans

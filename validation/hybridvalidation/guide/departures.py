@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from tabulate import tabulate
-
 from hybridtrain.config.aliases import KINDS, OPTIONS
 from hybridtrain.hybrid.forecast.rssm import NUM_MEMBERS
 from hybridtrain.hybrid.forecast.rssm_cell import HIDDEN, NUM_CATEGORICALS, NUM_CLASSES
@@ -16,7 +14,7 @@ from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.training_file import TrainFile
 
 _CHECKPOINTED = ("full", "correct")
@@ -98,14 +96,14 @@ def defaults_table() -> str:
     """Return every documented default beside ours, as Markdown."""
     rows = [[row.option, _cell(row.documented), _cell(row.ours()), row.reason or "the same"] for row in DEFAULTS]
     headers = ["option", "documents", "hybridtrain", "why"]
-    return tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
+    return table(headers, rows, MARKDOWN)
 
 
 def names_table() -> str:
     """Return the documents' names of options and kinds, and ours, as Markdown; files may use either."""
     rows = [[f"`{alias}`", f"`{name}`"] for names in OPTIONS.values() for alias, name in names.items()]
     rows += [[f'`kind = "{alias}"`', f'`kind = "{name}"`'] for alias, name in KINDS.items()]
-    return tabulate(rows, headers=["documents", "hybridtrain"], tablefmt=MARKDOWN, disable_numparse=True)
+    return table(["documents", "hybridtrain"], rows, MARKDOWN)
 
 
 def _cell(value: object) -> str:

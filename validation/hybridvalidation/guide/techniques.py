@@ -3,9 +3,6 @@
 import tomllib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-
-from tabulate import tabulate
 
 from hybridtrain.config.decode import decode
 from hybridtrain.errors import ConfigError
@@ -13,20 +10,17 @@ from hybridtrain.models.model_config import ModelConfig, Workload, model_preset
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.savings import without
-from hybridtrain.reports.tables import MARKDOWN, fits_cell
+from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.experiments.stack_runs import run_from_records
-from hybridvalidation.guide.settings import settings_table
-from hybridvalidation.records.store import RecordStore
+from hybridvalidation.guide.reference import settings_table
 from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
-from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.pages.scenario import headline, summary_table
 from hybridvalidation.show.pages.targets import all_targets
-from hybridvalidation.show.report import headline
-from hybridvalidation.show.sections.summary import summary_table
+from hybridvalidation.show.results import Results
 from hybridvalidation.study.ladder.equivalence import judge_rung
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
 from hybridvalidation.study.ladder.runner import read_ladder
@@ -39,21 +33,14 @@ _FEW = 2
 """Optimizations of a stack that is about one of them: itself, and what it needs."""
 
 
-def technique_sections(kind: str, step: str, files: ScenarioFiles, results: Path) -> str:
-    """Return all that is generated of a technique's page.
-
-    Args:
-        kind: Of the optimization.
-        step: What ``step_table`` says of the page's example.
-        files: Scenarios and stacks.
-        results: Folder of records.
-    """
-    stacks = [files.stack(name) for name in files.stack_names()]
+def technique_sections(kind: str, step: str, results: Results) -> str:
+    """Return all that is generated of a technique's page; ``step``: of ``step_table``, for the page's example."""
+    stacks = [results.files.stack(name) for name in results.files.stack_names()]
     parts = {
         "Settings": settings_table(OPTIMIZATIONS[kind]),
         "A step with it, and without": step,
-        "On record": _recorded(_about(kind, stacks), files, results),
-        "Quality": _quality(_about(kind, stacks), files, results),
+        "On record": _recorded(_about(kind, stacks), results),
+        "Quality": _quality(_about(kind, stacks), results),
     }
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)
 
@@ -61,29 +48,28 @@ def technique_sections(kind: str, step: str, files: ScenarioFiles, results: Path
 def step_table(
     kind: str, example: str, *, model: ModelConfig | None = None, card: str = CARD, workload: Workload = WORK
 ) -> str:
-    """Return a step of the example's stack with the technique and without, planned now.
-
-    Args:
-        kind: The technique.
-        example: Its stack, as TOML.
-        model: None: MODEL.
-        card: By name.
-        workload: Of a step; accumulation splits it.
+    """Return a step of the example's stack (TOML) with the technique and without, planned now; None: ``MODEL``.
 
     Raises:
         ConfigError: the example does not have the technique, or is no stack.
     """
     stack, mine = example_stack(kind, example)
-    shape = model or model_preset(MODEL)
-    rows = [_row("with it", _run(shape, stack, card, workload))]
-    rows.append(_row("without", _run(shape, without(stack, mine), card, workload)))
+    rows = []
+    for name, items in (("with it", stack), ("without", without(stack, mine))):
+        steps = next((item.grad_accum_steps for item in items if isinstance(item, GradAccumulation)), 1)
+        micro_batch = Workload(micro_batch_size=workload.micro_batch_size // steps, seq_len=workload.seq_len)
+        run = dry_run(model or model_preset(MODEL), compose(items), find_card(card), micro_batch)
+        sizes = (run.peak.allocated_bytes, run.device_used_bytes, run.host_peak_bytes, run.disk_peak_bytes)
+        rows.append([
+            name, fits_cell(run.verdict), *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
+            f"{run.tokens_per_s:,.0f}",
+        ])  # fmt: skip
     headers = ["the stack above", "fits", "allocated GiB", "device GiB", "host GiB", "disk GiB", "step s", "tokens/s"]
-    table = tabulate(rows, headers=headers, tablefmt=MARKDOWN, disable_numparse=True)
     name = MODEL if model is None else "the model"
     return (
-        f"{table}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x {workload.seq_len} tokens a step. "
-        "Bytes are planned, by a dry run when this page was built; times are estimated (roofline). What other stacks "
-        "gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
+        f"{table(headers, rows, MARKDOWN)}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x "
+        f"{workload.seq_len} tokens per step. Bytes are planned, by a dry run when this page was built; times are "
+        "estimated (roofline). What other stacks gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
     )
 
 
@@ -105,21 +91,7 @@ def catalogue() -> str:
     rows = [
         [f"[{kind}]({kind}.md)", (cls.__doc__ or "").partition("\n")[0]] for kind, cls in sorted(OPTIMIZATIONS.items())
     ]
-    return tabulate(rows, headers=["kind", "what it does"], tablefmt=MARKDOWN)
-
-
-def _run(model: ModelConfig, stack: Sequence[Optimization], card: str, workload: Workload) -> DryRun:
-    steps = next((item.grad_accum_steps for item in stack if isinstance(item, GradAccumulation)), 1)
-    micro_batch = Workload(micro_batch_size=workload.micro_batch_size // steps, seq_len=workload.seq_len)
-    return dry_run(model, compose(stack), find_card(card), micro_batch)
-
-
-def _row(name: str, run: DryRun) -> list[str]:
-    sizes = (run.peak.allocated_bytes, run.device_used_bytes, run.host_peak_bytes, run.disk_peak_bytes)
-    return [
-        name, fits_cell(run.verdict), *(f"{to_gib(size):.2f}" for size in sizes), f"{run.time.seconds:.3f}",
-        f"{run.tokens_per_s:,.0f}",
-    ]  # fmt: skip
+    return table(["kind", "what it does"], rows, MARKDOWN)
 
 
 def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
@@ -134,38 +106,34 @@ def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
 
 
 @cache
-def _targets(folder: Path, results: Path) -> list[tuple[str, str, str]]:
-    rows = all_targets(ScenarioFiles(folder), results)
+def _targets(results: Results) -> list[tuple[str, str, str]]:
+    rows = all_targets(results)
     return [(row.stack, row.target, f"{row.says}: {row.status}, {row.evidence or '-'}. {row.reason}") for row in rows]
 
 
-def _recorded(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
+def _recorded(names: Sequence[str], results: Results) -> str:
     """Return the rows of the committed scenario about single techniques, and verdicts on stated figures."""
-    scenario = files.scenario(_SCENARIO)
-    mine = [name for name in scenario.stacks if name in names]
+    run = results.run(_SCENARIO)
+    mine = [name for name in run.scenario.stacks if name in names]
     told = ""
     if mine:
-        run = run_from_records(
-            scenario, [files.stack(stack) for stack in scenario.stacks], RecordStore(results / "records")
-        )
-        shown = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
-        lines = summary_table(run, MARKDOWN).splitlines()
-        rows = [line for line in lines if line.split("|")[1].strip() in shown]
-        told = "\n".join([f"{headline(run)}.\n", *lines[:2], *rows])
+        wanted = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
+        shown = summary_table(run, MARKDOWN, [stack for stack in run.scenario.stacks if stack in wanted])
+        told = f"{headline(run)}.\n\n{shown}"
         told += f"\n\n[How each figure was got](../results/tables/{_SCENARIO}.md); read from committed records."
     verdicts = [
         f"- {target}: {text}"
-        for stack, target, text in _targets(files.folder, results)
+        for stack, target, text in _targets(results)
         if set(stack.split(", ")) & (set(mine) or set(names))
     ]
     return "\n\n".join(part for part in (told, "\n".join(verdicts)) if part)
 
 
-def _quality(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
+def _quality(names: Sequence[str], results: Results) -> str:
     """Return what the quality ladders say of stacks."""
     rows = []
-    for name in ladder_names(files.folder):
-        ladder, made = read_ladder_file(files.folder, name), read_ladder(results, name)
+    for name in ladder_names(results.files.folder):
+        ladder, made = read_ladder_file(results.files.folder, name), read_ladder(results.folder, name)
         for stack in names:
             arm = ladder.arm_of(stack)
             if arm is None:
@@ -182,8 +150,8 @@ def _quality(names: Sequence[str], files: ScenarioFiles, results: Path) -> str:
             rows.append([stack, arm.says, same])
     if not rows:
         return ""
-    table = tabulate(rows, headers=["stack", "computes", "against plain float32"], tablefmt=MARKDOWN)
+    shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)
     return (
-        f"{table}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
+        f"{shown}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
         "records."
     )

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.reports.tables import table, table_with_notes
 from hybridvalidation.judge.joint import Joint
 from hybridvalidation.judge.verdict import Status, Verdict, short_number
 
@@ -12,20 +10,14 @@ from hybridvalidation.judge.verdict import Status, Verdict, short_number
 def verdict_table(verdicts: Sequence[Verdict], style: str) -> str:
     """Return one row per target: what is stated, the verdict, why."""
     rows = [[v.target, v.status, v.shown_by or "-", v.reason] for v in verdicts]
-    widths = [None, None, None, 90] if style == TERMINAL else None
-    return tabulate(
-        rows,
-        headers=["target", "verdict", "evidence", "because"],
-        tablefmt=style,
-        maxcolwidths=widths,
-        disable_numparse=True,
-    )
+    headers = ["target", "verdict", "evidence", "because"]
+    return table_with_notes(headers, rows, style, widths=(None, None, None, 90))
 
 
 def joint_table(joint: Joint, style: str) -> str:
     """Return one row per stack, the best first, and one column per row of the scenario."""
     rows = [[stack, *(_joint_cell(verdict) for verdict in verdicts)] for stack, verdicts in joint.stacks.items()]
-    return tabulate(rows, headers=["stack", *joint.rows], tablefmt=style, disable_numparse=True)
+    return table(["stack", *joint.rows], rows, style)
 
 
 def _joint_cell(verdict: Verdict) -> str:

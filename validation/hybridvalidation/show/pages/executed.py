@@ -1,20 +1,18 @@
-"""Executed runs as tables, for the terminal and for Markdown."""
+"""Executed runs: what training really held, beside its dry run."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.experiments.executed import ExecutedRun, ExecutedStep, read_executed
+from hybridvalidation.experiments.executed import ExecutedRun, read_executed
+from hybridvalidation.pictures.picture import Axis, Picture, View, bars_by
 from hybridvalidation.records.makers import made_by
-from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.page import Page, Source
 
 _HEADERS = (
-    "model", "stack", "tokens/step", "steps", "loss", "device GiB", "host GiB", "disk GiB", "process GiB", "step s",
-    "dry run equals execution",
+    "model", "stack", "tokens/step", "steps", "loss", "step s", "dry run equals execution", "device GiB", "host GiB",
+    "disk GiB", "process GiB",
 )  # fmt: skip
 _HOW = (
     "Executed: the real model, trained with real arithmetic on the CPU. Device: most bytes at once that a card would "
@@ -24,25 +22,12 @@ _HOW = (
     "several ranks, each a process, the figures are those of the one that held the most, and each is compared with its "
     "own dry run."
 )
+_TIERS = {"card": "device_bytes", "host": "host_bytes", "disk": "disk_bytes"}
 
 
 def executed_table(runs: Sequence[ExecutedRun], style: str) -> str:
     """Return one row per run."""
-    return tabulate([_row(run) for run in runs], headers=_HEADERS, tablefmt=style, disable_numparse=True)
-
-
-def step_table(run: ExecutedRun, style: str) -> str:
-    """Return one row per step of a run."""
-    rows = [
-        [
-            str(step.step), step.phase, _loss(step), "-" if step.grad_norm is None else f"{step.grad_norm:.3f}",
-            f"{step.seconds:.1f}", f"{to_gib(step.device_peak_bytes):.3f}",
-            f"{to_gib(step.planned_device_peak_bytes):.3f}",
-        ]
-        for step in run.steps
-    ]  # fmt: skip
-    headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    return table(_HEADERS, [_row(run) for run in runs], style, keys=2)
 
 
 def equality_line(run: ExecutedRun) -> str:
@@ -52,73 +37,84 @@ def equality_line(run: ExecutedRun) -> str:
     return f"dry run equals execution: no, {run.difference}"
 
 
-def write_executed(runs: Sequence[ExecutedRun], results: Path) -> list[Path]:
-    """Write ``tables/executed.md`` below ``results``, newest run of each subject; nothing without runs."""
-    if not runs:
-        return []
-    newest = list({run.key: run for run in runs}.values())
-    parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
-    for run in newest:
-        parts += [f"## {_title(run)}", *([rank_table(run, MARKDOWN)] if run.ranks else [])]
-        parts += [step_table(run, MARKDOWN), *_remarks(run)]
-    parts.append(made_by(("", run) for run in newest))
-    return [write_page(results, "executed", "\n\n".join(parts))]
-
-
-def rank_table(run: ExecutedRun, style: str) -> str:
-    """Return one row per rank of a run on several."""
-    rows = [
-        [
-            str(rank.rank), f"{rank.executed.device_bytes:,}", f"{rank.planned.device_bytes:,}",
-            f"{rank.executed.host_bytes:,}", f"{rank.planned.host_bytes:,}", str(rank.num_events),
-            rank.difference or "none",
-        ]
-        for rank in run.ranks
-    ]  # fmt: skip
-    headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-
-
 def _row(run: ExecutedRun) -> list[str]:
     true_steps = [step.seconds for step in run.steps if step.loss is not None]
+    losses = [step.loss for step in run.steps if step.loss is not None]
     phases = len(run.steps) - len(true_steps)
-    told = f"{len(true_steps)}, {phases} phases PREDICT" if phases else str(len(true_steps))
+    peaks = (run.executed.device_bytes, run.executed.host_bytes, run.executed.disk_bytes, run.process_peak_bytes)
     return [
         f"{run.model} ({format_count(run.num_params)})", _stack(run),
-        f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}", told, _span(run),
-        f"{to_gib(run.executed.device_bytes):.2f}", f"{to_gib(run.executed.host_bytes):.2f}",
-        f"{to_gib(run.executed.disk_bytes):.2f}", f"{to_gib(run.process_peak_bytes):.2f}", f"{median(true_steps):.1f}",
-        f"yes, {run.num_events} events" if run.is_equal else "NO",
+        f"{run.accum_steps} x {run.micro_batch_size} x {run.seq_len}",
+        f"{len(true_steps)}, {phases} phases PREDICT" if phases else str(len(true_steps)),
+        f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "-", f"{median(true_steps):.1f}",
+        f"yes, {run.num_events} events" if run.is_equal else "NO", *(f"{to_gib(size):.2f}" for size in peaks),
     ]  # fmt: skip
-
-
-def _span(run: ExecutedRun) -> str:
-    losses = [step.loss for step in run.steps if step.loss is not None]
-    return f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else "-"
-
-
-def _loss(step: ExecutedStep) -> str:
-    return f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}"
-
-
-def _title(run: ExecutedRun) -> str:
-    return f"{run.model} under {_stack(run)}, lr {run.lr:g}"
 
 
 def _stack(run: ExecutedRun) -> str:
     return f"{run.stack} on {len(run.ranks)} ranks" if run.ranks else run.stack
 
 
-def _remarks(run: ExecutedRun) -> list[str]:
-    made = (
+def _of_run(run: ExecutedRun) -> Iterator[str]:
+    yield f"## {run.model} under {_stack(run)}, lr {run.lr:g}"
+    if run.ranks:
+        ranks = [
+            [
+                str(rank.rank), f"{rank.executed.device_bytes:,}", f"{rank.planned.device_bytes:,}",
+                f"{rank.executed.host_bytes:,}", f"{rank.planned.host_bytes:,}", str(rank.num_events),
+                rank.difference or "none",
+            ]
+            for rank in run.ranks
+        ]  # fmt: skip
+        headers = ("rank", "device bytes", "planned", "host bytes", "planned", "events", "difference")
+        yield table(headers, ranks, MARKDOWN)
+    steps = [
+        [
+            str(step.step), step.phase,
+            f"{step.predicted_steps:.2f} steps predicted" if step.loss is None else f"{step.loss:.4f}",
+            "-" if step.grad_norm is None else f"{step.grad_norm:.3f}", f"{step.seconds:.1f}",
+            f"{to_gib(step.device_peak_bytes):.3f}", f"{to_gib(step.planned_device_peak_bytes):.3f}",
+        ]
+        for step in run.steps
+    ]  # fmt: skip
+    headers = ("step", "phase", "loss", "gradient norm", "seconds", "device GiB", "planned GiB")
+    yield table(headers, steps, MARKDOWN)
+    yield (
         f"{run.environment.cpu}, {run.num_threads} threads, torch {run.environment.torch}; "
         f"{run.build_s:.0f} s to draw the initial weights, {run.duration_s:.0f} s in all; corpus {run.corpus}."
     )
-    return [made] if run.is_equal else [made, f"The dry run differs: {run.difference}."]
+    if not run.is_equal:
+        yield f"The dry run differs: {run.difference}."
 
 
-PAGE = Page(
-    order=10,
-    group="Evidence",
-    write=lambda _files, results: write_executed(read_executed(results / "records"), results),
-)
+def _picture(runs: Sequence[ExecutedRun]) -> Picture:
+    names = {f"{number}: {run.model}, {run.stack}": run for number, run in enumerate(runs, 1)}
+    views = {}
+    for tier, field in _TIERS.items():
+        points = [
+            (kind, name, to_gib(getattr(getattr(run, kind), field)))
+            for kind in ("executed", "planned")
+            for name, run in names.items()
+        ]
+        if any(size for _, _, size in points):
+            bars = bars_by(points, unit="GiB", digits=3)
+            views[tier] = View(series=bars, x=Axis(title="GiB"), y=Axis(names=list(names)), is_grouped=True)
+    equal = sum(run.is_equal for run in runs)
+    return Picture(
+        name="executed", title="Planned and executed, most bytes at once", choice="tier", views=views,
+        evidence="executed: trained with real arithmetic on the CPU, bytes counted; planned: by a dry run",
+        says=f"{equal} of {len(runs)} executed runs held what was planned, event by event.",
+    )  # fmt: skip
+
+
+def executed_pages(runs: Sequence[ExecutedRun]) -> Iterator[Page]:
+    """Yield the page of the newest run of each subject; nothing without runs."""
+    newest = list({run.key: run for run in runs}.values())
+    if newest:
+        parts = ["# Executed runs", executed_table(newest, MARKDOWN), _HOW]
+        parts += [part for run in newest for part in _of_run(run)]
+        text = "\n\n".join([*parts, made_by(("", run) for run in newest)])
+        yield Page(name="executed", group="Evidence", text=text, pictures=[_picture(newest)])
+
+
+SOURCE = Source(order=10, pages=lambda results: executed_pages(read_executed(results.records)))

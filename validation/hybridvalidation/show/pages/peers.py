@@ -1,14 +1,14 @@
 """Trainers of others beside ours: a page for each scenario that has a file of peers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
-from pathlib import Path
 from statistics import stdev
 
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.experiments.peers import (
+    PeerFigures,
     PeerScenario,
     Row,
     peer_table,
@@ -17,12 +17,12 @@ from hybridvalidation.experiments.peers import (
     rows_of,
     versions_lines,
 )
-from hybridvalidation.experiments.recorded import read_planned, read_sources, recipe_errors
-from hybridvalidation.experiments.recorded import rows_of as rows_of_recorded
+from hybridvalidation.experiments.recorded import recipe_errors
+from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, View, bars_by
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.page import Page, Source
+from hybridvalidation.show.results import Results
 
 _HOW = (
     "Planned: the engine's own trainer, run for two steps on a virtual card; nothing was computed and no card was "
@@ -35,18 +35,7 @@ _HOW = (
 _TRAINED = (
     "Executed small: the same recipe trained five steps on the CPU, at a size for that; the loss is finite and falls."
 )
-
-
-def write_peers(files: ScenarioFiles, results: Path) -> list[Path]:
-    """Write ``tables/peers-NAME.md`` for every scenario of which anything was run."""
-    records = read_peer_records(results / "records")
-    spread = spread_text(recipe_errors(rows_of_recorded(read_sources(files.folder), read_planned(results / "records"))))
-    written = []
-    for name, scenario in read_peers(files).items():
-        rows = rows_of(scenario, files, records)
-        if any(row.records for row in rows):
-            written.append(write_page(results, f"peers-{name}", peers_text(scenario, rows, spread)))
-    return written
+_Planned = Sequence[tuple[Row, PeerFigures]]
 
 
 def spread_text(errors: Sequence[float]) -> str:
@@ -63,14 +52,8 @@ def spread_text(errors: Sequence[float]) -> str:
     )
 
 
-def peers_text(scenario: PeerScenario, rows: list[Row], spread: str = "") -> str:
-    """Return the page of a scenario.
-
-    Args:
-        scenario: The file of peers.
-        rows: Its recipes with their records.
-        spread: What ``spread_text`` says.
-    """
+def peers_text(scenario: PeerScenario, rows: Sequence[Row], spread: str = "") -> str:
+    """Return the page of a scenario; ``spread``: the sentence of ``spread_text``."""
     card, workload, memory = scenario.card.resolve(), scenario.workload, scenario.host.memory_gib
     made = [("", record) for row in rows for record in row.records.values()]
     facts = (
@@ -87,4 +70,52 @@ def peers_text(scenario: PeerScenario, rows: list[Row], spread: str = "") -> str
     return "\n\n".join(part for part in parts if part)
 
 
-PAGE = Page(order=6, group="Comparisons", write=write_peers)
+def _pictures(scenario: PeerScenario, rows: Sequence[Row]) -> list[Picture]:
+    found = [(row, figures) for row in rows if (figures := row.figures(Evidence.PLANNED)) is not None]
+    timed = [(row, figures) for row, figures in found if figures.step_time_s > 0]
+    gib = to_gib(scenario.card.resolve().memory_bytes)
+    reserved = [to_gib(figures.peak_reserved_bytes) for _, figures in found]
+    host = [to_gib(figures.host_peak_bytes) for _, figures in found]
+    rates = [row.tokens_per_step / figures.step_time_s for row, figures in timed]
+    told = _told(found, [f"{size:.1f} GiB{'' if figures.fits else ' (does not fit)'}"
+                         for (_, figures), size in zip(found, reserved, strict=True)])  # fmt: skip
+    card = Line(at=gib, text=f"card: {gib:.2f} GiB")
+    memory = Picture(
+        name="memory", title="Peak memory of every recipe", choice="memory",
+        evidence="planned, on the virtual card; recipes that do not fit are pale",
+        says=f"Reserved on the card: {told}.",
+        views={"reserved on the card": _bars(found, reserved, "GiB", 2, [card]),
+               "in host memory": _bars(found, host, "GiB", 2, [])},
+    )  # fmt: skip
+    speed = Picture(
+        name="speed", title="Tokens per second of every recipe",
+        evidence="estimated, by a roofline of eager ops; of recipes that do not fit, on a larger card",
+        says=f"Tokens per second: {_told(timed, [f'{rate:,.0f}' for rate in rates])}.",
+        views={"": _bars(timed, rates, "tokens/s", 0, [])},
+    )  # fmt: skip
+    return [memory, speed] if found else []
+
+
+def _told(found: _Planned, values: Sequence[str]) -> str:
+    return ", ".join(f"{row.run.engine} {row.run.id} {value}" for (row, _), value in zip(found, values, strict=True))
+
+
+def _bars(found: _Planned, values: Sequence[float], unit: str, digits: int, lines: Sequence[Line]) -> View:
+    bars = [(row.run.engine, row.run.id, value) for (row, _), value in zip(found, values, strict=True)]
+    opacity = {row.run.id: 1.0 if figures.fits else PALE for row, figures in found}
+    return View(
+        series=bars_by(bars, unit=unit, digits=digits, opacity=opacity), x=Axis(title=unit),
+        y=Axis(names=list(opacity)), lines=lines,
+    )  # fmt: skip
+
+
+def _pages(results: Results) -> Iterator[Page]:
+    records, spread = read_peer_records(results.records), spread_text(recipe_errors(results.published))
+    for name, scenario in read_peers(results.files).items():
+        rows = rows_of(scenario, results.files, records)
+        if any(row.records for row in rows):
+            text, pictures = peers_text(scenario, rows, spread), _pictures(scenario, rows)
+            yield Page(name=f"peers-{name}", group="Comparisons", text=text, pictures=pictures)
+
+
+SOURCE = Source(order=6, pages=_pages)

@@ -1,11 +1,9 @@
 """What the memory profiler costs, and what was stated of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridvalidation.judge.case import Decider, Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
@@ -14,22 +12,13 @@ from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.profiled import ProfilerRecord, read_profiled
 from hybridvalidation.scenario import Target
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.page import Page, Source
+from hybridvalidation.show.results import Results
 
 TARGET = "profiler-overhead"
 _HEADERS = (
-    "model",
-    "parameters",
-    "batch",
-    "every",
-    "pairs",
-    "step ms",
-    "snapshot ms",
-    "share %",
-    "with / without",
-    "noise",
-)
+    "model", "parameters", "batch", "every", "pairs", "step ms", "snapshot ms", "share %", "with / without", "noise",
+)  # fmt: skip
 _HOW = (
     "Medians of wall time, fp32, steps with the profiler and without it in turn: a step without it, record_step where "
     "it takes a snapshot, its share of the step at that interval. With / without is the ratio of the steps' medians, "
@@ -62,19 +51,8 @@ def judge_profiler(records: Path, targets: Mapping[str, Target]) -> list[Verdict
     return [judge_metric(targets[TARGET], "memory profiler", metric, record=f"profiler {record.started_at}")]
 
 
-def _write(files: ScenarioFiles, results: Path) -> list[Path]:
-    found = read_profiled(results / "records")
-    if not found:
-        return []
-    parts = [
-        "# The memory profiler's cost", _table(found[-1]), _HOW,
-        verdict_table(judge_profiler(results / "records", files.targets()), MARKDOWN), made_by([("", found[-1])]),
-    ]  # fmt: skip
-    return [write_page(results, "profiler", "\n\n".join(parts))]
-
-
 def _table(record: ProfilerRecord) -> str:
-    rows: Sequence[Sequence[str]] = [
+    rows = [
         [
             case.model, f"{case.num_params:,}", f"{case.batch_size} x {case.seq_len}", str(case.every_n_steps),
             str(case.rounds), f"{1e3 * case.step_s:.2f}", f"{1e3 * case.snapshot_s:.3f}", f"{case.overhead_pct:.4f}",
@@ -82,7 +60,14 @@ def _table(record: ProfilerRecord) -> str:
         ]
         for case in record.cases
     ]  # fmt: skip
-    return tabulate(rows, headers=_HEADERS, tablefmt=MARKDOWN, disable_numparse=True)
+    return table(_HEADERS, rows, MARKDOWN)
 
 
-PAGE = Page(order=60, group="Evidence", write=_write)
+def _pages(results: Results) -> Iterator[Page]:
+    for newest in read_profiled(results.records)[-1:]:
+        verdicts = verdict_table(judge_profiler(results.records, results.targets), MARKDOWN)
+        parts = ["# The memory profiler's cost", _table(newest), _HOW, verdicts, made_by([("", newest)])]
+        yield Page(name="profiler", group="Evidence", text="\n\n".join(parts))
+
+
+SOURCE = Source(order=60, pages=_pages)

@@ -1,31 +1,17 @@
 """Recorded against planned: every figure of every source, and a picture of all of them."""
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-from matplotlib.figure import Figure
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, table_with_notes
 from hybridtrain.units import GB
-from hybridvalidation.experiments.recorded import (
-    PlannedRun,
-    Role,
-    Row,
-    Score,
-    Source,
-    read_planned,
-    read_sources,
-    rows_of,
-    score_table,
-    scores,
-)
+from hybridvalidation.experiments.recorded import PlannedRun, Role, Row, read_planned, read_sources, score_table
+from hybridvalidation.experiments.recorded import Source as PublishedSource
+from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
 from hybridvalidation.records.makers import made_by
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
-from hybridvalidation.show.pictures import picture_settings
+from hybridvalidation.show.page import Page, Source, png_links
+from hybridvalidation.show.results import Results
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
@@ -33,80 +19,55 @@ _HOW = (
     "in our words too, run on a virtual card with the versions that are named; nothing was computed and no card was "
     "there. The protocol of each source "
     "was written before predicting: what was fitted, on which one run, and what counts as an error; figures that were"
-    " known when what plans them was written or changed are called seen, and stand apart in the sentence above. The "
+    " known when what plans them was written or changed are called seen, and stand apart in the table above. The "
     "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
 )
-_MARKERS = "os^DvPX"
-"""As many as share no divisor with the colors, which repeat after ten."""
 _SECONDS = "seconds"
 RESIDENT = "allocated_mean"
 """What stays between steps, nearly a count of weights: easier to plan than a peak."""
 
 
-def write_recorded(files: ScenarioFiles, results: Path) -> list[Path]:
-    """Write ``tables/recorded.md`` and ``plots/recorded.png``; nothing before anything is planned."""
-    planned = read_planned(results / "records")
-    sources = read_sources(files.folder)
-    if not planned:
-        return []
-    rows = rows_of(sources, planned)
-    parts = ["# Recorded by others, planned by us", headline(rows), score_table(rows, MARKDOWN), _HOW]
-    parts.append("![recorded against planned](../plots/recorded.png)")
-    for name, source in sources.items():
-        parts += _source(name, source, [row for row in rows if row.source == name], planned)
-    newest = {(record.source, record.run): record for record in planned}
-    parts.append(made_by(("", record) for record in newest.values()))
-    picture = results / "plots" / "recorded.png"
-    figure = Figure(figsize=(7.0, 6.0), layout="constrained")
-    draw(rows, figure)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    with picture_settings():
-        figure.savefig(picture, dpi=110, metadata={"Software": None})
-    return [write_page(results, "recorded", "\n\n".join(parts)), picture]
-
-
 def headline(rows: Sequence[Row]) -> str:
-    """Return in sentences how many figures of how many sources were met how closely; figures seen before apart."""
-    blind = [row for row in rows if row.role is Role.PREDICT and row.error is not None]
-    found = [row for row in blind if not row.quantity.endswith(("params", _SECONDS))]  # counted, not measured
-    sizes = [row for row in found if row.quantity != "oom"]
-    answers = [row for row in found if row.quantity == "oom"]
-    publications = {row.source.partition("-")[0] for row in found}  # a second file of one has its name, a dash and more
-    told = f"{len(sizes)} CUDA figures of memory and {len(answers)} outcomes of {len(publications)} sources predicted"
-    if sizes:
-        largest, count = Counter(row.source for row in sizes).most_common(1)[0]
-        others = [row for row in sizes if row.source != largest]
-        means = [row for row in sizes if row.quantity == RESIDENT]
-        peaks = [row for row in sizes if row.quantity != RESIDENT]
-        apart = [f"without {count} figures of {largest}: {_spread(others)}"] if others else []
-        apart += [f"without {len(means)} means of allocated bytes: {_spread(peaks)}"] if means and peaks else []
-        told += f": {_spread(sizes)}" + (f" ({'; '.join(apart)})" if apart else "")
-    if answers:
-        right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
-        told += f"; {right} of {len(answers)} outcomes are right ({fit} fit, {len(answers) - fit} ran out of memory)"
-    known = [_seen(each) for each in scores(rows) if each.worst.role is Role.SEEN]
+    """Return how closely figures of memory and outcomes were met that were predicted before they were seen."""
+    blind = [row for row in rows if row.role is Role.PREDICT]
+    sizes, answers = (
+        predicted(blind, are_times=False),
+        [row for row in blind if row.quantity == "oom" and row.error is not None],
+    )
+    publications = {
+        row.source.partition("-")[0] for row in (*sizes, *answers)
+    }  # a second file of one has a dash and more
+    right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
+    _, median_error, ninety, _ = _spread(sizes)
+    return (
+        f"Predicted before they were seen: {len(sizes)} CUDA figures of memory of {len(publications)} publications, "
+        f"median error {median_error}, nine in ten within {ninety}. Of {len(answers)} outcomes {right} are right "
+        f"({fit} fit, {len(answers) - fit} ran out of memory)."
+    )
+
+
+def spread_table(rows: Sequence[Row]) -> str:
+    """Return errors of figures of memory: of predicted ones, of parts of them, and with those seen before."""
     every = predicted(rows, are_times=False)
-    if len(every) > len(sizes):
-        told += f". With those that were seen before, {len(every)} figures: {_spread(every)}"
-    return f"{told}. Seen before: {', '.join(known)}." if known else f"{told}."
+    sizes = [row for row in every if row.role is Role.PREDICT]
+    largest = max(Counter(row.source for row in sizes).items(), key=lambda item: item[1], default=("", 0))[0]
+    parts = {
+        "predicted": sizes,
+        f"predicted, without those of {largest}": [row for row in sizes if row.source != largest],
+        "predicted, without means of allocated bytes": [row for row in sizes if row.quantity != RESIDENT],
+        "with those seen before": every,
+    }
+    headers = ("figures of memory", "number", "median error", "nine in ten within", "largest error")
+    return table(headers, [[name, *_spread(found)] for name, found in parts.items() if found], MARKDOWN)
 
 
-def _seen(score: Score) -> str:
-    if score.quantity == "oom":
-        return f"{round(score.count * (1 - score.mean_absolute))} of {score.count} {score.source} outcomes right"
-    what = f"{score.count} {score.source} {score.quantity}".replace("_", " ")
-    return f"{what} {_percent(score.mean_absolute)} off on average (signed: {100 * score.mean_error:+.1f} %)"
-
-
-def _spread(rows: Sequence[Row]) -> str:
+def _spread(rows: Sequence[Row]) -> list[str]:
+    """Return number, median, ninth decile and largest of absolute errors."""
     errors = sorted(abs(row.error or 0.0) for row in rows)
-    high = errors[int(0.9 * len(errors))]
-    middle, largest = _percent(median(errors), 2), _percent(errors[-1], 0)
-    return f"median error {middle}, nine in ten within {_percent(high)}, largest {largest}"
-
-
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f} %"
+    if not errors:
+        return ["0", "-", "-", "-"]
+    ends = (f"{100 * errors[int(0.9 * len(errors))]:.1f} %", f"{100 * errors[-1]:.0f} %")
+    return [str(len(errors)), f"{100 * median(errors):.2f} %", *ends]
 
 
 def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
@@ -130,37 +91,36 @@ def label_of(rows: Sequence[Row]) -> str:
     return f"{first.source}: {first.quantity.replace('_', ' ')} ({len(rows)}{seen})"
 
 
-def draw(rows: Sequence[Row], figure: Figure) -> None:
-    """Draw recorded against planned bytes on logarithmic axes."""
-    axes = figure.subplots()
-    shown = predicted(rows, are_times=False)
-    for number, points in enumerate(by_kind(shown)):
-        axes.scatter(
-            [row.recorded / GB for row in points], [(row.planned or 0) / GB for row in points], s=22, alpha=0.7,
-            zorder=3, marker=_MARKERS[number % len(_MARKERS)],
-            label=label_of(points),
-        )  # fmt: skip
-    ends = [
-        min(row.recorded for row in shown) / GB * 0.85,
-        max(row.recorded for row in shown) / GB * 1.15,
-    ]
-    axes.plot(ends, ends, color="#444444", linewidth=0.8, zorder=2)
-    axes.fill_between(
-        ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="#eeeeee", zorder=1, label="within 5 %"
-    )
-    axes.set(xscale="log", yscale="log", xlabel="GB recorded on CUDA by others", ylabel="GB planned without a card")
-    ticks = [tick for tick in (4, 6, 8, 10, 15, 20, 30, 40, 60, 80) if ends[0] <= tick <= ends[1]]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_title("Plans against what others measured", fontsize=11)
-    axes.legend(fontsize=8)
+def _picture(rows: Sequence[Row]) -> Picture:
+    kinds = {"memory": ("GB", GB, False), "step time": ("s", 1, True)}
+    shown = {view: predicted(rows, are_times=are_times) for view, (_, _, are_times) in kinds.items()}
+    return Picture(
+        name="recorded", title="Planned against recorded", choice="figure", is_png=True, says=headline(rows),
+        evidence="recorded: measured by others on CUDA; planned: without a card, times by a roofline; on the line both "
+        "are equal",
+        views={view: _view(found, *kinds[view][:2]) for view, found in shown.items() if found},
+    )  # fmt: skip
 
 
-def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[str]:
+def _view(rows: Sequence[Row], unit: str, size: float) -> View:
+    return View(
+        series=[
+            Series(
+                name=label_of(points), mark="point", color=COLORS[number % len(COLORS)], symbol=number, unit=unit,
+                x=[row.recorded / size for row in points], y=[(row.planned or 0.0) / size for row in points],
+                notes=[f"{row.id} ({100 * (row.error or 0.0):+.2f} %)" for row in points],
+            )
+            for number, points in enumerate(by_kind(rows))
+        ],
+        x=Axis(title=f"{unit} recorded on CUDA by others", is_log=True),
+        y=Axis(title=f"{unit} planned without a card", is_log=True), has_diagonal=True,
+    )  # fmt: skip
+
+
+def _source(name: str, source: PublishedSource, rows: Sequence[Row], planned: Sequence[PlannedRun]) -> list[str]:
     packages = next((record.packages for record in reversed(planned) if record.source == name), {})
     here = ", ".join(f"{package} {version}" for package, version in packages.items())
-    table = [
+    rows_of_source = [
         [
             row.id, row.quantity.replace("_", " "), row.role.value.replace("_", " "),
             _value(row.quantity, row.recorded),
@@ -174,7 +134,7 @@ def _source(name: str, source: Source, rows: Sequence[Row], planned: Sequence[Pl
         f"## {source.title}",
         f"{source.where}; {source.card}, {source.versions}. Planned with {here or 'nothing yet'}.",
         source.protocol,
-        tabulate(table, headers=headers, tablefmt=MARKDOWN, disable_numparse=True),
+        table_with_notes(headers, rows_of_source, MARKDOWN),
     ]
 
 
@@ -192,4 +152,24 @@ def _error(row: Row) -> str:
     return f"{100 * (row.error or 0):+.2f} %"
 
 
-PAGE = Page(order=5, group="Evidence", write=write_recorded)
+def _pages(results: Results) -> Iterator[Page]:
+    planned, rows = read_planned(results.records), results.published
+    if not planned:
+        return
+    picture = _picture(rows)
+    parts = [
+        "# Recorded by others, planned by us",
+        headline(rows),
+        spread_table(rows),
+        score_table(rows, MARKDOWN),
+        _HOW,
+    ]
+    parts.append(png_links("recorded", [picture]))
+    for name, source in read_sources(results.files.folder).items():
+        parts += _source(name, source, [row for row in rows if row.source == name], planned)
+    newest = {(record.source, record.run): record for record in planned}
+    text = "\n\n".join([*parts, made_by(("", record) for record in newest.values())])
+    yield Page(name="recorded", group="Evidence", text=text, pictures=[picture])
+
+
+SOURCE = Source(order=5, pages=_pages)

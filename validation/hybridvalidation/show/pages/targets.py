@@ -2,15 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from tabulate import tabulate
-
-from hybridtrain.config.decode import load_toml
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
+from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import format_count
-from hybridvalidation.experiments.stack_runs import run_from_records
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING
@@ -18,18 +13,16 @@ from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
-from hybridvalidation.records.store import RecordStore
-from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.kinds import Page
+from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.pages.profiler import judge_profiler
+from hybridvalidation.show.results import Results
 from hybridvalidation.study.figures import judge_study
 from hybridvalidation.study.ladder.equivalence import Finding
 from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict
 from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import range_text, telling_of_stacks
+from hybridvalidation.study.ladder.quality import range_text
 from hybridvalidation.study.ladder.runner import read_ladder
-from hybridvalidation.study.ladder.targets import judge_ladder, ladder_verdicts
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.ladder.targets import judge_ladder
 from hybridvalidation.study.runner import read_study
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
@@ -53,10 +46,9 @@ _HOW = (
 )
 
 
-def all_targets(files: ScenarioFiles, results: Path) -> list[Row]:
+def all_targets(results: Results) -> list[Row]:
     """Return one row per stated figure, from records alone."""
-    telling = telling_of_stacks(files, results)
-    return [_with_quality(row, telling.get(row.stack)) for row in roll_up(files.targets(), _judged(files, results))]
+    return [_with_quality(row, results.telling.get(row.stack)) for row in roll_up(results.targets, _judged(results))]
 
 
 def _with_quality(row: Row, judged: LadderVerdict | None) -> Row:
@@ -75,9 +67,7 @@ def targets_text(rows: Sequence[Row], style: str) -> str:
         [row.target, row.says, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason]
         for row in rows
     ]
-    widths = [None, 34, None, None, 14, 18, 56] if style == TERMINAL else None
-    table = tabulate(cells, headers=_HEADERS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
-    return f"{counts(rows)}\n\n{table}"
+    return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, 34, None, None, 14, 18, 56))}"
 
 
 def _record(row: Row) -> str:
@@ -87,12 +77,10 @@ def _record(row: Row) -> str:
     return f"{row.place}: {row.record}"
 
 
-def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
-    targets, records = files.targets(), results / "records"
-    store, elsewhere = RecordStore(records), ladder_verdicts(files, results)
-    for name in files.scenario_names():
-        scenario = files.scenario(name)
-        run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
+def _judged(results: Results) -> Iterator[Judged]:
+    targets, records, elsewhere = results.targets, results.records, results.elsewhere
+    for name in results.files.scenario_names():
+        run = results.run(name)
         joint = judge_jointly(run, targets, elsewhere)
         for verdict in judge_all(run, targets, elsewhere):
             alone: Mapping[Status, Sequence[str]] = {}
@@ -100,33 +88,31 @@ def _judged(files: ScenarioFiles, results: Path) -> Iterator[Judged]:
                 alone = joint.alone(verdict.target)
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
             yield Judged(place=name, verdict=verdict, is_registered=studied, alone=alone)
-    for path in sorted((files.folder / "studies").glob("*.toml")):
-        study = load_toml(StudyFile, path)
-        for verdict in judge_study(study, read_study(results, study.name), targets):
+    for study in results.studies():
+        for verdict in judge_study(study, read_study(results.folder, study.name), targets):
             shown = replace(verdict, record=verdict.record or f"studies/{study.name}")
             yield Judged(place=f"study {study.name}", verdict=shown, is_registered=True)
-    for name in ladder_names(files.folder):
-        for verdict in judge_ladder(read_ladder_file(files.folder, name), read_ladder(results, name), targets):
+    for name in ladder_names(results.files.folder):
+        ladder = read_ladder_file(results.files.folder, name)
+        for verdict in judge_ladder(ladder, read_ladder(results.folder, name), targets):
             yield Judged(place=f"study {name}", verdict=verdict, is_registered=True)
+    attention = read_attention(records)[-1:]
     pages = {
         "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
-        "attention": [
-            verdict for record in read_attention(records)[-1:] for verdict in judge_attention(record, targets)
-        ],
+        "attention": [verdict for record in attention for verdict in judge_attention(record, targets)],
         "profiler": judge_profiler(records, targets),
     }
     for place, verdicts in pages.items():
-        for verdict in verdicts:
-            yield Judged(place=place, verdict=verdict)
+        yield from (Judged(place=place, verdict=verdict) for verdict in verdicts)
 
 
-def _write(files: ScenarioFiles, results: Path) -> list[Path]:
-    if not (files.folder / "targets.toml").is_file():  # scenarios of others state nothing
-        return []
-    rows = all_targets(files, results)
-    if not any(row.record for row in rows):  # arithmetic alone needs no page
-        return []
-    return [write_page(results, "targets", f"# Stated targets\n\n{targets_text(rows, MARKDOWN)}\n\n{_HOW}")]
+def _pages(results: Results) -> Iterator[Page]:
+    if not (results.files.folder / "targets.toml").is_file():  # scenarios of others state nothing
+        return
+    rows = all_targets(results)
+    if any(row.record for row in rows):  # arithmetic alone needs no page
+        text = f"# Stated targets\n\n{targets_text(rows, MARKDOWN)}\n\n{_HOW}"
+        yield Page(name="targets", group="Evidence", text=text)
 
 
-PAGE = Page(order=70, group="Evidence", write=_write)
+SOURCE = Source(order=70, pages=_pages)

@@ -1,47 +1,34 @@
 """Where all records were made: machines, libraries, programs."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
-from tabulate import tabulate
-
 from hybridtrain.config.decode import decode
-from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.run.environment import Environment
 
-_HEADERS = ("records of", "records", "commit", "days", "torch", "Python", "processor", "CUDA card")
+_HEADERS = ("records of", "records", "commit", "days", "torch, Python", "processor", "CUDA card")
 
 
 def environment_text(folder: Path) -> str:
     """Return a page with a row for each file of records and each environment that made some of it."""
-    counts: Counter[tuple[str, ...]] = Counter()
-    days: dict[tuple[str, ...], set[str]] = {}
+    days: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(folder.rglob("*.jsonl")):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a writer may be at work behind it
-        for line in whole.splitlines():
-            record = json.loads(line)
+        for record in map(json.loads, whole.splitlines()):
             if "environment" not in record:
                 continue
             made = decode(Environment, record["environment"], source=str(path))
             row = (
                 path.relative_to(folder).with_suffix("").as_posix(),
                 (made.commit[:8] or "of no checkout") + (", with changes" if made.dirty else ""),
-                made.torch, made.python, f"{made.cpu}, {made.num_cpus} cores, {made.system}", made.gpu or "none",
+                f"{made.torch}, {made.python}", f"{made.cpu}, {made.num_cpus} cores, {made.system}", made.gpu or "none",
             )  # fmt: skip
-            counts[row] += 1
-            days.setdefault(row, set()).add(record["started_at"][:10])
+            days.setdefault(row, []).append(record["started_at"][:10])
     rows = [
-        [name, str(count), commit, _span(days[name, commit, *rest]), *rest]
-        for (name, commit, *rest), count in sorted(counts.items())
+        [name, str(len(of_row)), commit, " to ".join(dict.fromkeys((min(of_row), max(of_row)))), *rest]
+        for (name, commit, *rest), of_row in sorted(days.items())
     ]
-    parts = [
-        "# Environment", f"{counts.total()} records in {len({row[0] for row in rows})} files, by where they were made.",
-        tabulate(rows, headers=_HEADERS, tablefmt=MARKDOWN, disable_numparse=True),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
-
-
-def _span(days: set[str]) -> str:
-    first, last = min(days), max(days)
-    return first if first == last else f"{first} to {last}"
+    count, num_files = sum(map(len, days.values())), len({name for name, *_ in days})
+    about = f"{count} records in {num_files} files, by where they were made."
+    return "\n\n".join(["# Environment", about, table(_HEADERS, rows, MARKDOWN)])

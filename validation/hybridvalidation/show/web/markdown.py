@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from re import sub
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -16,14 +17,6 @@ _VERDICTS = {str(status) for status in Status}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """Where one can jump to."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
     """A page's text."""
 
@@ -33,8 +26,8 @@ class Rendered:
     """HTML of what stands before the first heading below the title."""
     html: str
     """Of the rest."""
-    headings: tuple[Heading, ...]
-    """Of the second level."""
+    headings: dict[str, str]
+    """Of the second level: text by id."""
 
 
 def render(text: str, locate: Callable[[str], str | None]) -> Rendered:
@@ -46,85 +39,63 @@ def render(text: str, locate: Callable[[str], str | None]) -> Rendered:
             already.
     """
     parser = MarkdownIt("js-default")
+    parser.add_render_rule("table_open", _open_table)
+    parser.add_render_rule("table_close", lambda *_arguments: "</table>\n</div>")
     tokens = parser.parse(text)
-    title, headings = "", list[Heading]()
-    ids: dict[str, int] = {}
-    rest: list[Token] = []
-    position, num_tables, under = 0, 0, ""
-    while position < len(tokens):
-        token = tokens[position]
+    title = ""
+    if tokens and tokens[0].tag == "h1":
+        title, tokens = tokens[1].content, tokens[3:]
+    ids, headings, num_tables, under, is_first = dict[str, int](), dict[str, str](), 0, title, False
+    for token, inside, close in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if token.type == "heading_open":
-            words = tokens[position + 1].content
-            if token.tag == "h1" and not title:
-                title, position = words, position + 3
-                continue
-            under = words
-            heading = Heading(id=_unlike(words, ids), text=words)
-            token.attrSet("id", heading.id)
-            headings += [heading] if token.tag == "h2" else []
+            under = inside.content
+            name = sub(r"[^a-z0-9]+", "-", under.lower()).strip("-") or "part"
+            ids[name] = ids.get(name, 0) + 1
+            unlike = name if ids[name] == 1 else f"{name}-{ids[name]}"
+            token.attrSet("id", unlike)
+            headings |= {unlike: under} if token.tag == "h2" else {}
         elif token.type == "table_open":
             num_tables += 1
-            rest.append(_html(_before_table(num_tables, under or title)))
-        rest.append(token)
-        if token.type == "table_open":
-            rest.append(_html(f"<caption>{escape(under or title)}</caption>\n"))
-        if token.type == "table_close":
-            rest.append(_html("</div>"))
-        position += 1
-    _mark_cells(rest)
-    _locate(rest, locate)
-    first = next((place for place, token in enumerate(rest) if token.type == "heading_open"), len(rest))
-    lead, html = (parser.renderer.render(part, parser.options, {}) for part in (rest[:first], rest[first:]))
-    return Rendered(title=title, lead=lead, html=html, headings=tuple(headings))
-
-
-def _before_table(number: int, caption: str) -> str:
-    name = escape(f"Table {number}: {caption}", quote=True)
-    return f'<div class="scroll" role="region" aria-label="{name}" tabindex="0">'
-
-
-def _html(content: str) -> Token:
-    return Token("html_block", "", 0, content=content)
-
-
-def _unlike(words: str, ids: dict[str, int]) -> str:
-    """Return an id that no other heading has."""
-    name = sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "part"
-    ids[name] = ids.get(name, 0) + 1
-    return name if ids[name] == 1 else f"{name}-{ids[name]}"
-
-
-def _mark_cells(tokens: Sequence[Token]) -> None:
-    """Say what heads a row, which cells are long, and which are verdicts."""
-    is_first = False
-    for position, token in enumerate(tokens):
-        if token.type == "tr_open":
+            token.meta = {"number": num_tables, "caption": under}
+        elif token.type == "tr_open":
             is_first = True
         elif token.type == "th_open":
             token.attrSet("scope", "col")
         elif token.type == "td_open":
-            words = tokens[position + 1].content
-            if len(words) > _BREAKS:
-                token.attrJoin("class", "long" if len(words) > _LONG else "breaks")
-            if words in _VERDICTS:
-                token.attrJoin("class", f"verdict {words.replace(' ', '-')}")
-            if is_first:
-                token.tag = "th"
+            _mark_cell(token, inside.content)
+            if is_first:  # it heads the row
+                token.tag = close.tag = "th"
                 token.attrSet("scope", "row")
-                tokens[position + 2].tag = "th"
             is_first = False
+    _locate(tokens, locate)
+    first = next((place for place, token in enumerate(tokens) if token.type == "heading_open"), len(tokens))
+    lead, html = (parser.renderer.render(part, parser.options, {}) for part in (tokens[:first], tokens[first:]))
+    return Rendered(title=title, lead=lead, html=html, headings=headings)
+
+
+def _open_table(_renderer: Any, tokens: Sequence[Token], place: int, *_arguments: Any) -> str:
+    number, caption = tokens[place].meta["number"], escape(tokens[place].meta["caption"], quote=True)
+    region = f'<div class="scroll" role="region" aria-label="Table {number}: {caption}" tabindex="0">'
+    return f"{region}<table>\n<caption>{caption}</caption>\n"
+
+
+def _mark_cell(token: Token, words: str) -> None:
+    """Say whether a cell is long, and whether it is a verdict."""
+    if len(words) > _BREAKS:
+        token.attrJoin("class", "long" if len(words) > _LONG else "breaks")
+    if words in _VERDICTS:
+        token.attrJoin("class", f"verdict {words.replace(' ', '-')}")
 
 
 def _locate(tokens: Sequence[Token], locate: Callable[[str], str | None]) -> None:
-    for token in tokens:
-        for child in token.children or ():
-            attribute = {"link_open": "href", "image": "src"}.get(child.type)
-            if attribute is None:
-                continue
-            found = locate(str(child.attrGet(attribute)))
-            if found is not None:
-                child.attrSet(attribute, found)
-            elif child.type == "link_open":
-                child.attrs.pop("href")
-            else:
-                child.type, child.content = "text", "Drawn on this page, to zoom into."
+    for child in (child for token in tokens for child in token.children or ()):
+        attribute = {"link_open": "href", "image": "src"}.get(child.type)
+        if attribute is None:
+            continue
+        found = locate(str(child.attrGet(attribute)))
+        if found is not None:
+            child.attrSet(attribute, found)
+        elif child.type == "link_open":
+            child.attrs.pop("href")
+        else:
+            child.type, child.content = "text", "Drawn on this page, to zoom into."

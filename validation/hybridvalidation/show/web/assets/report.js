@@ -167,10 +167,10 @@ async function draw(figure) {
       xaxis: axis(), yaxis: { ...axis(), fixedrange: true }, dragmode: isTouch ? false : "zoom",
       hoverlabel: { bgcolor: "$panel", bordercolor: "$edge", font: { color: "$text" } },
     },
-    figure.spec.layout, figure.spec.layouts[figure.view],
+    figure.spec[figure.view].layout,
     figure.range ? { xaxis: { range: figure.range, autorange: false } } : {},
   );
-  const traces = figure.spec.views[figure.view].map((trace) => ({ ...trace, visible: !figure.hidden.has(trace.name) }));
+  const traces = figure.spec[figure.view].data.map((trace) => ({ ...trace, visible: !figure.hidden.has(trace.name) }));
   const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
   const isFirst = !figure.drawn;
   figure.drawn = true;
@@ -202,13 +202,13 @@ async function zoom(figure, button) {
     return;
   }
   const wide = width * Number(button.dataset.zoom);
-  const isBars = figure.spec.views[figure.view].some((trace) => trace.orientation === "h");
+  const isBars = figure.spec[figure.view].data.some((trace) => trace.orientation === "h");
   const start = isBars ? low : low + (width - wide) / 2;  // bars begin where they begin
   Plotly.relayout(figure.plot, { "xaxis.range": [start, start + wide] });
 }
 
 function legend(figure) {
-  const buttons = figure.spec.views[figure.view].map((trace) => {
+  const buttons = figure.spec[figure.view].data.map((trace) => {
     const color = trace.fillcolor || (trace.marker && trace.marker.color) || (trace.line && trace.line.color);
     const swatch = make("i", { ariaHidden: "true" });
     if (typeof color === "string") swatch.style.background = themed(color, getComputedStyle(root));
@@ -227,12 +227,12 @@ function legend(figure) {
 function setUpFigure(element) {
   const spec = JSON.parse(element.querySelector("script").textContent);
   const select = element.querySelector("select.view");
-  if (select) select.value = Object.keys(spec.views)[0];  // a browser that goes back remembers another
+  if (select) select.value = Object.keys(spec)[0];  // a browser that goes back remembers another
   const figure = {
-    spec, view: Object.keys(spec.views)[0], hidden: new Set(), range: null, drawn: false,
+    spec, view: Object.keys(spec)[0], hidden: new Set(), range: null, drawn: false,
     plot: element.querySelector(".plot"), legend: element.querySelector(".legend"),
   };
-  figure.plot.style.minHeight = `${(spec.layouts[figure.view] || {}).height || spec.layout.height || 300}px`;
+  figure.plot.style.minHeight = `${spec[figure.view].layout.height}px`;
   figure.plot.classList.add("waits");
   figures.push(figure);
   legend(figure);

@@ -19,10 +19,14 @@ from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
-from hybridvalidation.show.report import headline
-from hybridvalidation.show.sections.measured import measured_table
-from hybridvalidation.show.sections.memory import class_table, outcome_lines, phase_table
-from hybridvalidation.show.sections.summary import summary_table
+from hybridvalidation.show.pages.scenario import (
+    class_table,
+    headline,
+    measured_table,
+    outcome_lines,
+    phase_table,
+    summary_table,
+)
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
@@ -86,10 +90,15 @@ def executed(stack: str, accuracy: float) -> StackRun:
     return record("accuracy", stack, accuracy=figures)
 
 
-def rows(table: str) -> list[list[str]]:
-    """Return the cells of a Markdown table, the rule below its head left out."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return [lines[0], *lines[2:]]
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of a table of Markdown; of one that was split at seven columns those of all parts, as one."""
+    parts = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if "--" not in line]
+        for part in text.split("\n\n")
+    ]
+    assert all(len(row) <= 7 for part in parts for row in part)
+    assert all([row[0] for row in part] == [row[0] for row in parts[0]] for part in parts)
+    return [row + [cell for part in parts[1:] for cell in part[number][1:]] for number, row in enumerate(parts[0])]
 
 
 def test_the_headline_says_what_is_run_on_what() -> None:
@@ -104,8 +113,8 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
         executed("vanilla", 0.5), executed("lean", 0.4),
     )  # fmt: skip
     head, vanilla, lean = rows(summary_table(run, MARKDOWN))
-    assert head[:4] == ["stack", "fits", "allocated GiB", "reserved GiB"]
-    figures = ["28.00", "30.00", "31.00", "40.00", "50.00", "8", "0.250", "4,096", "compute"]
+    assert head[:4] == ["stack", "fits", "device GiB", "host GiB"]
+    figures = ["31.00", "40.00", "0.250", "4,096", "compute", "28.00", "30.00", "50.00", "8"]
     whole = "100.00 [100.00, 100.00]"
     assert vanilla == ["vanilla", "barely", *figures, whole, whole]
     assert lean == ["lean", "NO", *figures, "80.00 [80.00, 80.00]", whole]
@@ -114,6 +123,8 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
 def test_a_stack_without_records_is_unknown_and_claims_nothing() -> None:
     _, vanilla, _ = rows(summary_table(run_of(), MARKDOWN))
     assert vanilla == ["vanilla", "unknown", *["-"] * 9]  # nothing was trained: no columns of accuracy
+    _, lean = rows(summary_table(run_of(), MARKDOWN, ["lean"], only_main=True))
+    assert lean == ["lean", "unknown", *["-"] * 5]
 
 
 def test_phases_are_told_apart_where_a_stack_has_several() -> None:
@@ -202,21 +213,15 @@ def test_a_run_that_went_well_needs_no_sentence() -> None:
     assert outcome_lines(run_of(record("dry_run", "lean", memory=PLANNED), executed("lean", 0.5))) == []
 
 
-@pytest.mark.parametrize("style", [MARKDOWN, TERMINAL])
-def test_verdicts_are_told_with_evidence_and_reason(style: str) -> None:
+def test_verdicts_are_told_with_evidence_and_reason() -> None:
     reason = "lean: 3.20 GiB meets at most 4, planned."
-    verdicts = [
-        Verdict(
-            target="small", says="s", stack="lean", status=Status.HOLDS, reason=reason, evidence=Evidence.PLANNED,
-            value=3.2,
-        ),
-        Verdict(
-            target="fast", says="s", stack="mine", status=Status.UNPROVEN, reason="no record", evidence=None,
-            value=None,
-        ),
-    ]  # fmt: skip
-    lines = verdict_table(verdicts, style).splitlines()
-    small, fast = (next(line for line in lines if name in line) for name in ("small", "fast"))
-    assert all(word in small for word in ("holds", "planned", reason))
-    assert "unproven" in fast
-    assert "no record" in fast
+    small = Verdict(
+        target="small", says="s", stack="lean", status=Status.HOLDS, reason=reason, evidence=Evidence.PLANNED, value=3.2
+    )
+    fast = replace(small, target="fast", status=Status.UNPROVEN, reason="no record", evidence=None, value=None)
+    lines = verdict_table([small, fast], TERMINAL).splitlines()
+    assert lines[2].split() == ["small", "holds", "planned", *reason.split()]
+    assert lines[3].split() == ["fast", "unproven", "-", "no", "record"]
+    shown, notes = verdict_table([small, fast], MARKDOWN).split("\n\n")
+    assert rows(shown)[1:] == [["small", "holds", "planned", "1"], ["fast", "unproven", "-", "2"]]
+    assert notes.splitlines() == [f"1. {reason}", "2. no record"]

@@ -1,4 +1,4 @@
-"""The configuration reference: every key of every file, from the dataclasses that read it."""
+"""The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,15 +7,15 @@ from types import NoneType, UnionType
 from typing import Final, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
-from tabulate import tabulate
 
+from hybridtrain.cli.main import APP, EXIT_CODES
 from hybridtrain.config.decode import describe_hint
 from hybridtrain.config.encode import tag_of
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.optimizations import OPTIMIZATIONS
 from hybridtrain.plan.memory_plan import SETTINGS
-from hybridtrain.reports.tables import MARKDOWN
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.stacks import Stack
 from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -54,7 +54,10 @@ def keys_of(cls: type) -> Iterator[Key]:
             allowed = declared.words if declared and is_number else describe_hint(hints[field.name])
             yield Key(name=field.name, allowed=allowed, default=_default(field), says=meaning)
     if presets := getattr(cls, "PRESETS", None):
-        told = "; ".join(f"{name}: {_values(values)}" for name, values in presets.items())
+        told = "; ".join(
+            f"{name}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}"
+            for name, values in presets.items()
+        )
         yield Key(name="preset", allowed=f"one of {', '.join(presets)}", default="unset", says=f"{told}.")
 
 
@@ -66,7 +69,7 @@ def settings_table(cls: type) -> str:
     ]
     if not rows:
         return "It has no settings."
-    return tabulate(rows, headers=["key", "allowed", "default", "meaning"], tablefmt=MARKDOWN, disable_numparse=True)
+    return table(["key", "allowed", "default", "meaning"], rows, MARKDOWN)
 
 
 def file_settings(name: str) -> str:
@@ -76,11 +79,6 @@ def file_settings(name: str) -> str:
         heading = f"### {path}\n\n" if path else ""
         parts.append(f"{heading}{_first_line(cls)}\n\n{settings_table(cls)}")
     return "\n\n".join(parts)
-
-
-def optimization_settings(kind: str) -> str:
-    """Return the settings of an optimization as Markdown."""
-    return settings_table(OPTIMIZATIONS[kind])
 
 
 def optimizers() -> str:
@@ -124,12 +122,9 @@ def _default(field: "Field[object]") -> str:
         value = field.default_factory()
         if not value:
             return "[]" if isinstance(value, tuple) else "{}"
-        return f'kind = "{tag}"' if (tag := tag_of(type(value))) else "the table's defaults"
+        cls: type = type(value)
+        return f'kind = "{tag}"' if (tag := tag_of(cls)) else "the table's defaults"
     return "" if field.default is MISSING else _toml(field.default)
-
-
-def _values(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} = {_toml(value)}" for name, value in values.items())
 
 
 def _toml(value: object) -> str:
@@ -146,3 +141,9 @@ def _cell(text: str) -> str:
 
 def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
+
+
+def commands() -> str:
+    """Return what ``hybridtrain VERB --help`` says of every verb, as Markdown."""
+    text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
+    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"

@@ -9,8 +9,8 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
+from hybridvalidation.guide.figures import Figures, filled
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.show.figures import Figures, filled
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,7 @@ def test_a_figure_in_a_sentence_and_one_in_lines_of_its_own_are_filled(figures: 
     [
         ("helt all", "figure 'helt' is unknown; did you mean 'held'?"),
         ("held al", "word 'al' is unknown; did you mean 'all'?"),
-        ("held", "missing 1 required positional argument: 'what'"),
+        ("held", "missing 1 required positional argument: 'word'"),
         ("_targets", "figure '_targets' is unknown"),
     ],
 )

@@ -1,1 +1,0 @@
-"""Pictures to point at and zoom into, one idea a file."""

@@ -1,1 +1,0 @@
-"""Pictures of a scenario, one a file."""

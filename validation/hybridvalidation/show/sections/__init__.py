@@ -1,1 +1,0 @@
-"""Sections of a scenario's page, one a file."""
