@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hybridvalidation.recommend import command
 
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
