@@ -7,7 +7,7 @@ from statistics import fmean
 from tabulate import tabulate
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
+from hybridtrain.hybrid.forecast.catalogue import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
