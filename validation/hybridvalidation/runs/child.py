@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final, Generic, TypeVar, get_type_hints
 
 from hybridtrain.config.decode import Unions, decode
@@ -79,19 +79,19 @@ class Child(Generic[T]):
             env=os.environ | environment,
         )  # fmt: skip
         assert self._process.stdin is not None, "asked for"
+        self._input = self._process.stdin
         with suppress(BrokenPipeError):  # where it has ended already, its output says why
-            self._process.stdin.write(to_json(job).encode() + b"\n")
-            self._process.stdin.flush()  # and not closed before the end: see the module
+            self._input.write(to_json(job).encode() + b"\n")
+            self._input.flush()  # and not closed before the end: see the module
 
     def poll(self) -> Ended[T] | None:
         """Return how it ended, None while it works."""
         if self._ended is None:
-            code = self._wait(os.WNOHANG)
+            code = self._reap(os.WNOHANG)
             if code is not None:
-                self._ended = self._read(code)
+                self._end(f"worker ended with code {code}: {_last_line(self._text())}" if code else "")
             elif self._limit_s is not None and time.monotonic() - self._begin_s > self._limit_s:
-                self._kill()
-                self._ended = self._without_answer(f"stopped after {format_seconds(self._limit_s)}, its time limit")
+                self.stop(f"stopped after {format_seconds(self._limit_s)}, its time limit")
         return self._ended
 
     def wait(self) -> Ended[T]:
@@ -100,18 +100,15 @@ class Child(Generic[T]):
             time.sleep(_POLL_S)
         return ended
 
-    def stop(self) -> None:
+    def stop(self, why: str = "stopped") -> None:
         """End it at once if it still works."""
         if self._ended is None:
-            self._kill()
-            self._ended = self._without_answer("stopped")
+            if self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGKILL)
+                self._reap(0)
+            self._end(why)
 
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._wait(0)
-
-    def _wait(self, options: int) -> int | None:
+    def _reap(self, options: int) -> int | None:
         """Reap it with its use of memory, which ``Popen.wait`` does not tell."""
         pid, status, usage = os.wait4(self._process.pid, options)
         if not pid:
@@ -120,26 +117,18 @@ class Child(Generic[T]):
         self._process.returncode = os.waitstatus_to_exitcode(status)
         return self._process.returncode
 
-    def _read(self, code: int) -> Ended[T]:
-        if code:
-            return self._without_answer(f"worker ended with code {code}: {_last_line(self._text())}")
-        self._out.seek(0)
-        answer = decode(self._answer, json.loads(self._out.read()), source="worker", unions=_UNIONS)
-        return self._end(answer, "")
-
-    def _without_answer(self, fault: str) -> Ended[T]:
-        return self._end(None, fault)
-
-    def _end(self, answer: T | None, fault: str) -> Ended[T]:
-        ended = Ended(
+    def _end(self, fault: str) -> None:
+        answer = None
+        if not fault:
+            self._out.seek(0)
+            answer = decode(self._answer, json.loads(self._out.read()), source="worker", unions=_UNIONS)
+        self._ended = Ended(
             answer=answer, fault=fault, seconds=time.monotonic() - self._begin_s,
             peak_rss_bytes=self._peak_rss_bytes, log=self._text(),
         )  # fmt: skip
-        assert self._process.stdin is not None, "asked for"
-        for file in (self._log, self._out, self._process.stdin):
+        for file in (self._log, self._out, self._input):
             with suppress(BrokenPipeError):
                 file.close()
-        return ended
 
     def _text(self) -> str:
         self._log.seek(0)
@@ -164,13 +153,10 @@ def run_side_by_side(jobs: Sequence[J], start: Callable[[J], Child[T]], width: i
             child.stop()
 
 
-def without_folders(text: str) -> str:
-    """Return text with folders cut off its paths: records tell nothing of a machine's places."""
-    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)
-
-
 def _last_line(text: str) -> str:
-    return without_folders((text.strip().splitlines() or ["no message"])[-1])
+    """Return the last line, with folders cut off its paths: records tell nothing of a machine's places."""
+    last = (text.strip().splitlines() or ["no message"])[-1]
+    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", last)
 
 
 def main() -> None:
@@ -179,8 +165,7 @@ def main() -> None:
     work, out = sys.argv[1], int(sys.argv[2])
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    module, _, name = work.partition(":")
-    function = getattr(import_module(module), name)
+    function = resolve_name(work)
     job_class = get_type_hints(function)[next(iter(inspect.signature(function).parameters))]
     answer = function(decode(job_class, json.loads(line), source=work, unions=_UNIONS))
     content = json.dumps(encode(answer), allow_nan=False)
