@@ -196,7 +196,7 @@ def records(
     from hybridtrain.stacks import evidence_folder
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order
-    from hybridvalidation.runs.validate import other_records, prune_records
+    from hybridvalidation.validate import other_records, prune_records
 
     files = _files(common.scenarios)
     if prune:
@@ -227,14 +227,15 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
         record: Append what was found to the records, and rebuild the table.
     """
     from hybridtrain.errors import ConfigError
-    from hybridvalidation.snapshots.replayed import (
-        append_snapshots,
+    from hybridvalidation.experiments.snapshots import (
+        SNAPSHOTS_FILE,
         as_mapping,
         differs,
         replay_files,
         snapshots_text,
         write_reserved,
     )
+    from hybridvalidation.records.store import append_record
 
     scenarios = _files(common.scenarios)
     if plans:
@@ -244,7 +245,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     found = replay_files(files, scenarios.folder)
     paths: list[Path] = []
     if record:
-        append_snapshots(common.records, found)
+        append_record(common.records, SNAPSHOTS_FILE, found)
         paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([snapshots_text(found), *names_of(paths)])
     return Answer(text=text, content=as_mapping(found), code=1 if differs(found) else 0)
@@ -252,14 +253,14 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
 
 def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
     from hybridtrain.config.encode import encode
-    from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
-    from hybridvalidation.snapshots.replayed import write_reserved
+    from hybridvalidation.experiments.snapshots import MOVES_FILE, moves_text, plan_moves, write_reserved
+    from hybridvalidation.records.store import append_record
 
     found, paths = [], list[Path]()
     for name in plans:
         found.append(plan_moves(scenarios, scenarios.scenario(name), common.note))
         if record:
-            append_moves(common.records, found[-1])
+            append_record(common.records, MOVES_FILE, found[-1])
             paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
     return Answer(text=text, content=list(map(encode, found)))
@@ -304,9 +305,9 @@ def validate(
     from hybridtrain.config.encode import encode
     from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
-    from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.show.pages.scenario import report_text, scenario_page
     from hybridvalidation.show.results import Results
+    from hybridvalidation.validate import validate as validate_scenario
 
     files = _files(common.scenarios)
     done = validate_scenario(
@@ -366,9 +367,8 @@ def execute(
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.models.find_model import find_model
     from hybridtrain.models.model_config import asked_workload
-    from hybridvalidation.records.executed import append_executed, read_executed
-    from hybridvalidation.runs.execute import ExecuteSpec
-    from hybridvalidation.runs.execute import execute as run_steps
+    from hybridvalidation.experiments.executed import ExecuteSpec, append_executed, read_executed
+    from hybridvalidation.experiments.executed import execute as run_steps
     from hybridvalidation.show.pages.executed import equality_line, executed_table
     from hybridvalidation.show.report import write_pages
 
@@ -400,8 +400,8 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
             default: all.
     """
     from hybridtrain.config.encode import encode
-    from hybridvalidation.card_session.session import measure_card
-    from hybridvalidation.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.experiments.card_session.session import measure_card
+    from hybridvalidation.experiments.card_session.table import evidence_table, newest_evidence
     from hybridvalidation.records.outcome import Outcome
 
     made, written = measure_card(
@@ -480,15 +480,15 @@ def recorded(
         record: Append what is planned now to the records, and rebuild the table and the picture.
         jobs: Processes at a time.
     """
-    from hybridvalidation.recorded.command import recorded_command
+    from hybridvalidation.experiments.recorded import recorded_command
     from hybridvalidation.show.report import write_pages
 
     files = _files(common.scenarios)
-    report = recorded_command(
+    text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
     paths = write_pages("recorded", files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 def peers(
@@ -512,16 +512,16 @@ def peers(
         record: Append what is run now to the records, and rebuild the tables.
         jobs: Processes at a time.
     """
-    from hybridvalidation.peers.command import peers_command
+    from hybridvalidation.experiments.peers import peers_command
     from hybridvalidation.show.report import write_pages
 
     files = _files(common.scenarios)
-    report = peers_command(
+    text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
     )  # fmt: skip
     paths = write_pages("peers", files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
