@@ -11,7 +11,7 @@ from pathlib import Path
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.models.model_config import model_preset
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles, default_folder
 imported = time.perf_counter()
 model, stack, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3])

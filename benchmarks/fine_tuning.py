@@ -42,7 +42,7 @@ from hybridtrain.sampling import sample_text
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger, find_peak
 from hybridtrain.weights.adapters import export_adapter, has_adapters
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import ONE_FILE, open_folder

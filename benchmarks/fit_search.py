@@ -12,8 +12,8 @@ from collections.abc import Callable
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.fitting import TrainingOption, confirmed, fit
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 
 _MODELS = ("gpt2-1b", "llama-7b", "qwen3-8b", "llama-50b")
 _TOKENS_PER_STEP, _LONGEST = 131072, 2048

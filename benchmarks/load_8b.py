@@ -30,7 +30,7 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.tensor_file import TensorFileWriter
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from hybridtrain.weights.disk_names import disk_weights
 from hybridtrain.weights.exact_values import exact_values
 from hybridtrain.weights.hf_source import INDEX, open_folder

@@ -34,11 +34,11 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import on_links, record_steps
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.roofline import Efficiency, StepTime, estimate_step
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.cards.roofline import Efficiency, StepTime, estimate_step
 
 SHORT = 2
 """Micro-batches of the shorter recorded step; the longer one has one more."""

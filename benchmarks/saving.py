@@ -12,13 +12,13 @@ from statistics import median
 import numpy as np
 import torch
 
+from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
+from hybridtrain.checkpoint.parts import HostCopies, saved_parameters, state_bytes
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.optimizations import MixedPrecision
 from hybridtrain.plan.compose import compose
-from hybridtrain.train_state import StateSaver, load_train_state
-from hybridtrain.train_state.parts import HostCopies, saved_parameters, state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
@@ -47,19 +47,26 @@ def main() -> None:
     print(f"{model.num_params:,} parameters, a state of {format_bytes(size)}, saved every {asked.save_every} steps")
     with tempfile.TemporaryDirectory(dir=asked.folder) as place:
         for name, on_host in (("copied to host memory", True), ("written at once", False)):
-            saver = StateSaver(Path(place), copies_to_host=on_host)
+            saver = CheckpointSaver(Path(place), copies_to_host=on_host)
             _report(name, trainer, batch, saver, asked.rounds, asked.save_every)
         copies = HostCopies()
-        saved_parameters(trainer, copies.keep)
-        copy_s = median(_seconds(lambda: saved_parameters(trainer, copies.keep)) for _ in range(5))
+
+        def copy() -> None:
+            for tensor in saved_parameters(trainer)[0]:
+                copies.keep(tensor)
+
+        copy()
+        copy_s = median(_seconds(copy) for _ in range(5))
         print(f"one copy of the state in host memory: {copy_s:.3f} s")
-        load_s = median(_seconds(lambda: load_train_state(trainer, Path(place))) for _ in range(3))
+        load_s = median(_seconds(lambda: load_checkpoint(trainer, Path(place))) for _ in range(3))
         print(f"loading, every byte checked: {load_s:.3f} s ({size / load_s / 2**30:.2f} GiB/s)")
         shutil.rmtree(place, ignore_errors=True)
         Path(place).mkdir()
 
 
-def _report(name: str, trainer: Trainer, batch: TokenBatch, saver: StateSaver, rounds: int, save_every: int) -> None:
+def _report(
+    name: str, trainer: Trainer, batch: TokenBatch, saver: CheckpointSaver, rounds: int, save_every: int
+) -> None:
     plain, saving, blocked = list[float](), list[float](), list[float]()
     for number in range(rounds + 1):
         for with_save in (False, True) if number % 2 else (True, False):

@@ -24,8 +24,8 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.links import World
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("llama-7b", "llama-13b-57l", "llama-50b", "llama-2-70b")

@@ -1,7 +1,7 @@
 """The time model against recorded runs of others, each predicted from runs that leave out its card, or its size.
 
 ``python benchmarks/time_model.py`` reads peer_runs.toml beside it, which fixes runs, roles and rules, and writes
-results/time-model.md and, for the program, hybridtrain/virtual_gpu/{efficiency,time_error}.toml.
+results/time-model.md and, for the program, hybridtrain/virtual_gpu/cards/{efficiency,time_error}.toml.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import numpy as np
 from peer_runs import SHORT, PeerRun, Steps, Tables, load_left_out, load_runs, rules_of
 from scipy.optimize import least_squares
 
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY, Bound, Efficiency, Rates
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY, Bound, Efficiency, Rates
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 HERE = Path(__file__).resolve().parent
-PACKAGE = HERE.parent / "hybridtrain" / "virtual_gpu"
+PACKAGE = HERE.parent / "hybridtrain" / "virtual_gpu" / "cards"
 SHARED = {"inner_half": 100.0, "waves_half": 0.3}
 """What all cards have in common, and where the fit begins."""
 ASSUMED = {"geforce": 1.0}

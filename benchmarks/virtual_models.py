@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu import TensorClass, VirtualGpu, find_card
-from hybridtrain.virtual_gpu.ledger import holders
-from hybridtrain.virtual_gpu.replay import replay_trace
+from hybridtrain.virtual_gpu.account.ledger import holders
+from hybridtrain.virtual_gpu.allocator.replay import replay_trace
 
 HERE = Path(__file__).resolve().parent
 CARD = find_card("rtx-4090")

@@ -13,8 +13,8 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.optimizations import GradientCheckpointing, MixedPrecision
 from hybridtrain.phase import Phase
 from hybridtrain.profiler.memory_profiler import MemoryProfiler
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 model = ModelConfig(
     family="gpt2", vocab_size=256, max_seq_len=128, num_blocks=4, width=128, num_heads=4, num_kv_heads=4, ffn_width=512

@@ -15,7 +15,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     reached the disk when this ends.
     """
     make_folder(path.parent)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         yield partial
         _sync(partial)  # ext4 may else move the name first, and a power cut leaves an empty file under it
@@ -33,13 +33,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a folder beside ``path`` to fill, and move it there in one step at the end; an error leaves nothing.
-
-    Args:
-        path: Absent, or an empty folder.
-    """
+    """Give a folder beside ``path``, which is absent or empty, to fill; move it there in one step at the end."""
     make_folder(path.parent)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -68,6 +64,10 @@ def remove_partials(folder: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def _sync(path: Path) -> None:

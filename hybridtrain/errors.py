@@ -36,7 +36,7 @@ class DivergenceError(HybridTrainError):
     Args:
         message: As of every error.
         layers: Parameters whose gradients are no finite numbers, as far as they are known.
-        is_applied: Parts of the model were updated before it was found: only a saved state brings them back.
+        is_applied: Parts of the model were updated before it was found: only a checkpoint brings them back.
         step: After which it was found in what was to be saved; None: in the step at work.
     """
 
@@ -74,7 +74,7 @@ class DiskTierError(HybridTrainError):
 
 
 class StateError(HybridTrainError):
-    """A saved state cannot be written: no permission, a failing disk."""
+    """A checkpoint cannot be written: no permission, a failing disk."""
 
 
 class RecordError(HybridTrainError):

@@ -10,46 +10,45 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_  # noqa: F401  defines the op
-from hybridkernels.flash_attention import backward_workspace_bytes, masked
+from hybridkernels.flash_attention import (
+    backward_workspace_bytes,
+    masked_backward_workspace_bytes,
+    masked_workspace_bytes,
+)
 from hybridkernels.geglu import geglu  # noqa: F401  likewise
 from hybridkernels.rms_norm import rms_norm  # noqa: F401  likewise
 from hybridkernels.swiglu import swiglu  # noqa: F401  likewise
-from hybridtrain.virtual_gpu.op_rules import register_scratch
-
-
-def _attention_backward(args: Sequence[Tensor]) -> int:
-    """Return what torch's flash-attention backward takes."""
-    return backward_workspace_bytes(args[1], args[2])
+from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 
 
 def _masked_attention(args: Sequence[Any]) -> int:
-    """Return what our flash-attention forward takes to know windows and documents by."""
+    """Return the bytes by which our flash-attention forward knows windows and documents."""
     q_BTNH, _k, _v, ids_BT, _scale, _softcap, window = args
-    return masked.workspace_bytes(q_BTNH, ids_BT, window)
+    return masked_workspace_bytes(q_BTNH, ids_BT, window)
 
 
 def _masked_attention_backward(args: Sequence[Any]) -> int:
-    """Return what torch's flash-attention backward takes, or ours."""
+    """Return the scratch of torch's flash-attention backward, or of ours."""
     _grad, q_BTNH, k_BTKH, _v, _out, _lse, ids_BT, _scale, softcap, window = args
-    return masked.backward_workspace_bytes(q_BTNH, k_BTKH, ids_BT, softcap, window)
+    return masked_backward_workspace_bytes(q_BTNH, k_BTKH, ids_BT, softcap, window)
 
 
 def _adamw_int8(args: Sequence[Tensor]) -> int:
-    """Return what bitsandbytes takes to cast a gradient of another type than its parameter."""
+    """Return the bytes in which bitsandbytes casts a gradient of another type than its parameter."""
     param, grad = args[0], args[1]
     return 0 if grad.dtype == param.dtype else param.numel() * param.element_size()
 
 
 def _rms_norm(args: Sequence[Any]) -> int:
-    """Return what x and the result take in the type of the weight, where that is another."""
+    """Return the bytes of x and the result in the type of the weight, where that is another."""
     x, weight_D, _eps = args
     return 0 if x.dtype == weight_D.dtype else 2 * x.numel() * int(weight_D.element_size())
 
 
-def _rms_norm_backward(args: Sequence[Tensor]) -> int:
-    """Return the same of the gradient, x and its gradient."""
+def _rms_norm_backward(args: Sequence[Any]) -> int:
+    """Return those of the gradient, x and its gradient."""
     _grad, x, _rstd, weight_D = args
-    return 0 if x.dtype == weight_D.dtype else 3 * x.numel() * weight_D.element_size()
+    return _rms_norm((x, weight_D, None)) // 2 * 3
 
 
 def _copies(args: Sequence[Tensor]) -> int:
@@ -57,12 +56,12 @@ def _copies(args: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in args if not tensor.is_contiguous())
 
 
-for gated in ("swiglu", "geglu"):
-    for direction in ("", "_backward"):
-        register_scratch(getattr(torch.ops.hybridkernels, gated + direction).default, _copies)
-register_scratch(torch.ops.hybridkernels.rms_norm.default, _rms_norm)
-register_scratch(torch.ops.hybridkernels.rms_norm_backward.default, _rms_norm_backward)
-register_scratch(torch.ops.hybridkernels.causal_attention_backward.default, _attention_backward)
-register_scratch(torch.ops.hybridkernels.masked_attention.default, _masked_attention)
-register_scratch(torch.ops.hybridkernels.masked_attention_backward.default, _masked_attention_backward)
-register_scratch(torch.ops.hybridkernels.adamw_int8_.default, _adamw_int8)
+for name in ("swiglu", "swiglu_backward", "geglu", "geglu_backward"):
+    register_scratch(getattr(torch.ops.hybridkernels, name).default, _copies)
+_OPS = torch.ops.hybridkernels
+register_scratch(_OPS.rms_norm.default, _rms_norm)
+register_scratch(_OPS.rms_norm_backward.default, _rms_norm_backward)
+register_scratch(_OPS.causal_attention_backward.default, lambda args: backward_workspace_bytes(args[1], args[2]))
+register_scratch(_OPS.masked_attention.default, _masked_attention)
+register_scratch(_OPS.masked_attention_backward.default, _masked_attention_backward)
+register_scratch(_OPS.adamw_int8_.default, _adamw_int8)

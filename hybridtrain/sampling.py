@@ -13,17 +13,11 @@ _TEMPERATURE = 0.8
 def sample_text(
     trainer: Trainer, prompt: str, *, num_tokens: int, seed: int, tokenizer: Tokenizer | None = None
 ) -> str:
-    """Return ``prompt`` continued by up to ``num_tokens`` tokens, drawn at temperature 0.8 from the tokenizer's own.
+    """Return ``prompt`` continued by ``num_tokens`` tokens, drawn at temperature 0.8 from the tokenizer's own.
 
-    Args:
-        trainer: Whose model continues.
-        prompt: What comes first.
-        num_tokens: Fewer where an end-of-text token is drawn; bytes go on after theirs.
-        seed: Of the draws.
-        tokenizer: That of the model; None: bytes.
+    They are fewer where an end-of-text token is drawn; bytes, which no ``tokenizer`` stands for, go on after theirs.
     """
-    if tokenizer is None:
-        tokenizer = ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     model = trainer.model
     device = model.head.weight.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,19 +1,20 @@
 """Files of the safetensors format, read and written range by range. P elements of a flat range.
 
 A file is 8 bytes with the length of a header, the header in JSON (of each tensor: type, shape, range of bytes), the
-values (https://github.com/huggingface/safetensors, README, "Format"). It is read explicitly, not mapped: what was read
-is no part of the process's memory, and a file cut short meanwhile is an error, not a SIGBUS.
+values (https://github.com/huggingface/safetensors, README, "Format"). The format's own library checks a file; it maps
+files into memory and writes them whole, so values are read and written here: what was read is no part of the process's
+memory, and a file cut short meanwhile is an error, not a SIGBUS.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,31 +23,11 @@ from hybridtrain.errors import ConfigError
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be, by the format's names."""
 _READABLE = DTYPES | {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I64": torch.int64}
-"""What a saved state may hold besides: codes, halves, random streams."""
+"""What a checkpoint may hold besides: codes, halves, random streams."""
 NAMES = {dtype: name for name, dtype in _READABLE.items()}
 """Of each of them."""
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the format's own library."""
 _COPY_AGAIN = "copy or download it again"
-
-
-class SourceTensor(Protocol):
-    """A tensor that is read range by range."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As it is stored."""
-        ...
-
-    @property
-    def dtype_name(self) -> str:
-        """As the format calls it."""
-        ...
-
-    def read(self, part: slice) -> Tensor:
-        """Return a flat range of its elements on the CPU; raises ``ConfigError`` where that fails."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +41,13 @@ class FileTensor:
     shape: tuple[int, ...]
     offset: int
     """Of its first byte in the file."""
+    num_bytes: int
+    """Of the values."""
 
     @property
     def dtype(self) -> torch.dtype:
         """As torch calls it; only of ``NAMES``."""
         return _READABLE[self.dtype_name]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the values."""
-        return prod(self.shape) * self.dtype.itemsize
 
     def read(self, part: slice) -> Tensor:
         """Return a flat range of its elements: these bytes of the file are read and no others."""
@@ -98,55 +76,26 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read a file's header and check it against the file's size; no value is read.
-
-    Raises:
-        ConfigError: it is no whole safetensors file.
-    """
+    """Read a file's header, and no value; raises ``ConfigError``: it is no whole safetensors file."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with path.open("rb") as file, safe_open(path, framework="np"):
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or not 1 < length <= min(_LONGEST_HEADER, size - _LENGTH_BYTES):
-                raise ConfigError(str(path), [_no_header(size)])
             header = file.read(length)
+    except SafetensorError as error:
+        why = str(error).removeprefix("Error while deserializing header: ")
+        fault = f"{size} bytes that are no whole safetensors file ({why}); {_COPY_AGAIN}"
+        raise ConfigError(str(path), [fault]) from error
     except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read ({error.strerror}); {_COPY_AGAIN}"]) from error
-    start = _LENGTH_BYTES + length
-    tensors = {tensor.name: (tensor, end) for tensor, end in _entries(path, header, start)}
-    end = max((end for _, end in tensors.values()), default=start)
-    if end != size:
-        what = "is cut short" if end > size else "is too long"
-        raise ConfigError(str(path), [f"{what}: {size} bytes, and its header tells of {end}; {_COPY_AGAIN}"])
-    digest = sha256(header + size.to_bytes(_LENGTH_BYTES, "little")).hexdigest()
-    return TensorFile({name: tensor for name, (tensor, _) in tensors.items()}, digest)
-
-
-def _no_header(size: int) -> str:
-    found = f"{size} bytes without a header at their beginning" if size else "an empty file"
-    return f"{found}; it must be a whole safetensors file: {_COPY_AGAIN}"
-
-
-def _entries(path: Path, header: bytes, start: int) -> Iterator[tuple[FileTensor, int]]:
-    """Yield each tensor of a header, and where in the file it ends."""
-    try:
-        entries = json.loads(header)
-        for name, entry in entries.items():
-            if name == "__metadata__":
-                continue
-            dtype_name, shape, (first, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-            dtype = _READABLE.get(dtype_name)
-            if not all(type(number) is int and number >= 0 for number in (*shape, first, end)) or (
-                end - first != prod(shape) * dtype.itemsize if dtype else end < first
-            ):
-                raise ConfigError(
-                    str(path), [f"{name}: bytes {first} to {end} are no {dtype_name} {shape}; {_COPY_AGAIN}"]
-                )
-            yield FileTensor(path, name, dtype_name, shape, start + first), start + end
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            str(path), [f"its header is damaged ({type(error).__name__}: {error}); {_COPY_AGAIN}"]
-        ) from error
+        raise ConfigError(str(path), [f"cannot be read ({error.strerror or error}); {_COPY_AGAIN}"]) from error
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in entries.items():
+        first, end = entry["data_offsets"]
+        place = _LENGTH_BYTES + length + first
+        tensors[name] = FileTensor(path, name, entry["dtype"], tuple(entry["shape"]), place, end - first)
+    return TensorFile(tensors, sha256(header + size.to_bytes(_LENGTH_BYTES, "little")).hexdigest())
 
 
 TensorHead = tuple[str, tuple[int, ...], torch.dtype]
@@ -154,12 +103,7 @@ TensorHead = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class TensorFileWriter:
-    """A new file of tensors, whose values come in any order, range by range.
-
-    Args:
-        path: Of the file.
-        tensors: What it holds, in this order; types of ``NAMES``.
-    """
+    """A new file of tensors, in this order and of types of ``NAMES``; values come in any order, range by range."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorHead]) -> None:
         header = tensor_header(tensors)

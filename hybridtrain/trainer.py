@@ -10,10 +10,8 @@ from torch import Tensor
 from hybridtrain.config.encode import flat_settings
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.first_values import FirstValues
 from hybridtrain.engine.loss_scale import LossScale
-from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.plan_engine import PlanEngine
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.ranks import require_agreement, require_ranks
@@ -21,14 +19,11 @@ from hybridtrain.engine.step import StepLimits, StepResult, StepSettings, StepSh
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, mean_loss, upload_batch
 from hybridtrain.errors import DivergenceError, SpikeError
 from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import code_format
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.stages import Stages
-from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.memory.weight_slots import block_number, packed_blocks, placeholder_scope
-from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.adapter import attach_adapters
 from hybridtrain.models.block_model import Unit, model_parts
 from hybridtrain.models.build import build_model
@@ -39,12 +34,14 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver, Stage
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver, Stage
 
+_CLIP_EPS = 1e-6
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
-class Trainer:
+class Trainer(PlanEngine):
     """Trains one model under one memory plan.
 
     Args:
@@ -75,7 +72,6 @@ class Trainer:
         has_hook = config.optimizer.step_hook(1, config.schedule.total_steps) is not None
         check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
         self.config = config
-        self.memory_plan = plan
         self.plan = plan.for_phase(Phase.FULL)
         """Of FULL, whatever the phase."""
         self.phase = Phase.FULL
@@ -119,14 +115,8 @@ class Trainer:
                     attach_adapters(self.model, self.plan, compute_dtype, held_scope)
         self.stages = Stages(self.copies, self.model) if is_pipeline else None
         self.shards = self.stages or Shards(self.copies, self.plan.zero_stage)
-        self._engine = PlanEngine(
-            self.model, plan, config.optimizer, self.copies, self._observer, wants_norm=self._wants_norm,
-            shards=self.shards,
-        )  # fmt: skip
-        FirstValues(
-            self.model, self._engine.weights, self._engine.states, config.optimizer, self.copies, self._observer,
-            seed=config.seed, source=source, codes=code_format(self.plan),
-        ).write(self._engine.units)  # fmt: skip
+        super().__init__(self.model, plan, config.optimizer, self.shards, wants_norm=self._wants_norm)
+        FirstValues(self.model, self.weights, self.states, config.optimizer, config.seed, source).write(self.units)
         self.pass_tied()
 
     def pass_tied(self) -> None:
@@ -134,26 +124,6 @@ class Trainer:
         if self.stages is not None:
             with self._observer.region(Stage.UPDATE, "head"):
                 self.stages.pass_tied()
-
-    @property
-    def weights(self) -> WeightStore:
-        """Of the plan in force."""
-        return self._engine.weights
-
-    @property
-    def states(self) -> StateStore:
-        """Master and moments."""
-        return self._engine.states
-
-    @property
-    def executor(self) -> Executor:
-        """Runs forward and backward passes."""
-        return self._engine.executor
-
-    @property
-    def parameters(self) -> ParameterPass:
-        """Passes over weights and state: updates, and what an extension does besides."""
-        return self._engine.parameters
 
     def enter_phase(self, phase: Phase) -> None:
         """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
@@ -163,7 +133,7 @@ class Trainer:
         if phase is self.phase:
             return
         with self._observer.region(Stage.UPDATE, ""):
-            self._engine.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
+            self.enter(phase, step=self.steps_done, key=self.border_key(self.steps_done))
         self.phase = phase
 
     def restore_ahead(self) -> None:
@@ -176,9 +146,9 @@ class Trainer:
     def stored_as(self, phase: Phase) -> Iterator[None]:
         """Store weights as another phase does for a while; the phase stays."""
         key = self.border_key(self.steps_done)
-        before = self._engine.store_as(phase, key=key)
+        before = self.store_as(phase, key=key)
         yield
-        self._engine.store_as(before, key=key)
+        self.store_as(before, key=key)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -217,7 +187,7 @@ class Trainer:
         self._limits = limits
         self._hook = self.config.optimizer.step_hook(number, self.config.schedule.total_steps) if hook is None else hook
         self.parameters.last = None  # what a border rounds from now on is not a visit's
-        run = self._fused_step if self._engine.plan.grad.placement is Placement.DROPPED else self._stored_step
+        run = self._fused_step if self.current_plan.grad.placement is Placement.DROPPED else self._stored_step
         loss, grad_norm = run(device_batches, number, lr)
         if self.loss_scale is not None:
             self.loss_scale.succeeded()
@@ -253,12 +223,11 @@ class Trainer:
         if self.loss_scale is None:
             batches.clear()
         grads = self.executor.grads
-        norm = self.parameters.norm(grads) if self._wants_norm else None
-        if norm is not None:
-            while self._has_overflowed(norm):
-                self.executor.drop()
-                losses = self._run_backward(batches, number)
-                norm = self.parameters.norm(grads)
+        norm = grads.norm() if self._wants_norm else None
+        while norm is not None and self._has_overflowed(norm):
+            self.executor.drop()
+            losses = self._run_backward(batches, number)
+            norm = grads.norm()
         factor = self._factor(norm)
         loss, grad_norm = self._checked(number, losses, norm)
         self.parameters.update(grads, self._settings(number, lr, factor))
@@ -289,9 +258,9 @@ class Trainer:
 
         losses = self._run_backward(batches, number, on_block_done=update)
         batches.clear()
-        outside = [unit for unit in self.parameters.units if not self._is_block(unit)]
+        outside = [unit for unit in self.units if block_number(unit.name) < 0]
         look(*outside)
-        norm = self.parameters.norm(grads) if self._wants_norm else None
+        norm = grads.norm() if self._wants_norm else None
         loss, grad_norm = self._checked(number, losses, norm, is_applied=True)
         self.previous_norm = norm
         self.parameters.update(grads, settings, outside)
@@ -301,8 +270,8 @@ class Trainer:
         """Run the step's forward and backward pass for the norm of its gradients; same random numbers, same sums."""
         grads = self.executor.grads
         while True:
-            losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.discard(unit.name))
-            norm = self.parameters.norm(grads)
+            losses = self._run_backward(batches, number, on_block_done=lambda unit: grads.take(unit.name))
+            norm = grads.norm()
             if not self._has_overflowed(norm):
                 break
             self.executor.drop()
@@ -315,7 +284,7 @@ class Trainer:
 
             def look(unit: Unit) -> None:
                 layers.extend(grads.non_finite([unit.name]))
-                grads.discard(unit.name)
+                grads.take(unit.name)
 
             self._run_backward(batches, number, on_block_done=look)
             error.layers = (*layers, *grads.non_finite())
@@ -328,8 +297,9 @@ class Trainer:
         self, batches: Sequence[DeviceBatch], number: int, *, on_block_done: BlockDone | None = None
     ) -> list[Tensor]:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        seed = random_key(self.config.seed, number, _DROPOUT_STREAM)
         return self.executor.forward_backward(
-            batches, seed=self._dropout_key(number), share=self._share, on_block_done=on_block_done, loss_scale=scale
+            batches, seed=seed, share=self._share, on_block_done=on_block_done, loss_scale=scale
         )
 
     @property
@@ -342,15 +312,16 @@ class Trainer:
             return False
         return not math.isfinite(self.transfer.read(norm)) and self.loss_scale.overflowed()
 
+    @torch.no_grad()
     def _factor(self, norm: Tensor | None) -> Tensor | None:
-        """Return what gradients of this norm, loss scale included, are multiplied with; None: they stay as they are."""
-        if norm is None or self.loss_scale is None:
-            return None if norm is None else self.parameters.clip_factor(norm)
+        """Return the factor for gradients of this norm, loss scale included; None: they stay as they are."""
+        if norm is None:
+            return None
+        limit, scale = self.config.optimizer.max_grad_norm, self.loss_scale
         with self._observer.region(Stage.UPDATE, ""):
-            clips = self.config.optimizer.max_grad_norm > 0
-            true_norm = norm / self.loss_scale.value
-            factor = self.parameters.clip_factor(true_norm) if clips else torch.ones_like(norm)
-            return factor / self.loss_scale.value
+            norm = norm if scale is None else norm / scale.value
+            factor = torch.clamp(limit / (norm + _CLIP_EPS), max=1.0) if limit > 0 else torch.ones_like(norm)
+            return factor if scale is None else factor / scale.value
 
     def _settings(self, number: int, lr: float, factor: Tensor | None) -> StepSettings:
         return StepSettings(number, lr, random_key(self.config.seed, number, _UPDATE_STREAM), factor, self._hook)
@@ -359,20 +330,13 @@ class Trainer:
         """Return the key of stochastic rounding after step ``number`` and before the next one."""
         return random_key(self.config.seed, number, _BORDER_STREAM)
 
-    def _dropout_key(self, number: int) -> int:
-        return random_key(self.config.seed, number, _DROPOUT_STREAM)
-
-    @staticmethod
-    def _is_block(unit: Unit) -> bool:
-        return block_number(unit.name) >= 0
-
     def _checked(
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
     ) -> tuple[float, float | None]:
         """Return loss and norm as numbers; raise when one of them is none."""
         count = len(self._share.num_targets) // self.data_group.world
-        found = self.data_group.gather_numbers(self._of_head(losses, count))
-        loss = mean_loss(found, self._share.num_targets)
+        gathered = self.data_group.gather_numbers(self._of_head(losses, count))
+        loss = mean_loss(gathered, self._share.num_targets)
         grad_norm = None if norm is None else self.transfer.read(norm)
         if grad_norm is not None and self.loss_scale is not None:
             grad_norm /= self.loss_scale.value
@@ -390,18 +354,16 @@ class Trainer:
         return loss, grad_norm
 
     def _refusal(
-        self, step: int, what: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
+        self, step: int, fault: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
     ) -> DivergenceError:
         """Return the error of a step that is not to be applied; its gradients are forgotten."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
-        applied = (
-            "Blocks were updated already; go on from the last saved state."
-            if is_applied
-            else "The step was not applied."
-        )
+        outcome = "The step was not applied."
+        if is_applied:
+            outcome = "Blocks were updated already; go on from the last checkpoint."
         return kind(
-            f"step {step}: {what}. {applied} "
+            f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",
             layers=layers, is_applied=is_applied,
         )  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybridtrain.config.rules import broken, refuse
 from hybridtrain.optim.adamw import AdamWConfig
 from hybridtrain.optim.optimizer import Optimizer
 
@@ -22,17 +23,16 @@ class LrSchedule:
     """Of the peak, at the end of cosine."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.warmup_steps < 0:
-            faults.append(f"warmup_steps: {self.warmup_steps} must be at least 0")
-        if self.total_steps < 1:
-            faults.append(f"total_steps: {self.total_steps} must be at least 1")
-        if self.kind == "cosine" and self.warmup_steps >= self.total_steps >= 1:
-            faults.append(f"warmup_steps: {self.warmup_steps} must be below total_steps ({self.total_steps})")
-        if not 0 <= self.final_fraction <= 1:
-            faults.append(f"final_fraction: {self.final_fraction} must be in [0, 1]")
-        if faults:
-            raise ValueError("\n".join(faults))
+        warmup, total = self.warmup_steps, self.total_steps
+        rules = {
+            f"warmup_steps: {warmup} must be at least 0": warmup >= 0,
+            f"total_steps: {total} must be at least 1": total >= 1,
+            f"warmup_steps: {warmup} must be below total_steps ({total})": (
+                self.kind == "constant" or warmup < total or total < 1
+            ),
+            f"final_fraction: {self.final_fraction} must be in [0, 1]": 0 <= self.final_fraction <= 1,
+        }
+        refuse(broken(rules))
 
     def factor(self, step: int) -> float:
         """Return the fraction of the peak learning rate at ``step``, counted from 1."""
@@ -46,10 +46,10 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """What a run does about a step whose loss or gradients are no numbers, or whose loss leaps."""
+    """Reactions to a step whose loss or gradients are no finite numbers, or whose loss leaps."""
 
     on_nan: Literal["stop", "skip", "roll_back"] = "stop"
-    """skip: nothing of the batch is applied, it is left out; roll_back: to the last saved state, without that batch."""
+    """skip: nothing of the batch is applied, it is left out; roll_back: to the last checkpoint, without that batch."""
     on_spike: Literal["say", "stop", "skip", "roll_back"] = "say"
     """say: a line, and on."""
     spike_nats: float = 2.0
@@ -58,10 +58,11 @@ class GuardConfig:
     """Batches that a run leaves out, over all its parts; one more ends it."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.spike_nats < math.inf:
-            raise ValueError(f"spike_nats: {self.spike_nats} must be a finite number above 0")
-        if self.max_faults < 1:
-            raise ValueError(f"max_faults: {self.max_faults} must be at least 1")
+        rules = {
+            f"spike_nats: {self.spike_nats} must be a finite number above 0": 0 < self.spike_nats < math.inf,
+            f"max_faults: {self.max_faults} must be at least 1": self.max_faults >= 1,
+        }
+        refuse(broken(rules))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

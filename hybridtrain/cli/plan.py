@@ -91,9 +91,9 @@ def dry_run(
     from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
     from hybridtrain.reports.recommend_report import parse_host
     from hybridtrain.stacks import stack_folder
-    from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-    from hybridtrain.virtual_gpu.card import find_card
-    from hybridtrain.virtual_gpu.links import World
+    from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+    from hybridtrain.virtual_gpu.cards.card import find_card
+    from hybridtrain.virtual_gpu.cards.links import World
 
     files = stack_folder(common.scenarios)
     shape, chosen = find_model(model), files.stack(stack)
@@ -169,7 +169,7 @@ def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noq
     Args:
         folder: With the model's config.json (and its tokenizer, where the script loads one).
     """
-    from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+    from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
 
     files, dtype = write_dummy_weights(folder)
     size = sum(file.stat().st_size for file in files)

@@ -86,7 +86,7 @@ def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
     from hybridtrain.models.model_config import PRESETS
     from hybridtrain.optimizations import OPTIMIZATIONS
     from hybridtrain.stacks import stack_folder
-    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridtrain.virtual_gpu.cards.card import card_catalogue
 
     if kind == "optimizers":
         return sorted(_optimizers())
@@ -103,7 +103,7 @@ def described(kind: Kind) -> dict[str, str]:
 
     from hybridtrain.optimizations import OPTIMIZATIONS
     from hybridtrain.units import format_bytes
-    from hybridtrain.virtual_gpu.card import card_catalogue
+    from hybridtrain.virtual_gpu.cards.card import card_catalogue
 
     if kind == "cards":
         return {

@@ -9,15 +9,14 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from hybridtrain.config.aliases import KINDS, OPTIONS, tell_alias
-from hybridtrain.config.encode import tag_of
+from hybridtrain.config.encode import hints_of, tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
 
@@ -28,7 +27,6 @@ Unions: TypeAlias = Mapping[type, Mapping[str, type]]
 has none."""
 
 _NO_UNIONS: Final[Unions] = {}
-_hints = cache(get_type_hints)
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
 _SHOWN_CHARACTERS: Final = 60  # of a value found in the file, enough to recognise it
 _DEEP_KEY: Final = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
@@ -47,7 +45,7 @@ _FOUND: Final[Mapping[type, str]] = {
 
 
 def _is_text(value: object) -> bool:
-    """Whether this is a string that can be written: JSON lets halves of a surrogate pair through."""
+    # JSON lets halves of a surrogate pair through, which cannot be written.
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -55,7 +53,6 @@ def _is_text(value: object) -> bool:
 
 
 def _is_finite_number(value: object) -> bool:
-    """Whether this is an integer or a float that a float can hold and that is neither NaN nor infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -75,18 +72,12 @@ _SCALARS: Final[Mapping[Callable[..., object], tuple[str, Callable[[object], boo
 
 
 def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_UNIONS) -> T:
-    """Return ``cls`` built from a parsed TOML or JSON mapping.
+    """Return ``cls`` built from a parsed TOML or JSON mapping; ``source`` stands at the head of the error.
 
     Fields may be bool, int, float, str, Path, StrEnum, Literal, another dataclass, ``tuple[X, ...]``,
     ``dict[str, X]`` or ``Mapping[str, X]``, ``X | None``, or a class in ``unions``, whose tables name their
     dataclass by ``kind = "..."``. A ``ValueError`` from ``__post_init__`` becomes one fault per line of its
     message; ``__post_init__`` runs once all fields of its object are sound.
-
-    Args:
-        cls: The dataclass to build.
-        mapping: What ``tomllib`` or ``json`` returned.
-        source: Named at the head of the error: the file, or what else the mapping came from.
-        unions: The dataclasses behind the ``kind`` of each protocol or base class.
 
     Raises:
         ConfigError: at least one fault; it holds all of them.
@@ -174,29 +165,25 @@ class _Decoder:
         raise TypeError(f"{path}: the decoder does not know the annotation {hint!r}")
 
     def _array(self, hint: object, inner: object, value: object, path: str) -> object:
-        """Return an array as a tuple."""
         if not isinstance(value, list | tuple):
             return self._wrong(hint, value, path)
         items = tuple(self.value(inner, item, f"{path}[{index}]") for index, item in enumerate(value))
         return _FAILED if _FAILED in items else items
 
     def _mapping(self, hint: object, inner: object, value: object, path: str) -> object:
-        """Return a table with free keys as a dict."""
         if not isinstance(value, Mapping):
             return self._wrong(hint, value, path)
         items = {key: self.value(inner, item, _child(path, key)) for key, item in value.items()}
         return _FAILED if _FAILED in items.values() else items
 
     def _choice(self, choices: tuple[object, ...], value: object, path: str) -> object:
-        """Return the member of an enum or a Literal that ``value`` names."""
         for choice in choices:
-            if choice == value and _plain_type(choice) is type(value):
+            if choice == value and (str if isinstance(choice, StrEnum) else type(choice)) is type(value):
                 return choice
         near = near_name(value, map(str, choices)) if isinstance(value, str) else ""
         return self._fault(path, f"{_show(value)} is not one of {_list(choices)}{near}")
 
     def _tagged(self, kinds: Mapping[str, type], value: object, path: str) -> object:
-        """Return the dataclass that a table names by its ``kind``."""
         if not isinstance(value, Mapping):
             return self._fault(path, f'found {_found(value)}; a table with kind = "..." is required')
         names = tuple(sorted(name for name in kinds if name))
@@ -205,16 +192,16 @@ class _Decoder:
         if "kind" not in value:
             return self._fault(f"{path}.kind", f"is missing; one of {_list(names)} is required")
         if isinstance(found := value["kind"], str) and KINDS.get(found) in kinds:
-            value = {**value, "kind": self._known_as(found, KINDS[found])}
+            self.aliases[found] = KINDS[found]
+            value = {**value, "kind": KINDS[found]}
         kind = self._choice(names, value["kind"], f"{path}.kind")
         return self._object(kinds[kind], value, path) if isinstance(kind, str) else _FAILED
 
     def _object(self, cls: type, value: object, path: str) -> object:
-        """Return the dataclass ``cls`` built from a table."""
         if not isinstance(value, Mapping):
             return self._wrong(cls, value, path)
         assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
-        hints = _hints(cls)
+        hints = hints_of(cls)
         known = {field.name: field for field in fields(cls) if field.init}
         value = self._with_preset(cls, self._renamed(cls, value, path), path)
         self._check_keys(cls, known, value, path)
@@ -236,12 +223,10 @@ class _Decoder:
             given = [other for other in value if aliases.get(other, other) == name]
             if len(given) > 1 and key == given[-1]:
                 self._fault(_child(path, name), f"is given {len(given)} times, as {_list(given)}; keep one of them")
-            renamed[name if key == name else self._known_as(key, name)] = item
+            if key != name:
+                self.aliases[key] = name
+            renamed[name] = item
         return renamed
-
-    def _known_as(self, alias: str, name: str) -> str:
-        self.aliases[alias] = name
-        return name
 
     def _with_preset(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
         """Return a table with what its ``preset`` stands for; keys of the table itself win."""
@@ -252,15 +237,14 @@ class _Decoder:
         chosen = presets[name] if isinstance(name, str) else {}
         return {**chosen, **{key: item for key, item in value.items() if key != "preset"}}
 
-    def _check_keys(
-        self, cls: type, known: Mapping[str, Field[object]], value: Mapping[str, object], path: str
-    ) -> None:
+    def _check_keys(self, cls: type, known: Mapping[str, object], value: Mapping[str, object], path: str) -> None:
         """Note unknown keys, and a ``kind`` that is not the one of this class."""
         tag = tag_of(cls)
         if tag is not None and "kind" in value:
             self._choice((tag,), value["kind"], f"{path}.kind")
         for key in sorted(value.keys() - known.keys() - ({"kind"} if tag is not None else set())):
-            allowed = f"allowed: {', '.join([*known, *_preset_key(cls)])}" if known else "no key is allowed here"
+            keys = [*known, *(["preset"] if getattr(cls, "PRESETS", None) else [])]
+            allowed = f"allowed: {_list(keys)}" if known else "no key is allowed here"
             near = near_name(key, known)
             self._fault(_child(path, key), f"is an unknown key (found {_show(value[key])}); {allowed}{near}")
 
@@ -275,11 +259,9 @@ class _Decoder:
             return _FAILED
 
     def _wrong(self, hint: object, value: object, path: str) -> object:
-        """Note a value of the wrong type."""
         return self._fault(path, f"found {_found(value)}; {describe_hint(hint)} is required")
 
     def _fault(self, path: str, sentence: str) -> object:
-        """Note one fault."""
         self.faults.append(f"{path}: {sentence}")
         return _FAILED
 
@@ -291,13 +273,8 @@ def _choices(hint: object) -> tuple[object, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
-def _plain_type(choice: object) -> type:
-    """Return the type that names a choice in a file: text for an enum's member."""
-    return str if isinstance(choice, StrEnum) else type(choice)
-
-
 def describe_hint(hint: object) -> str:
-    """Return what an annotation allows, in words."""
+    """Describe the values that an annotation allows."""
     if isinstance(hint, type) and hint in _SCALARS:
         return _SCALARS[hint][0]
     if choices := _choices(hint):
@@ -324,15 +301,9 @@ def _show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _preset_key(cls: type) -> list[str]:
-    return ["preset"] if getattr(cls, "PRESETS", None) else []
-
-
 def _list(choices: tuple[object, ...] | list[str]) -> str:
-    """Return choices as text."""
     return ", ".join(map(str, choices))
 
 
 def _child(path: str, key: str) -> str:
-    """Return the JSON path of a key."""
     return f"{path}.{key}" if _PLAIN_KEY.fullmatch(key) else f"{path}[{key!r}]"

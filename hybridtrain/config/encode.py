@@ -1,13 +1,12 @@
 """Turn frozen dataclasses into plain JSON values, canonical JSON, a digest, or TOML.
 
-The rule a reader must not break: whatever is written here, ``hybridtrain.config.decode`` reads back to an
-equal object, and equal objects have equal digests.
+Whatever is written here, ``hybridtrain.config.decode`` reads back to an equal object; equal objects have equal digests.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import PurePath
@@ -16,11 +15,7 @@ from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hin
 from hybridtrain.config.rules import is_young
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
-"""What a JSON file can hold."""
-
 JsonMapping: TypeAlias = dict[str, JsonValue]
-"""A JSON object."""
-
 DIGEST_LENGTH = 16
 """Hex characters kept of a SHA-256: 64 bits, so that a thousand files clash with a chance of 3e-14."""
 
@@ -54,8 +49,7 @@ def to_json(obj: object) -> str:
     are equal, have the same text.
 
     Raises:
-        TypeError: as ``encode``.
-        ValueError: as ``encode``.
+        TypeError, ValueError: as ``encode``.
     """
     return json.dumps(_canonical(encode(obj)), sort_keys=True, allow_nan=False, separators=(",", ":"))
 
@@ -66,18 +60,16 @@ def flat_settings(parts: Mapping[str, object]) -> JsonMapping:
     Raises:
         TypeError, ValueError: as ``encode``.
     """
-    return {name: value for part, obj in parts.items() for name, value in _flat(part, json.loads(to_json(obj))).items()}
+    return dict(item for part, obj in parts.items() for item in _flat(part, json.loads(to_json(obj))))
 
 
-def _flat(name: str, value: JsonValue) -> JsonMapping:
-    """Return a nested mapping as one with dotted names."""
+def _flat(name: str, value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
+    """Yield values of a nested mapping by dotted names."""
     if not isinstance(value, dict):
-        return {name: value}
-    return {
-        inner: found
-        for key, part in value.items()
-        for inner, found in _flat(f"{name}.{key}" if name else key, part).items()
-    }
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _flat(f"{name}.{key}" if name else key, part)
 
 
 def digest(obj: object) -> str:
@@ -91,8 +83,7 @@ def to_toml(obj: object) -> str:
     TOML has no null: a field that is None is left out, which is exact only when None is also its default.
 
     Raises:
-        TypeError: as ``encode``.
-        ValueError: as ``encode``, or a None that leaving out would change.
+        TypeError, ValueError: as ``encode``, or a None that leaving out would change.
     """
     import tomlkit  # noqa: PLC0415  only who writes TOML waits for it
 
@@ -100,9 +91,14 @@ def to_toml(obj: object) -> str:
 
 
 @cache
+def hints_of(cls: type) -> dict[str, object]:
+    """Return the resolved annotations of a class; looking them up takes longer than decoding."""
+    return get_type_hints(cls)
+
+
 def tag_of(cls: type) -> str | None:
     """Return the ``kind`` that a dataclass declares as ``ClassVar``, or None for an untagged one."""
-    if get_origin(get_type_hints(cls).get("kind")) is not ClassVar:
+    if get_origin(hints_of(cls).get("kind")) is not ClassVar:
         return None
     return cast("_Tagged", cls).kind
 
@@ -114,36 +110,30 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
     tag = tag_of(type(obj))
     encoded: JsonMapping = {} if tag is None else {"kind": tag}
     for field in fields(obj):
-        value: object = getattr(obj, field.name)
-        if is_young(field) and value == field.default:
+        value, inner = getattr(obj, field.name), f"{path}.{field.name}"
+        if not (field.init and field.compare) or (is_young(field) and value == field.default):
             continue
-        if field.init and field.compare and (nulls or not _is_left_out(field, value, path)):
-            encoded[field.name] = _encode_value(value, f"{path}.{field.name}", nulls=nulls)
+        if nulls or value is not None:
+            encoded[field.name] = _encode_value(value, inner, nulls=nulls)
+        elif field.default is not None:  # it would come back as something else
+            raise ValueError(f"{inner}: TOML cannot say None; only a field whose default is None may be left out")
     return encoded
 
 
-def _is_left_out(field: Field[object], value: object, path: str) -> bool:
-    """Whether TOML leaves this field out; refuses a None that would come back as something else."""
-    if value is None and field.default is not None:
-        raise ValueError(
-            f"{path}.{field.name}: TOML cannot say None; only a field whose default is None may be left out"
-        )
-    return value is None
-
-
 def _encode_value(value: object, path: str, *, nulls: bool) -> JsonValue:
-    """Return one value as plain JSON."""
     if is_dataclass(value):
         return _encode_fields(value, path, nulls=nulls)
     if isinstance(value, tuple):
         return [_encode_value(item, f"{path}[{index}]", nulls=nulls) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {_key(key, path): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()}
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"{path}: key {wrong[0]!r} is a {type(wrong[0]).__name__}; only text is a key")
+        return {str(key): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()}
     return _encode_scalar(value, path, nulls=nulls)
 
 
 def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | float | str | None:
-    """Return one value without parts as plain JSON."""
     match value:
         case None if not nulls:
             raise ValueError(f"{path}: TOML cannot say None inside an array or a mapping")
@@ -160,13 +150,6 @@ def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | flo
         case str():  # StrEnum members are text too
             return str(value)
     raise TypeError(f"{path}: {value!r} is a {type(value).__name__}, which the decoder could not read back")
-
-
-def _key(key: object, path: str) -> str:
-    """Return a mapping's key, which must be text."""
-    if not isinstance(key, str):
-        raise TypeError(f"{path}: key {key!r} is a {type(key).__name__}; only text is a key")
-    return str(key)
 
 
 def _canonical(value: JsonValue) -> JsonValue:

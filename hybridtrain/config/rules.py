@@ -28,6 +28,17 @@ def is_young(declared: Field[Any]) -> bool:
     return bool(declared.metadata.get("is_left_out_at_default"))
 
 
+def broken(rules: Mapping[str, object]) -> list[str]:
+    """Return the faults of rules that do not hold: sentences, each with what must be true."""
+    return [fault for fault, holds in rules.items() if not holds]
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise ``ValueError`` with all faults, a line each, if there are any."""
+    if text := "\n".join(faults):
+        raise ValueError(text)
+
+
 def below_least(owner: object, names: Iterable[str], least: int = 1) -> list[str]:
     """Return a fault for each named field of ``owner`` that is below ``least``."""
     return [f"{name}: {value} must be at least {least}" for name in names if (value := getattr(owner, name)) < least]

@@ -49,16 +49,9 @@ def document_positions(document_ids_BT: npt.NDArray[np.int32]) -> npt.NDArray[np
 
 
 class BatchSampler:
-    """Random windows of a corpus, drawn with replacement; holds no state.
+    """Random windows of (N,) token ids, drawn with replacement; holds no state.
 
-    Args:
-        tokens: (N,) token ids; read at every batch, may be memory-mapped.
-        micro_batch_size: B.
-        seq_len: T.
-        seed: Non-negative; other seeds draw other windows.
-
-    Raises:
-        DataError: the corpus is shorter than one window of T + 1 tokens.
+    Raises ``DataError`` where there is not one window of T + 1 tokens. The seed is not negative.
     """
 
     def __init__(self, tokens: TokenArray, *, micro_batch_size: int, seq_len: int, seed: int) -> None:
@@ -70,23 +63,14 @@ class BatchSampler:
         self._seed = seed
 
     def batch(self, step: int, micro_batch: int) -> TokenBatch:
-        """Return one micro-batch.
-
-        Args:
-            step: Optimizer step, from 0.
-            micro_batch: Index within the step, from 0. Its row r is sequence ``micro_batch * B + r`` of
-                the step.
-        """
+        """Return one micro-batch of a step; its row r is sequence ``micro_batch * B + r`` of the step."""
         first = micro_batch * self._micro_batch_size
         starts = [self._start(step, first + row) for row in range(self._micro_batch_size)]
         return _windows(self._tokens, starts, self._seq_len)
 
     def _start(self, step: int, sequence: int) -> int:
-        """Return where a sequence of a step starts.
-
-        ``SeedSequence`` promises the same numbers in every numpy version, which ``Generator`` does not. The
-        remainder favours low starts by less than N / 2**64.
-        """
+        # SeedSequence promises the same numbers in every numpy version, which Generator does not. The remainder favours
+        # low starts by less than N / 2**64.
         state = np.random.SeedSequence(self._seed, spawn_key=(step, sequence)).generate_state(1, np.uint64)
         return int(state[0]) % (self._tokens.size - self._seq_len)
 
@@ -94,18 +78,10 @@ class BatchSampler:
 def validation_batches(
     tokens: TokenArray, *, micro_batch_size: int, seq_len: int, max_batches: int
 ) -> Iterator[TokenBatch]:
-    """Return batches of consecutive windows from the start of ``tokens``; no input token comes twice.
+    """Return at most ``max_batches`` batches of consecutive windows from the start; no input token comes twice.
 
     Every batch is full: windows that do not fill one are left out, so that batches weigh alike in a mean.
-
-    Args:
-        tokens: (N,) token ids.
-        micro_batch_size: B.
-        seq_len: T.
-        max_batches: Upper bound of the number of batches.
-
-    Raises:
-        DataError: not even one batch, at the call and not at the first batch.
+    Raises ``DataError``: not even one batch, at the call and not at the first batch.
     """
     assert micro_batch_size > 0, "micro_batch_size must be positive"
     _check_length(tokens, seq_len, num_windows=micro_batch_size)
@@ -118,13 +94,11 @@ def validation_batches(
 
 
 def _windows(tokens: TokenArray, starts: list[int] | range, seq_len: int) -> TokenBatch:
-    """Return the windows that begin at ``starts``, one per row."""
     windows = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
     return TokenBatch(token_ids_BT=windows[:, :-1].copy(), target_ids_BT=windows[:, 1:].copy())
 
 
 def _check_length(tokens: TokenArray, seq_len: int, *, num_windows: int) -> None:
-    """Refuse tokens that do not hold ``num_windows`` inputs and the target after the last."""
     assert seq_len > 0, "seq_len must be positive"
     needed = num_windows * seq_len + 1
     if tokens.size < needed:

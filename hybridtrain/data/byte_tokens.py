@@ -21,23 +21,8 @@ NUM_BYTE_TOKENS: Final = 256
 _VISIBLE: Final = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1))
 
 
-def _bytes_in_token_order() -> npt.NDArray[np.uint8]:
-    """Return the byte value of each of the 256 tokens."""
-    others = sorted(set(range(NUM_BYTE_TOKENS)) - set(_VISIBLE))
-    table = np.array([*_VISIBLE, *others], dtype=np.uint8)
-    table.flags.writeable = False
-    return table
-
-
-def _tokens_in_byte_order(byte_of_token: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the token of each of the 256 byte values."""
-    table = np.argsort(byte_of_token).astype(np.uint16)
-    table.flags.writeable = False
-    return table
-
-
-_BYTE_OF_TOKEN: Final = _bytes_in_token_order()
-_TOKEN_OF_BYTE: Final = _tokens_in_byte_order(_BYTE_OF_TOKEN)
+_BYTE_OF_TOKEN: Final = np.array([*_VISIBLE, *sorted({*range(NUM_BYTE_TOKENS)} - {*_VISIBLE})], dtype=np.uint8)
+_TOKEN_OF_BYTE: Final = np.argsort(_BYTE_OF_TOKEN).astype(np.uint16)
 
 
 def encode_bytes(data: bytes) -> npt.NDArray[np.uint16]:
@@ -46,14 +31,7 @@ def encode_bytes(data: bytes) -> npt.NDArray[np.uint16]:
 
 
 def decode_tokens(token_ids: npt.NDArray[np.integer]) -> bytes:
-    """Return the bytes of byte tokens.
-
-    Args:
-        token_ids: (N,) integers.
-
-    Raises:
-        DataError: a token is not one of the 256 byte tokens.
-    """
+    """Return the bytes of (N,) tokens; raises ``DataError`` for one that is none of the 256 byte tokens."""
     strange = np.flatnonzero((token_ids < 0) | (token_ids >= NUM_BYTE_TOKENS))
     if strange.size:
         position = int(strange[0])

@@ -9,11 +9,13 @@ strftime_now). The answers are found in one of two ways:
   ``add_generation_prompt``, to the end of the conversation up to it. The one must be a beginning of the other.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal
+from importlib.util import find_spec
+from typing import Final, Literal, TypeAlias
 
 from hybridtrain.config.encode import JsonMapping
-from hybridtrain.data.template_renderer import Part, Spans, has_markers, render
+from hybridtrain.data.template_renderer import ask
 from hybridtrain.errors import DataError
 
 BUILTIN_TEMPLATES: Final[Mapping[str, str]] = {
@@ -32,14 +34,15 @@ BUILTIN_TEMPLATES: Final[Mapping[str, str]] = {
 
 _LONGEST: Final = 100_000
 """Characters of a template: five times the longest that models have; larger ones take seconds for each conversation."""
+_CHARACTERS_AT_ONCE: Final = 2**22
+"""Of the texts that are on their way to and from the process that renders them, roughly."""
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Characters of a text: first and one past the last of each part."""
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name.
-
-    Args:
-        text: The Jinja template.
-        special_tokens: Known to it by their names.
+    """A Jinja template and the special tokens that it may name.
 
     Raises:
         DataError: the package jinja2 is missing, or the template is too long or cannot be parsed.
@@ -51,18 +54,19 @@ class ChatTemplate:
                 f"the chat template has {len(text)} characters; at most {_LONGEST} are allowed; give another one by "
                 "chat_template"
             )
+        if find_spec("jinja2") is None:
+            raise DataError(
+                "messages need the package jinja2, which is not installed; python3 -m pip install 'hybridtrain[text]'"
+            )
         self._template = text
         self._special_tokens = dict(special_tokens)
-        self.method: Literal["markers", "prefixes"] = "markers" if has_markers(text) else "prefixes"
+        has_markers = ask(text, "{}", [], marks=False)["has_markers"]
+        self.method: Literal["markers", "prefixes"] = "markers" if has_markers else "prefixes"
         """How answers are found."""
 
     def text(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
         """Return a whole conversation as text."""
-        return next(self._render(messages, [Part(len(messages))], tools))[0]
-
-    def prompt(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
-        """Return a conversation up to where the next answer begins."""
-        return next(self._render(messages, [Part(len(messages), add_generation_prompt=True)], tools))[0]
+        return next(self._render(messages, [(len(messages), False)], tools))[0]
 
     def answered(self, messages: Sequence[JsonMapping], tools: object = None) -> list[tuple[str, Spans]]:
         """Return a conversation as text and where the answers are in it that are to be learned.
@@ -79,7 +83,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if messages[index].get("weight", 1)]
         if self.method == "markers":
-            ((whole, spans),) = self._render(messages, [Part(len(messages))], tools, marks=True)
+            ((whole, spans),) = self._render(messages, [(len(messages), False)], tools, marks=True)
             if len(learned) < len(answers):
                 if len(spans) != len(answers):
                     raise ValueError(
@@ -88,12 +92,10 @@ class ChatTemplate:
                     )
                 spans = tuple(span for index, span in zip(answers, spans, strict=True) if index in learned)
             return [(whole, spans)]
-        parts = [Part(len(messages))]
-        for index in learned:
-            parts += (Part(index, add_generation_prompt=True), Part(index + 1))
+        parts = [(len(messages), False), *(part for index in learned for part in ((index, True), (index + 1, False)))]
         rendered = self._render(messages, parts, tools)
         whole, _ = next(rendered)
-        found: list[tuple[str | None, tuple[int, int]]] = []
+        texts: list[tuple[str | None, tuple[int, int]]] = []  # None: a beginning of the whole, which is held once
         for index, (before, _), (text, _) in zip(learned, rendered, rendered, strict=True):
             if not text.startswith(before):
                 raise ValueError(
@@ -101,14 +103,31 @@ class ChatTemplate:
                     "the answer begins cannot be told; use a template with {% generation %} markers (chat_template "
                     "= 'chatml' or a .jinja file), or set loss_on = 'all'"
                 )
-            found.append((None if whole.startswith(text) else text, (len(before), len(text))))
-        if all(text is None for text, _ in found):
-            return [(whole, tuple(span for _, span in found))]
-        return [(whole[: span[1]] if text is None else text, (span,)) for text, span in found]
+            texts.append((None if whole.startswith(text) else text, (len(before), len(text))))
+        if all(text is None for text, _ in texts):
+            return [(whole, tuple(span for _, span in texts))]
+        return [(whole[: span[1]] if text is None else text, (span,)) for text, span in texts]
 
     def _render(
-        self, messages: Sequence[JsonMapping], parts: Sequence[Part], tools: object, *, marks: bool = False
+        self, messages: Sequence[JsonMapping], parts: Sequence[tuple[int, bool]], tools: object, *, marks: bool = False
     ) -> Iterator[tuple[str, Spans]]:
-        return render(
-            self._template, messages, parts, tools=tools, special_tokens=self._special_tokens, marks=marks
-        )  # fmt: skip
+        """Yield parts of a conversation as text, and where ``{% generation %}`` marks answers if ``marks`` asks for it.
+
+        A part is a number of messages, and whether a generation prompt follows.
+        """
+        try:
+            shared = json.dumps({**self._special_tokens, "messages": list(messages), "tools": tools, "documents": None})
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
+        names = [{"num_messages": count, "add_generation_prompt": is_prompt} for count, is_prompt in parts]
+        at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
+        for first in range(0, len(names), at_once):
+            for text, spans in ask(self._template, shared, names[first : first + at_once], marks=marks)["texts"]:
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(
+                        f"the chat template writes half of a surrogate pair (U+{ord(text[error.start]):04X}); mend the "
+                        "message that holds it"
+                    ) from None
+                yield text, tuple((begin, end) for begin, end in spans)

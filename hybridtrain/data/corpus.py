@@ -12,14 +12,16 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, TokenArray, encode_bytes
-from hybridtrain.data.file_kinds import Kind, holds_json, json_kind, kind_of
+from hybridtrain.data.documents import open_source, path_hash
+from hybridtrain.data.file_kinds import Kind
 from hybridtrain.data.token_file import open_token_file
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import read_plain
@@ -34,6 +36,7 @@ VALIDATION_PERCENT: Final = 10
 MIN_TOKENS: Final = 20
 """Smallest corpus: a tenth of it is one input token and its target."""
 
+_TOKEN_FILES: Final = ("train.bin", "val.bin")
 _SEPARATOR: Final = b"\0"  # after each document; GPT-2's end-of-text token is no byte
 _SKIPPED_FOLDERS: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 # These describe how this machine's Python was built; without them equal Python versions give equal corpora.
@@ -54,8 +57,6 @@ class Corpus:
     """SHA-256 in hex of everything the corpus was made from."""
     num_documents: int
     """Documents in both parts together; 0 where the source does not tell, as in token files."""
-    num_skipped_files: int = 0
-    """Files of a folder that are not UTF-8 text."""
     source: str
     """One sentence on where the tokens come from."""
 
@@ -63,18 +64,13 @@ class Corpus:
 def embedded_corpus(max_bytes: int = EMBEDDED_BYTES) -> Corpus:
     """Return the Python standard library's own sources as byte tokens, one document per file.
 
-    Files are taken in the order of a hash of their path: a part of the library is then a fair sample of it.
-
-    Args:
-        max_bytes: Upper bound of the source text taken.
-
-    Raises:
-        DataError: this Python has no sources beside it, or ``max_bytes`` is too small to split.
+    Files of ``max_bytes`` in all are taken in the order of a hash of their path: a fair sample of the library. Raises
+    ``DataError`` where this Python has no sources beside it, or ``max_bytes`` is too small to split.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, bytes] = {}
     room = max_bytes
-    for path in sorted(_python_files(root), key=_path_hash):
+    for path in sorted(_python_files(root), key=path_hash):
         if 0 < (root / path).stat().st_size <= room:
             documents[path] = (root / path).read_bytes()
             room -= len(documents[path])
@@ -83,72 +79,54 @@ def embedded_corpus(max_bytes: int = EMBEDDED_BYTES) -> Corpus:
             f"the embedded corpus found no Python file of at most {max_bytes} bytes in {root}; raise "
             "max_bytes, or name a text file, a folder or a token file as the corpus"
         )
-    version = platform.python_version()
-    return corpus_of_documents(
-        documents,
-        name="embedded",
-        source=f"{len(documents)} files of the Python {version} standard library, as byte tokens",
-    )
+    source = f"{len(documents)} files of the Python {platform.python_version()} standard library, as byte tokens"
+    return corpus_of_documents(documents, name="embedded", source=source)
 
 
-def corpus_of_documents(
-    documents: Mapping[str, bytes], *, name: str, source: str, num_skipped_files: int = 0
-) -> Corpus:
+def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: str) -> Corpus:
     """Return documents as byte tokens, a NUL byte after each, in the order of a hash of their path.
 
     A document is held out for validation when the hash of its path, of several with the same content the first one's,
     falls into the lowest tenth. When that holds for none, the one nearest to it is held out; when there is one document
     only, its last tenth.
 
-    Args:
-        documents: Relative POSIX path to content, which is not empty.
-        name: Name of the corpus.
-        source: One sentence on where the documents come from.
-        num_skipped_files: Files that were no text.
-
-    Raises:
-        DataError: too little text to split.
+    ``documents`` has contents, which are not empty, by relative POSIX path. Raises ``DataError`` for too little text.
     """
-    paths = sorted(documents, key=_path_hash)
+    paths = sorted(documents, key=path_hash)
     first_of: dict[bytes, str] = {}
     owners = {path: first_of.setdefault(documents[path], path) for path in paths}
     if len(paths) > 1 and len(first_of) == 1:
         raise DataError(f"{source}: all {len(paths)} have the same content, so none can be held out; name one of them")
-    chosen = _held_out(list(first_of.values()))
-    held_out = {path for path in paths if owners[path] in chosen}
-    train = _tokens([documents[path] for path in paths if path not in held_out])
-    validation = _tokens([documents[path] for path in paths if path in held_out])
-    if len(paths) == 1:
-        train, validation = split_tail(validation, source)
-    if min(train.size, validation.size) < 2 or train.size + validation.size < MIN_TOKENS:
-        found = f"{train.size} tokens to train and {validation.size} to validate on"
-        raise DataError(_too_small(found, source))
-    return Corpus(
-        name=name,
-        train=train,
-        validation=validation,
-        digest=_digest(documents, paths),
-        num_documents=len(paths),
-        num_skipped_files=num_skipped_files,
-        source=source,
+    is_held_out = held_out(np.array([path_hash(owners[path]) for path in paths], dtype=np.uint64), VALIDATION_PERCENT)
+    train: TokenArray
+    validation: TokenArray
+    train, validation = (
+        encode_bytes(b"".join(documents[path] + _SEPARATOR for path in compress(paths, chosen)))
+        for chosen in (~is_held_out, is_held_out)
     )
+    if len(paths) == 1:
+        train, validation = split_tail(train, source)
+    if min(train.size, validation.size) < 2 or train.size + validation.size < MIN_TOKENS:
+        sizes = f"{train.size} tokens to train and {validation.size} to validate on"
+        raise DataError(_too_small(sizes, source))
+    return Corpus(
+        name=name, train=train, validation=validation, digest=_digest(documents, paths), num_documents=len(paths),
+        source=source,
+    )  # fmt: skip
 
 
-def split_tail(tokens: TokenArray, source: str) -> tuple[TokenArray, TokenArray]:
-    """Return views of all but the last tenth, and of the last tenth.
-
-    Raises:
-        DataError: fewer than ``MIN_TOKENS`` tokens.
-    """
-    if tokens.size < MIN_TOKENS:
+def split_tail(
+    tokens: TokenArray, source: str, percent: int = VALIDATION_PERCENT
+) -> tuple[TokenArray, TokenArray]:  # fmt: skip
+    """Return views of all but the last ``percent`` and of those; raises ``DataError`` for less than ``MIN_TOKENS``."""
+    if percent and tokens.size < MIN_TOKENS:
         raise DataError(_too_small(f"{tokens.size} tokens to train and to validate on", source))
-    num_validation = tokens.size * VALIDATION_PERCENT // 100
-    return tokens[:-num_validation], tokens[-num_validation:]
+    first = tokens.size - (max(1, tokens.size * percent // 100) if percent else 0)
+    return tokens[:first], tokens[first:]
 
 
-def _too_small(found: str, source: str) -> str:
-    """Return the sentence for a corpus that cannot be split."""
-    return f"{source}: {found} are too few; at least {MIN_TOKENS} are needed, and thousands to learn from"
+def _too_small(sizes: str, source: str) -> str:
+    return f"{source}: {sizes} are too few; at least {MIN_TOKENS} are needed, and thousands to learn from"
 
 
 def _python_files(root: Path) -> Iterator[str]:
@@ -162,21 +140,15 @@ def _python_files(root: Path) -> Iterator[str]:
                 yield Path(folder, name).relative_to(root).as_posix()
 
 
-def _path_hash(path: str) -> int:
-    """Return 64 bits of the SHA-256 of a path: the same on every machine, unlike ``hash``."""
-    return int.from_bytes(sha256(path.encode("utf-8", "surrogateescape")).digest()[:8], "big")
-
-
-def _held_out(paths: list[str]) -> set[str]:
-    """Return the paths of the validation documents: never none, and never all of several."""
-    by_rank = sorted(paths, key=lambda path: _path_hash(path) % 100)
-    count = sum(_path_hash(path) % 100 < VALIDATION_PERCENT for path in paths)
-    return set(by_rank[: max(1, min(count, len(paths) - 1))])
-
-
-def _tokens(contents: list[bytes]) -> TokenArray:
-    """Return documents as one array of byte tokens."""
-    return encode_bytes(b"".join(content + _SEPARATOR for content in contents))
+def held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
+    """Return for each document whether it is held out: those of one rank together, never none of several, nor all."""
+    distinct, first = np.unique(ranks, return_index=True)
+    if not percent or distinct.size < 2:
+        return np.zeros(ranks.size, dtype=np.bool_)
+    distinct = distinct[np.argsort(first)]
+    share = distinct % np.uint64(100)
+    count = min(int((share < percent).sum()), distinct.size - 1)
+    return np.isin(ranks, distinct[np.argsort(share, kind="stable")[: max(1, count)]])
 
 
 def _digest(documents: Mapping[str, bytes], paths: list[str]) -> str:
@@ -193,106 +165,37 @@ def _digest(documents: Mapping[str, bytes], paths: list[str]) -> str:
 def text_corpus(path: Path) -> Corpus:
     """Return a UTF-8 text file, or all UTF-8 text files below a folder, as byte tokens.
 
-    A single file keeps its last tenth for validation. In a folder each file is a document, and whole
-    documents are held out. Hidden files and folders (``.git``) and empty files are passed over; files that
-    are no UTF-8 text are skipped and counted in ``num_skipped_files``.
-
-    Raises:
-        DataError: the path is missing or unreadable, a single file is not UTF-8, or there is too little text.
+    A single file keeps its last tenth for validation. In a folder each file is a document, and whole documents are held
+    out. What is passed over and left out is told by ``open_source``.
+    Raises ``DataError``: as ``open_source``, and for records and too little text.
     """
-    if not path.exists():
-        raise DataError(f"{path} {missing_path(path)}")
-    try:
-        return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
-    except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read ({error.strerror}); check its permissions") from error
+    files = open_source(path)
+    for file in files.files:
+        if file.kind is not Kind.TEXT:
+            raise DataError(
+                f"{file.path} holds {file.kind}, which is not read as prose; name it in a [data] table of a training "
+                f'file: path = "{file.path}"'
+            )
+    documents = {file.name: read_plain(file.path) for file in files.files}
+    source = f"text file {path}"
+    if path.is_dir():
+        source = f"{len(documents)} text files below {path}, {len(files.left_out)} other files skipped"
+    return corpus_of_documents(documents, name=_name(path), source=source)
 
 
-def _file_corpus(path: Path) -> Corpus:
-    """Return one file as a corpus of one document."""
-    _require_prose(path)
-    content = read_plain(path)
-    if not content:
-        raise DataError(f"{path} is empty; name a file with text")
-    fault = _text_fault(content)
-    if fault:
-        raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
-    return corpus_of_documents({path.name: content}, name=path.name, source=f"text file {path}")
-
-
-def _folder_corpus(root: Path) -> Corpus:
-    """Return the text files of a folder as one document each."""
-    documents: dict[str, bytes] = {}
-    num_skipped = 0
-    for path in _visible_files(root):
-        content = path.read_bytes()
-        if _text_fault(content) or (kind_of(path) is Kind.JSON and json_kind(path) is None):
-            num_skipped += 1
-        elif content:
-            _require_prose(path)
-            documents[path.relative_to(root).as_posix()] = content
-    if not documents:
-        raise DataError(
-            f"{root} holds no UTF-8 text file ({num_skipped} other files were skipped); name a folder with "
-            "text, or a single token file"
-        )
-    source = f"{len(documents)} text files below {root}, {num_skipped} other files skipped"
-    return corpus_of_documents(documents, name=root.resolve().name, source=source, num_skipped_files=num_skipped)
-
-
-def _require_prose(path: Path) -> None:
-    """Raise ``DataError`` for records and JSON, which are no prose whatever their name."""
-    kind = Kind.JSON if holds_json(path) else kind_of(path)
-    if kind is not Kind.TEXT:
-        raise DataError(
-            f"{path} holds {kind}, which is not read as prose; name it in a [data] table of a training file: "
-            f'path = "{path}"'
-        )
-
-
-def _visible_files(root: Path) -> Iterator[Path]:
-    """Yield every regular file below a folder that is not hidden; links to folders are not followed."""
-    for folder, subfolders, names in os.walk(root, onerror=_raise):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
-
-
-def _raise(error: OSError) -> None:
-    """Refuse a folder that ``os.walk`` would silently pass over."""
-    raise error
-
-
-def _text_fault(content: bytes) -> str:
-    """Return why this is no UTF-8 text, with the byte offset, or an empty string."""
-    nul = content.find(b"\0")
-    if nul >= 0:
-        return f"byte {nul} is NUL"
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return f"byte {error.start} is 0x{content[error.start]:02x}"
-    return ""
+def _name(path: Path) -> str:
+    return path.resolve().name if path.is_dir() else path.name
 
 
 def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
-    """Return the corpus a path stands for.
+    """Return the corpus a path stands for; every token is below ``vocab_size``.
 
-    Args:
-        path: None for the embedded corpus; a ``*.bin`` token file, whose last tenth is for validation; a
-            folder with ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte
-            tokens.
-        vocab_size: Every token is below it.
-
-    Raises:
-        DataError: the path is missing or cannot be used, or the vocabulary is too small for it.
+    That is the embedded corpus for None; a ``*.bin`` token file, whose last tenth is for validation; a folder with
+    ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte tokens.
+    Raises ``DataError``: the path is missing or cannot be used, or the vocabulary is too small for it.
     """
-    if path is not None and path.suffix == ".bin" and not path.is_dir():
-        return _token_file_corpus(path, vocab_size)
-    if path is not None and ((path / "train.bin").exists() or (path / "val.bin").exists()):
-        return _token_folder_corpus(path, vocab_size)
+    if path is not None and is_token_path(path):
+        return token_corpus(path, vocab_size=vocab_size)
     if vocab_size < NUM_BYTE_TOKENS:
         raise DataError(
             f"text is read as {NUM_BYTE_TOKENS} byte tokens, but the vocabulary has {vocab_size}; use a "
@@ -301,28 +204,26 @@ def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
     return embedded_corpus() if path is None else text_corpus(path)
 
 
-def _token_file_corpus(path: Path, vocab_size: int) -> Corpus:
-    """Return one token file as a corpus."""
-    file = open_token_file(path, vocab_size=vocab_size)
-    source = f"token file {path} ({file.format})"
-    train, validation = split_tail(file.tokens, source)
-    return Corpus(
-        name=path.name, train=train, validation=validation, digest=file.digest, num_documents=0, source=source
-    )
+def is_token_path(path: Path) -> bool:
+    """Return whether a path is a token file, or a folder with some."""
+    if path.is_dir():
+        return any((path / name).exists() for name in _TOKEN_FILES)
+    return path.suffix == ".bin"
 
 
-def _token_folder_corpus(path: Path, vocab_size: int) -> Corpus:
-    """Return ``train.bin`` and ``val.bin`` of a folder as a corpus."""
-    missing = [name for name in ("train.bin", "val.bin") if not (path / name).exists()]
-    if missing:
-        raise DataError(f"{path} lacks {missing[0]}; add it, or name one *.bin file to validate on its last tenth")
-    train = open_token_file(path / "train.bin", vocab_size=vocab_size)
-    validation = open_token_file(path / "val.bin", vocab_size=vocab_size)
-    return Corpus(
-        name=path.resolve().name,
-        train=train.tokens,
-        validation=validation.tokens,
-        digest=sha256((train.digest + validation.digest).encode("ascii")).hexdigest(),
-        num_documents=0,
-        source=f"token files train.bin and val.bin ({train.format}) in {path}",
-    )
+def token_corpus(path: Path, *, vocab_size: int, percent: int = VALIDATION_PERCENT) -> Corpus:
+    """Return a token file, of which the last ``percent`` is held out, or ``train.bin`` and ``val.bin`` of a folder."""
+    if not path.is_dir():
+        file = open_token_file(path, vocab_size=vocab_size)
+        source = f"token file {path} ({file.format})"
+        train, validation = split_tail(file.tokens, source, percent)
+        digest = file.digest
+    else:
+        for name in _TOKEN_FILES:
+            if not (path / name).exists():
+                raise DataError(f"{path} lacks {name}; add it, or name one *.bin file to validate on its last tenth")
+        files = [open_token_file(path / name, vocab_size=vocab_size) for name in _TOKEN_FILES]
+        train, validation = (file.tokens for file in files)
+        digest = sha256("".join(file.digest for file in files).encode("ascii")).hexdigest()
+        source = f"token files train.bin and val.bin ({files[0].format}) in {path}"
+    return Corpus(name=_name(path), train=train, validation=validation, digest=digest, num_documents=0, source=source)

@@ -5,11 +5,12 @@ Nothing is held in memory but a piece of a text file, a record, or one file of J
 with file, line number and what is allowed.
 """
 
+import codecs
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Literal
@@ -19,12 +20,10 @@ import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.config.encode import JsonMapping
-
-# The order of files and the share that is held out are those of a corpus, so that both read one folder alike.
-from hybridtrain.data.chat import ChatTemplate
-from hybridtrain.data.corpus import _path_hash, _visible_files
+from hybridtrain.data.chat import ChatTemplate, Spans
 from hybridtrain.data.file_kinds import (
     DOCUMENT_KEYS,
+    NO_JSON,
     Kind,
     Record,
     holds_json,
@@ -35,7 +34,7 @@ from hybridtrain.data.file_kinds import (
     read_records,
     split_of,
 )
-from hybridtrain.data.template_renderer import Spans, TemplateLimitError
+from hybridtrain.data.template_renderer import TemplateLimitError
 from hybridtrain.errors import DataError
 from hybridtrain.plain_file import open_plain
 
@@ -46,9 +45,8 @@ _BORDERS: Final = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)"), re.c
 """Where, in order of preference: after a line's end alone between two words, which byte-level tokenizers take for a
 token of its own (the pattern of GPT-2 splits longer white space by what follows it); any line's end; any space."""
 _MOST_FAULTS: Final = 10
-_NO_JSON: Final = "no JSON"
 _MOST_NAMES: Final = 10
-"""Of files that are told."""
+"""Of files that a message names."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ALLOWED: Final = (
     'allowed is an object with "text", with "prompt" and "completion", or with "messages", a list of '
@@ -84,7 +82,9 @@ class SourceFile:
     path: Path
     kind: Kind = Kind.TEXT
     digest: str = ""
-    """SHA-256 in hex of its content."""
+    """SHA-256 in hex of its content; empty: it is, or is left out."""
+    left_out: str = ""
+    """Why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,14 @@ class TextSource:
 
     def contents(self) -> npt.NDArray[np.uint64]:
         """Return 64 bits of each document's content, the same for equal content."""
-        found: list[int] = []
+        hashes: list[int] = []
         for file in self.files:
             if file.kind is Kind.TEXT:
-                found.append(int(file.digest[:16], 16))
+                hashes.append(int(file.digest[:16], 16))
             else:
                 records = (sha256(_content(record)) for _, record in read_records(file.path, file.kind))
-                found += (int.from_bytes(digest.digest()[:8], "big") for digest in records)
-        return np.array(found, dtype=np.uint64)
+                hashes += (int.from_bytes(digest.digest()[:8], "big") for digest in records)
+        return np.array(hashes, dtype=np.uint64)
 
     def ranks(self) -> npt.NDArray[np.uint64]:
         """Return 64 bits of each document that say which are held out, the same for equal content.
@@ -120,11 +120,11 @@ class TextSource:
         They are those of a text file's path, as in a corpus, or of a record's content.
         """
         texts = (file for file in reversed(self.files) if file.kind is Kind.TEXT)
-        by_path = {int(file.digest[:16], 16): _path_hash(file.name) for file in texts}
+        by_path = {int(file.digest[:16], 16): path_hash(file.name) for file in texts}
         return np.array([by_path.get(content, content) for content in self.contents().tolist()], dtype=np.uint64)
 
     def as_text(self) -> str:
-        """Return which files are read and which are not, and why."""
+        """Return a sentence on the files that are read and left out."""
         read = ", ".join(_some(sorted(f"{file.name} ({file.kind})" for file in self.files)))
         left_out = ", ".join(_some([f"{name} ({why})" for name, why in self.left_out]))
         return f"{self.path}: reads {read}" + (f"; leaves out {left_out}" if left_out else "")
@@ -134,15 +134,28 @@ def _some(names: list[str]) -> list[str]:
     return names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"and {len(names) - _MOST_NAMES} more"]
 
 
+def path_hash(path: str) -> int:
+    """Return 64 bits of the SHA-256 of a path: the same on every machine, unlike ``hash``."""
+    return int.from_bytes(sha256(path.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+
+
+def _visible_files(root: Path) -> Iterator[Path]:
+    """Yield every file below a folder that is not hidden; links to folders are not followed."""
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield from (path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+
+
 def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -> TextSource:
-    """Return the documents at a path, read once from end to end.
+    """Return the documents of a file or a folder, read once from end to end.
 
     Hidden and empty files are passed over. Of a folder, files that are no text, files about the records beside them and
-    records of another split are left out; where no file is of a split "train", all records are taken.
-
-    Args:
-        path: A file or a folder.
-        part: What it is for: of splits, to train takes "train", and validation takes "validation", else "test".
+    records of another split are left out; where no file is of a split "train", all records are taken. The ``part``
+    "train" takes that split, "validation" takes "validation", else "test".
 
     Raises:
         DataError: the path is missing or unreadable, a file of records or a single file is damaged, records have the
@@ -150,26 +163,18 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
     """
     if not path.exists():
         raise DataError(f"{path} {missing_path(path)}")
-    names = [path.name]
+    files = [_opened(path, path.name, is_alone=True)] if not path.is_dir() else []
     if path.is_dir():
-        names = [found.relative_to(path).as_posix() for found in _visible_files(path)]
-        names.sort(key=_path_hash)
-    left_out: list[tuple[str, str]] = []
-    kept: list[SourceFile] = []
-    for name in names:
-        file = _opened(path / name if path.is_dir() else path, name, is_alone=not path.is_dir())
-        if isinstance(file, SourceFile):
-            kept += [file] if file.digest else []
-        else:
-            left_out.append((name, file))
-    records = [file for file in kept if file.kind is not Kind.TEXT]
-    if records and path.is_dir():
-        if damaged := next((f"{path / name} is {why}" for name, why in left_out if why.startswith(_NO_JSON)), ""):
-            raise DataError(f"{damaged}; mend it, or move it away")
-        splits = {split_of(file.name) for file in records}
-        reasons = {file.name: _unread(file, splits, part) for file in kept}
-        left_out += [(name, why) for name, why in reasons.items() if why]
-        kept = [file for file in kept if not reasons[file.name]]
+        names = sorted((file.relative_to(path).as_posix() for file in _visible_files(path)), key=path_hash)
+        files = [_opened(path / name, name, is_alone=False) for name in names]
+    if path.is_dir() and (
+        splits := {split_of(file.name) for file in files if file.kind is not Kind.TEXT and file.digest}
+    ):
+        if damaged := next((file for file in files if file.left_out.startswith(NO_JSON)), None):
+            raise DataError(f"{damaged.path} is {damaged.left_out}; mend it, or move it away")
+        files = [file if file.left_out else replace(file, left_out=_unread(file, splits, part)) for file in files]
+    left_out = tuple(sorted((file.name, file.left_out) for file in files if file.left_out))
+    kept = tuple(file for file in files if file.digest and not file.left_out)
     if not kept:
         others = f" ({', '.join(_some([f'{name}: {why}' for name, why in left_out]))})" if left_out else ""
         raise DataError(
@@ -178,60 +183,43 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
     total = sha256()
     for file in kept:
         total.update(f"{len(file.name)}:{file.name}:{file.digest}".encode("utf-8", "surrogateescape"))
-    return TextSource(path=path, files=tuple(kept), digest=total.hexdigest(), left_out=tuple(sorted(left_out)))
+    return TextSource(path=path, files=kept, digest=total.hexdigest(), left_out=left_out)
 
 
 def holds_records(path: Path) -> bool:
     """Return whether a path is a file of records, or a folder with one."""
     if not path.is_dir():
         return kind_of(path) is not Kind.TEXT
+    files = ((file, kind_of(file)) for file in _visible_files(path))
     return any(
-        packed_records(file)
-        or kind_of(file) not in {Kind.TEXT, Kind.JSON}
-        or isinstance(_json_kind(file) if kind_of(file) is Kind.JSON else None, Kind)
-        for file in _visible_files(path)
+        packed_records(file) or (isinstance(json_kind(file), Kind) if kind is Kind.JSON else kind is not Kind.TEXT)
+        for file, kind in files
     )
 
 
-def _json_kind(path: Path) -> Kind | str:
-    """Return how a .json file of a folder holds documents, or why it is left out."""
-    try:
-        return json_kind(path) or "JSON without documents"
-    except DataError as error:
-        if " is no JSON" not in str(error):
-            raise
-        return f"{_NO_JSON}{str(error).partition(' is no JSON')[2].partition(';')[0]}"
-
-
-def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile | str:
-    """Return a file with its digest, empty for an empty one, or why it is left out.
-
-    Raises:
-        DataError: it cannot be left out.
-    """
+def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
+    """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
         raise DataError(f"{path} is compressed, which is not read; unpack it beside itself and move it away")
     digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
     if fault and (kind is not Kind.TEXT or is_alone):
         raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
-    if fault:
-        return "no UTF-8 text"
-    if not digest:
-        return SourceFile(name, path, kind)
-    if kind is Kind.JSON:
-        found = json_kind(path) if is_alone else _json_kind(path)
-        if found is None:
-            raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
-        if not isinstance(found, Kind):
-            return found
-        kind = found
-    elif kind is Kind.TEXT and holds_json(path):
+    if fault or not digest:
+        return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
+    if kind is Kind.TEXT and holds_json(path):
         raise DataError(
             f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
             ".json with a list of them, or move it away"
         )
-    return SourceFile(name, path, kind, digest)
+    documents = json_kind(path) if kind is Kind.JSON else kind
+    if isinstance(documents, Kind):
+        return SourceFile(name, path, documents, digest)
+    if is_alone and documents.startswith(NO_JSON):
+        raise DataError(f"{path} is {documents}; mend it, or name a .jsonl file")
+    if is_alone:
+        raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
+    return SourceFile(name, path, kind, left_out=documents)
 
 
 def _unread(file: SourceFile, splits: set[str], part: str) -> str:
@@ -248,7 +236,7 @@ def _unread(file: SourceFile, splits: set[str], part: str) -> str:
 
 
 def _content(record: Record) -> bytes:
-    """Return what makes two records the same document."""
+    """Return the bytes that equal records share."""
     value = record
     if isinstance(record, bytes):
         try:
@@ -271,31 +259,23 @@ def _content(record: Record) -> bytes:
 
 def _checked(path: Path, *, is_text: bool) -> tuple[str, str]:
     """Return the digest of a file's content, empty for an empty one, and why it is no text, if it is to be one."""
-    total, first, tail = sha256(), 0, b""
+    total, size, decoder = sha256(), 0, codecs.getincrementaldecoder("utf-8")()
     try:
         with os.fdopen(open_plain(path), "rb") as file:
             while chunk := file.read(_READ_BYTES):
                 total.update(chunk)
-                if not is_text:
-                    first += len(chunk)
-                    continue
-                nul = chunk.find(b"\0")
-                if nul >= 0:
-                    return "", f"byte {first + nul} is NUL"
-                text = tail + chunk
-                try:
-                    text.decode()
-                    tail = b""
-                except UnicodeDecodeError as error:
-                    if error.reason != "unexpected end of data":
-                        return "", f"byte {first - len(tail) + error.start} is 0x{text[error.start]:02x}"
-                    tail = text[error.start :]
-                first += len(chunk)
+                if is_text and (nul := chunk.find(b"\0")) >= 0:
+                    return "", f"byte {size + nul} is NUL"
+                if is_text:
+                    decoder.decode(chunk)
+                size += len(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:  # the last character of the chunk before stands first in what is decoded
+        first = size - len(decoder.getstate()[0]) + error.start
+        return "", f"byte {first} is 0x{error.object[error.start]:02x}"
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    if tail:
-        return "", f"byte {first - len(tail)} is 0x{tail[0]:02x}"
-    return (total.hexdigest() if first else ""), ""
+    return (total.hexdigest() if size else ""), ""
 
 
 def read_documents(
@@ -303,13 +283,9 @@ def read_documents(
 ) -> Iterator[list[Passage] | Iterator[Passage]]:
     """Yield the passages of each file of text, and of each record.
 
-    Args:
-        source: The files.
-        template: Returns the chat template; called where there are messages.
-        counts_all: Every token is a target, not only those of completions and answers.
-
-    Raises:
-        DataError: records have faults; all are told, up to ten.
+    ``template`` returns the chat template, and is called where there are messages. ``counts_all``: every token is a
+    target, not only those of completions and answers.
+    Raises ``DataError``: records have faults; all are told, up to ten.
     """
     faults: list[str] = []
     for file in source.files:
@@ -337,7 +313,8 @@ def _text_passages(path: Path) -> Iterator[Passage]:
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_PIECE_CHARACTERS):
             text = rest + chunk
-            cut = _cut(text) if len(chunk) == _PIECE_CHARACTERS else 0
+            ends = (max((match.end() for match in border.finditer(text)), default=0) for border in _BORDERS)
+            cut = next(filter(None, ends), len(text)) if len(chunk) == _PIECE_CHARACTERS else 0
             if cut:
                 yield Passage(text[:cut], opens=opens, closes=False, ends=False)
                 opens = False
@@ -345,23 +322,8 @@ def _text_passages(path: Path) -> Iterator[Passage]:
     yield Passage(rest, opens=opens)
 
 
-def _cut(text: str) -> int:
-    """Return where a text may be cut, as late as possible."""
-    for border in _BORDERS:
-        last = 0
-        for found in border.finditer(text):
-            last = found.end()
-        if last:
-            return last
-    return len(text)
-
-
 def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, counts_all: bool) -> list[Passage]:
-    """Return the document of a record, or several of one conversation.
-
-    Raises:
-        ValueError: a ``_LineError``, or of the template: what is wrong with it, what is allowed, what to do.
-    """
+    """Return the document of a record, or several of one conversation; raises ``ValueError`` with what is wrong."""
     try:
         value = json.loads(record) if isinstance(record, bytes) else record
     except ValueError as error:
@@ -372,11 +334,18 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
         raise _LineError(f"found {type(value).__name__} {_shown(value)}; {_ALLOWED}")
     kinds = [kind for kind in DOCUMENT_KEYS if kind in value]
     if len(kinds) != 1:
-        found = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
-        raise _LineError(f"found {found}; {_ALLOWED}, one of them")
+        keys = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
+        raise _LineError(f"found {keys}; {_ALLOWED}, one of them")
     if kinds == ["messages"]:
-        messages = _messages(value["messages"], counts_all=counts_all)
-        return _chat_passages(messages, value.get("tools"), template(), counts_all=counts_all)
+        messages, tools = _messages(value["messages"], counts_all=counts_all), value.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise _LineError(
+                f"tools: found {type(tools).__name__}; a list of tool descriptions is allowed, or no such key"
+            )
+        if counts_all:  # the template writes what stands before and after a conversation
+            return [Passage(template().text(messages, tools), None, opens=False, closes=False)]
+        answered = template().answered(messages, tools)
+        return [Passage(text, answers, opens=False, closes=False) for text, answers in answered]
     if kinds == ["text"]:
         return [Passage(_string(value, "text"))]
     prompt, completion = _string(value, "prompt"), _string(value, "completion")
@@ -384,20 +353,7 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
     return [Passage(prompt + completion, counted)]
 
 
-def _chat_passages(
-    messages: list[JsonMapping], tools: object, template: ChatTemplate, *, counts_all: bool
-) -> list[Passage]:
-    """Return a conversation; the template writes what stands before and after it."""
-    if tools is not None and not isinstance(tools, list):
-        raise _LineError(f"tools: found {type(tools).__name__}; a list of tool descriptions is allowed, or no such key")
-    if counts_all:
-        return [Passage(template.text(messages, tools), None, opens=False, closes=False)]
-    found = template.answered(messages, tools)
-    return [Passage(text, answers, opens=False, closes=False) for text, answers in found]
-
-
 def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:
-    """Return checked messages."""
     if not isinstance(value, list) or not value:
         raise _LineError(f"messages: found {_shown(value)}; a list of at least one message is allowed")
     for index, message in enumerate(value):
@@ -421,16 +377,16 @@ def _string(value: Mapping[str, object], key: str, *, where: str = "") -> str:
     """Return a text of a line."""
     if key not in value:
         raise _LineError(f"{where}{key} is missing; a string is required")
-    found = value[key]
-    if not isinstance(found, str):
-        raise _LineError(f"{where}{key}: found {_shown(found)}; a string is required")
+    text = value[key]
+    if not isinstance(text, str):
+        raise _LineError(f"{where}{key}: found {_shown(text)}; a string is required")
     try:
-        found.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise _LineError(
             f"{where}{key}: character {error.start} is half of a surrogate pair; write it as UTF-8"
         ) from None
-    return found
+    return text
 
 
 def _shown(value: object) -> str:

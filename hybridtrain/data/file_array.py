@@ -24,13 +24,14 @@ class _Opened:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = open_plain(path)
-        self._seen = self._now()
+        self._seen = self.state()
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
-    def _now(self) -> tuple[int, int]:
+    def state(self) -> tuple[int, int]:
+        """Return size and time of the last change."""
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -42,7 +43,7 @@ class _Opened:
                 rest, offset = rest[count:], offset + count
         except OSError as error:
             raise DataError(f"{self.path} cannot be read ({error.strerror}); check the disk it is on") from error
-        if rest or self._now() != self._seen:
+        if rest or self.state() != self._seen:
             raise DataError(
                 f"{self.path} was changed or cut short while it was in use; a run needs its data as they were when it "
                 "began: restore the file and resume the run"
@@ -80,16 +81,12 @@ class FileArray(np.memmap[Any, Any]):
 
 
 def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDArray[Any]:
-    """Return the values of a file from a byte offset to its end, empty where there are none.
-
-    Raises:
-        OSError: it cannot be read, or is no file.
-    """
+    """Return the values of a file from a byte offset to its end; raises ``OSError``: it cannot be read."""
     opened = _Opened(path)
-    size = (os.fstat(opened.descriptor).st_size - offset) // np.dtype(dtype).itemsize
+    size = (opened.state()[0] - offset) // np.dtype(dtype).itemsize
     if not size:
         return np.empty(0, dtype=dtype)
     array = FileArray(path, dtype=dtype, mode="r", offset=offset, shape=(size,))
     array._opened, array._begin, array._offset = opened, array.ctypes.data, offset
-    found: npt.NDArray[Any] = array[:]
-    return found
+    whole: npt.NDArray[Any] = array[:]
+    return whole

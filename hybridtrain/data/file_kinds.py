@@ -53,6 +53,7 @@ _SPLITS: Final = {
 }  # fmt: skip
 _SPLIT: Final = re.compile(rf"(?:^|[-._ /0-9])({'|'.join(_SPLITS)})(?=[-._ /0-9]|$)")
 """As ``datasets`` finds splits in the names of files and folders."""
+NO_JSON: Final = "no JSON"
 _MOST_JSON_BYTES: Final = GIB
 _HEAD_BYTES: Final = 64 * KIB
 _SNIFFED_BYTES: Final = 64 * MIB
@@ -60,7 +61,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 def kind_of(path: Path) -> Kind:
-    """Return what a file's name says."""
+    """Return the kind of a file by its name."""
     return _KINDS.get(path.suffix.lower(), Kind.TEXT)
 
 
@@ -72,8 +73,8 @@ def packed_records(path: Path) -> bool:
 
 def split_of(name: str) -> str:
     """Return "train", "validation" or "test" if a file's name or its folder's says so, else nothing."""
-    found = _SPLIT.findall(name.lower())
-    return _SPLITS[found[-1]] if found else ""
+    names = _SPLIT.findall(name.lower())
+    return _SPLITS[names[-1]] if names else ""
 
 
 def is_about_records(path: Path) -> bool:
@@ -110,52 +111,34 @@ def holds_json(path: Path) -> bool:
     return not rest or (rest[0] in "{[," and any(isinstance(element, dict) and element for element in elements))
 
 
-def json_kind(path: Path) -> Kind | None:
-    """Return how a .json file holds documents; None: it is an object, or a list of plain values, that holds none.
-
-    Raises:
-        DataError: it is no JSON, or a list too large to be read whole.
-    """
+def json_kind(path: Path) -> Kind | str:
+    """Return how a .json file holds documents, or why it holds none; raises ``DataError``: it is too large."""
     try:
         value = _json_value(path)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and holds_json(path):
-            return Kind.LINES
-        raise DataError(f"{path} is no JSON ({error}); mend it, or name a .jsonl file") from error
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{path} is no JSON that can be read ({error}); mend it, or name a .jsonl file") from error
+        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and holds_json(path)
+        return Kind.LINES if is_lines else f"{NO_JSON} ({error})"
     if isinstance(value, list):
-        return Kind.JSON if any(isinstance(element, dict) for element in value) else None
-    return Kind.JSON if isinstance(value, dict) and any(key in value for key in DOCUMENT_KEYS) else None
+        has_documents = any(isinstance(element, dict) for element in value)
+    else:
+        has_documents = isinstance(value, dict) and any(key in value for key in DOCUMENT_KEYS)
+    return Kind.JSON if has_documents else "JSON without documents"
 
 
 def read_records(path: Path, kind: Kind) -> Iterator[tuple[str, Record]]:
-    """Yield where each record is, in words, and what it is; blank lines are none.
-
-    Raises:
-        DataError: a table is damaged, or pyarrow is not installed.
-    """
+    """Yield the place of each record, in words, and its content; ``DataError``: a damaged table, or no pyarrow."""
     if kind is Kind.LINES:
         with path.open("rb") as file:
-            for number, line in enumerate(_bare_lines(file), 1):
-                if content := line.strip():
+            for number, line in enumerate(file, 1):
+                if content := (line.removeprefix(_BOM) if number == 1 else line).strip():
                     yield f"line {number}", content
-        return
-    rows: Iterator[object]
-    if kind is Kind.JSON:
+    elif kind is Kind.JSON:
         value = _json_value(path)
-        rows = iter(value if isinstance(value, list) else [value])
+        for number, element in enumerate(value if isinstance(value, list) else [value], 1):
+            yield f"element {number}", element
     else:
-        rows = _rows(path, kind)
-    word = "element" if kind is Kind.JSON else "row"
-    for number, row in enumerate(rows, 1):
-        yield f"{word} {number}", row
-
-
-def _bare_lines(file: Any) -> Iterator[bytes]:
-    """Yield the lines of a binary file without a byte order mark."""
-    for number, line in enumerate(file):
-        yield line if number else line.removeprefix(_BOM)
+        for number, row in enumerate(_rows(path, kind), 1):
+            yield f"row {number}", row
 
 
 def _parsed(content: bytes) -> object:
@@ -186,18 +169,18 @@ def _rows(path: Path, kind: Kind) -> Iterator[object]:
         ) from None
     try:
         with pyarrow.OSFile(str(path)) as file:
+            batches: Any
             if kind is Kind.PARQUET:
                 table = parquet.ParquetFile(file)
-                yield from _documents(table.iter_batches(256, columns=_wanted(table.schema_arrow.names)))
-                return
-            try:
-                table = pyarrow.ipc.open_stream(file)
-                batches = iter(table)
-            except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
-                table = pyarrow.ipc.open_file(file)
-                batches = (table.get_batch(number) for number in range(table.num_record_batches))
-            wanted = _wanted(table.schema.names)
-            yield from _documents(batch.select(wanted) for batch in batches)
+                batches = table.iter_batches(256, columns=_wanted(table.schema_arrow.names))
+            else:
+                try:
+                    batches = pyarrow.ipc.open_stream(file)
+                except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
+                    table = pyarrow.ipc.open_file(file)
+                    batches = (table.get_batch(number) for number in range(table.num_record_batches))
+            for batch in batches:
+                yield from map(_without_nulls, batch.select(_wanted(batch.schema.names)).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"{path} is no whole {kind} file ({why}); copy it again") from error
@@ -206,11 +189,6 @@ def _rows(path: Path, kind: Kind) -> Iterator[object]:
 def _wanted(names: Sequence[str]) -> list[str]:
     """Return the columns that documents have; all, if there are none, for the error to name them."""
     return [name for name in names if name in _COLUMNS] or list(names)
-
-
-def _documents(batches: Any) -> Iterator[object]:
-    for batch in batches:
-        yield from map(_without_nulls, batch.to_pylist())
 
 
 def _without_nulls(value: object) -> object:

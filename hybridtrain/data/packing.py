@@ -134,13 +134,10 @@ def pack(
     Args:
         documents: What is packed.
         seq_len: T.
-        seed: Non-negative; of the order of rows, and of which of equally long pieces come first.
+        seed: Not negative; of the order of rows, and of which of equally long pieces come first.
         joins_documents: A row takes as many pieces as fit, attention stays inside each; else one, in their order.
-        what: Named in the error.
+        what: Named in the ``DataError`` where no document has a target that counts.
         pad_id: Token where a row has none.
-
-    Raises:
-        DataError: no document has a target that counts.
     """
     starts, lengths, num_dropped, num_cut = _pieces(documents, seq_len)
     if not starts.size:
@@ -167,11 +164,7 @@ def pack(
 def _pieces(
     documents: EncodedDocuments, seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:  # fmt: skip
-    """Return first input and number of inputs of each piece with a target that counts, and two numbers.
-
-    Those are of pieces without such a target, and of documents that have some behind a first piece of which others do
-    not count.
-    """
+    """Return first input and length of each piece with a target that counts; how many are dropped, documents cut."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), documents.ends[:-1]])
     num_pairs = np.maximum(documents.ends - begins - 1, 0)
     num_pieces = -(-num_pairs // seq_len)
@@ -236,15 +229,9 @@ class RowPosition:
 
 
 class RowSampler:
-    """Batches of packed rows, every row once an epoch.
+    """Batches of packed rows, every row once an epoch; ``micro_batch_size`` B divides the rows of a batch.
 
     A resumed run needs ``first_row`` of its next batch, where its batches were of another size before.
-
-    Args:
-        rows: What batches are made of.
-        batch_size: Rows of a batch.
-        micro_batch_size: B, which divides it.
-        seed: Non-negative; other seeds give other orders.
     """
 
     def __init__(self, rows: PackedRows, *, batch_size: int, micro_batch_size: int, seed: int) -> None:

@@ -48,9 +48,9 @@ def pinned_corpus(name: str = "sympy") -> Corpus:
     return corpus
 
 
-def _fault(name: str, found: str) -> str:
+def _fault(name: str, state: str) -> str:
     version, _ = PINNED[name]
     return (
-        f"the pinned corpus: {name} {found}; its text must be that of version {version}, untouched; run "
+        f"the pinned corpus: {name} {state}; its text must be that of version {version}, untouched; run "
         f"'python -m pip install --force-reinstall --no-deps {name}=={version}'"
     )

@@ -28,18 +28,12 @@ MOST_CHARACTERS: Final = 2**24
 _TODAY: Final = datetime(2024, 7, 26, tzinfo=UTC)
 """What templates are told as the date, that a text has the same tokens every day: the one that Llama 3's templates take
 where they are told none."""
-
-
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """What begins a mark; a number follows."""
 
 
-class _MovedError(ValueError):
-    """What a template does to its answers hides where they are."""
-
-
-class _LongError(ValueError):
-    """A text is too long."""
+class _TemplateError(ValueError):
+    """A kind of fault, and why."""
 
 
 def _refuse(message: object) -> None:
@@ -119,7 +113,8 @@ class _Compiled:
                 depth -= 1
                 spans += [] if depth else [(first, length)]
         if "".join(parts) != plain:
-            raise _MovedError("changes what {% generation %} encloses before it writes it; write it unchanged")
+            why = "changes what {% generation %} encloses before it writes it; write it unchanged"
+            raise _TemplateError("moved", why)
         return plain, spans
 
     def _text(self, names: Mapping[str, object]) -> str:
@@ -127,7 +122,7 @@ class _Compiled:
         _limit_time()
         text = self._template.render(names)
         if len(text) > MOST_CHARACTERS:
-            raise _LongError
+            raise _TemplateError("length", "")
         return text
 
 
@@ -136,10 +131,10 @@ def _limit_time() -> None:
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MOST_SECONDS)
 
 
-def _lower(what: int, most: int) -> None:
+def _lower(resource_kind: int, most: int) -> None:
     """Set a soft limit, below the hard one, which stays."""
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    hard = resource.getrlimit(resource_kind)[1]
+    resource.setrlimit(resource_kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 _compiled: Final = lru_cache(maxsize=4)(_Compiled)
@@ -155,14 +150,12 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
         texts = []
         for names in request["names"]:
             given = request["shared"] | names
-            messages = given.pop("messages")[: given.pop("count")]
+            messages = given.pop("messages")[: given.pop("num_messages")]
             texts.append(template.render(given | {"messages": messages}, marks=request["marks"]))
-    except _LongError:
-        return {"fault": "length"}
+    except _TemplateError as error:
+        return {"fault": error.args[0], "why": error.args[1]}
     except MemoryError:
         return {"fault": "memory"}
-    except _MovedError as error:
-        return {"fault": "moved", "why": str(error)}
     except Exception as error:  # noqa: BLE001  a template is a program of somebody else's
         return {"fault": fault, "why": str(error)}
     return {"has_markers": template.has_markers, "texts": texts}

@@ -11,24 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final
 
-from hybridtrain.config.encode import JsonMapping
 from hybridtrain.data.template_process import MOST_BYTES, MOST_CHARACTERS, MOST_SECONDS
 from hybridtrain.errors import DataError
 from hybridtrain.units import format_bytes
 
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Characters of a text: first and one past the last of each part."""
-
 PROGRAM: Final = Path(__file__).with_name("template_process.py")
 """What renders them."""
-_CHARACTERS_AT_ONCE: Final = 2**22
-"""Of the texts that are on their way between the processes, roughly."""
 _LIMITS: Final = {
     "time": f"does not end within {MOST_SECONDS} seconds of the processor's time",
     "memory": f"takes more than {format_bytes(MOST_BYTES)} of memory",
@@ -41,61 +34,16 @@ class TemplateLimitError(DataError):
     """A template takes more than it may; with other messages it would too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is to be rendered of a conversation."""
-
-    count: int
-    """Its first messages."""
-    add_generation_prompt: bool = False
-
-
-def render(
-    template: str, messages: Sequence[JsonMapping], parts: Sequence[Part], *, tools: object = None,
-    special_tokens: Mapping[str, str], marks: bool = False,
-) -> Iterator[tuple[str, Spans]]:  # fmt: skip
-    """Yield each part of a conversation as text, with what ``{% generation %}`` encloses if ``marks`` asks for it.
+def ask(template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool) -> Mapping[str, Any]:
+    """Return a template's texts of some messages, ``shared`` in JSON, and whether it says itself what an answer is.
 
     Raises:
-        ValueError: the template refuses the messages, or they are no JSON.
+        ValueError: the template refuses the messages.
         DataError: it cannot be parsed.
         TemplateLimitError: it takes more time, memory or characters than it may.
     """
-    try:
-        shared = json.dumps({**special_tokens, "messages": list(messages), "tools": tools, "documents": None})
-    except (RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
-    names = [{"count": part.count, "add_generation_prompt": part.add_generation_prompt} for part in parts]
-    at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
-    for first in range(0, len(names), at_once):
-        texts = _ask(template, shared, names[first : first + at_once], marks=marks)["texts"]
-        assert isinstance(texts, list), "as the program writes it"
-        for text, spans in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"the chat template writes half of a surrogate pair (U+{ord(text[error.start]):04X}); mend the "
-                    "message that holds it"
-                ) from None
-            yield text, tuple((begin, end) for begin, end in spans)
-
-
-def has_markers(template: str) -> bool:
-    """Return whether a template says itself what an answer is; raises as ``render``."""
-    if find_spec("jinja2") is None:
-        raise DataError(
-            "messages need the package jinja2, which is not installed; python3 -m pip install 'hybridtrain[text]'"
-        )
-    return bool(_ask(template, "{}", [], marks=False)["has_markers"])
-
-
-def _ask(
-    template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool
-) -> Mapping[str, object]:  # fmt: skip
     rest = json.dumps({"template": template, "names": names, "marks": marks})
-    line = f'{{"shared": {shared}, {rest[1:]}'
-    answer = _PROCESS.ask(line)
+    answer = _PROCESS.ask(f'{{"shared": {shared}, {rest[1:]}')
     fault, why = answer.get("fault"), answer.get("why")
     if fault == "syntax":
         raise DataError(f"the chat template cannot be parsed ({why}); give another one by chat_template")
@@ -104,7 +52,7 @@ def _ask(
     if fault == "refused":
         raise ValueError(f"the chat template refuses the messages ({why})")
     if fault is not None:
-        raise TemplateLimitError(f"the chat template {_LIMITS[str(fault)]}; give another one by chat_template")
+        raise TemplateLimitError(f"the chat template {_LIMITS[fault]}; give another one by chat_template")
     return answer
 
 
@@ -116,25 +64,23 @@ class _Process:
         self._running: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
-    def ask(self, line: str) -> Mapping[str, object]:
+    def ask(self, line: str) -> Mapping[str, Any]:
         """Return the answer to a request."""
         with self._lock:
             try:
                 running = self._started()
                 assert running.stdin is not None, "a pipe"
                 assert running.stdout is not None, "a pipe"
-                try:
+                with suppress(BrokenPipeError):
                     running.stdin.write(line.encode("ascii") + b"\n")
                     running.stdin.flush()
-                except BrokenPipeError:
-                    pass
                 answer = running.stdout.readline()
             except BaseException:
                 self.close()  # an answer that nobody read would be the next one's
                 raise
             if answer.endswith(b"\n"):
-                found: Mapping[str, object] = json.loads(answer)
-                return found
+                content: Mapping[str, Any] = json.loads(answer)
+                return content
             number = running.wait()
             self.close()
             return {"fault": "time" if number == -signal.SIGXCPU else "died"}

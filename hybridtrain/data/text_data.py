@@ -24,8 +24,8 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, to_json
 from hybridtrain.data.byte_tokens import TokenArray
-from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
-from hybridtrain.data.corpus import MIN_TOKENS, open_corpus
+from hybridtrain.data.chat import ChatTemplate
+from hybridtrain.data.corpus import held_out, is_token_path, split_tail, token_corpus
 from hybridtrain.data.data_config import BYTES, DataConfig, Packing
 from hybridtrain.data.documents import Passage, TextSource, open_source, read_documents
 from hybridtrain.data.file_array import open_array
@@ -66,26 +66,20 @@ class TextData:
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
     """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Args:
-        config: The [data] table.
-        vocab_size: Of the model.
-        folder: Where encoded tokens are kept; nobody else may be writing there.
-        say: Is told what is encoded, and how answers are found.
-
-    Raises:
-        DataError: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
+    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found. Raises
+    ``DataError``: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
     """
     name = config.tokenizer or BYTES
     tokenizer = open_tokenizer(name, vocab_size=vocab_size, eos_token=config.eos_token)
     if tokenizer.remark:
         say(tokenizer.remark)
-    if config.path.suffix == ".bin" or (config.path / "train.bin").exists() or (config.path / "val.bin").exists():
+    if is_token_path(config.path):
         return _token_files(config, tokenizer, vocab_size)
     source = open_source(config.path)
     other = None if config.validation is None else open_source(config.validation, part="validation")
-    for one in (source, other):
-        if one is not None and one.path.is_dir():
-            say(one.as_text())
+    for texts in (source, other):
+        if texts is not None and texts.path.is_dir():
+            say(texts.as_text())
     if config.chat_template and not (source.has_records or (other is not None and other.has_records)):
         raise DataError(_unused_template(config))
     packing = config.packing or ("documents" if source.has_records else "stream")
@@ -107,7 +101,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         name=config.path.resolve().name, train=parts[0], validation=parts[1], tokenizer=tokenizer, packing=packing,
         settings=settings,
         source=f"{len(source.files)} files at {config.path}{skipped}, tokenizer {name}",
-        template=named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES) if config.chat_template else "",
+        template=named_template(tokenizer, config.chat_template) if config.chat_template else "",
     )  # fmt: skip
 
 
@@ -149,9 +143,8 @@ class _Encoding:
         """Conversations that became several documents."""
         self._template = cache(self._open_template)
         self._dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-        template = ""
-        if config.chat_template or "default" in tokenizer.templates:
-            template = named_template(tokenizer, config.chat_template, BUILTIN_TEMPLATES)
+        has_template = config.chat_template or "default" in tokenizer.templates
+        template = named_template(tokenizer, config.chat_template) if has_template else ""
         decides = [
             _FORMAT, source.digest, "" if other is None else other.digest, tokenizer.digest, template, config.loss_on,
             config.held_out_percent,
@@ -159,42 +152,46 @@ class _Encoding:
         self.key = sha256(json.dumps(decides).encode("ascii")).hexdigest()
 
     def _open_template(self) -> ChatTemplate:
-        text = named_template(self._tokenizer, self._config.chat_template, BUILTIN_TEMPLATES)
+        text = named_template(self._tokenizer, self._config.chat_template)
         return ChatTemplate(text, self._tokenizer.special_tokens)
 
     def open(self, folder: Path, say: Say) -> tuple[EncodedDocuments, EncodedDocuments | None]:
-        """Return what is to train and to validate on."""
+        """Return the train and validation parts."""
         place = folder / self.key[:16]
-        found = _read_parts(place)
-        if found is None:
+        stored = _read_parts(place)
+        if stored is None:
             shutil.rmtree(place, ignore_errors=True)
             say(f"encoding {self._config.path} with tokenizer {self._config.tokenizer or BYTES} into {place}")
             place.mkdir(parents=True, exist_ok=True)
             self._write(place, say)
-            found = _read_parts(place)
-            assert found is not None, "just written"
-        (train, validation), largest = found
+            stored = _read_parts(place)
+            assert stored is not None, "just written"
+        (train, validation), largest = stored
         self._require_known(largest)
         percent = 0 if self._other else self._config.held_out_percent
         if percent and train.num_documents == 1 and not validation.num_documents and not self._source.has_records:
-            train, validation = _split_tail(train, percent, str(self._config.path))
+            parts = split_tail(train.tokens, str(self._config.path), percent)
+            train, validation = map(_one_document, parts)
         return train, validation if validation.num_documents else None
 
     def _write(self, place: Path, say: Say) -> None:
         is_masked = self._config.loss_on == "answers"
-        held_out = self._other or self._source
+        validates = self._other or self._source
         with ExitStack() as stack:
-            train = stack.enter_context(
-                _PartWriter(place, "train", self._dtype, is_masked=is_masked and self._source.has_records)
-            )
+            train = stack.enter_context(_PartWriter(place, "train", is_masked=is_masked and self._source.has_records))
             validation = stack.enter_context(
-                _PartWriter(place, "validation", self._dtype, is_masked=is_masked and held_out.has_records)
+                _PartWriter(place, "validation", is_masked=is_masked and validates.has_records)
             )
-            is_held_out = _held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
+            is_held_out = held_out(self._source.ranks(), 0 if self._other else self._config.held_out_percent)
             self._encode(self._source, (validation if is_out else train for is_out in is_held_out.tolist()))
             if self._other is not None:
                 self._encode(self._other, repeat(validation))
-                self._tell_common(self._other, say)
+                common = np.isin(self._other.contents(), self._source.contents())
+                if common.any():
+                    say(
+                        f"warning: {common.sum()} of {common.size} documents of {self._other.path} are in "
+                        f"{self._source.path} too, so the validation loss is too low; take them out of one of the two"
+                    )
         facts = train.facts(), validation.facts()
         for source, part in ((self._source, facts[0]), (self._other, facts[1])):
             if source is not None and not part.num_tokens:
@@ -212,16 +209,7 @@ class _Encoding:
         index = _Index(dtype=self._dtype, train=facts[0], validation=facts[1])
         replace_file(place / _INDEX, to_json(index).encode("ascii"))
 
-    def _tell_common(self, other: TextSource, say: Say) -> None:
-        found = np.isin(other.contents(), self._source.contents())
-        if found.any():
-            say(
-                f"warning: {found.sum()} of {found.size} documents of {other.path} are in {self._source.path} too, "
-                "so the validation loss is too low; take them out of one of the two"
-            )
-
     def _require_known(self, token: int) -> None:
-        """Raise ``DataError`` for a token that the model does not have."""
         if token >= self._vocab_size:
             raise DataError(
                 f"{self._config.path}: token {token}, {self._tokenizer.decode([token])!r}, occurs in the text, and the "
@@ -246,49 +234,34 @@ class _Encoding:
 
     def _flush(self, waiting: list[tuple[Passage, "_PartWriter"]]) -> None:
         encoded = self._tokenizer.encode([passage.text for passage, _ in waiting])
-        self._require_known(max((int(one.ids.max(initial=0)) for one in encoded), default=0))
-        for (passage, writer), found in zip(waiting, encoded, strict=True):
+        self._require_known(max((int(encoding.ids.max(initial=0)) for encoding in encoded), default=0))
+        for (passage, writer), tokens in zip(waiting, encoded, strict=True):
             opening = self._tokenizer.bos_ids if passage.opens else ()
             closing = self._tokenizer.eos_ids if passage.closes else ()
-            ids = np.concatenate([
-                np.array(part, dtype=self._dtype) for part in (opening, found.ids, closing)
-            ])  # fmt: skip
+            parts = [np.array(part, dtype=self._dtype) for part in (opening, tokens.ids, closing)]
+            ids = np.concatenate(parts)
             counted = np.ones(ids.size, dtype=np.uint8)
             counted[: len(opening)] = 0
             if passage.counted is not None:
-                counted[len(opening) : len(opening) + found.ids.size] = _counted(found, passage.counted)
+                counted[len(opening) : len(opening) + tokens.ids.size] = _counted(tokens, passage.counted)
             writer.add(ids, counted, ends=passage.ends)
         waiting.clear()
 
 
 def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Return which tokens stand for at least one character of the spans."""
+    """Return whether each token stands for a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:
         counts |= (encoded.spans[:, 0] < last) & (encoded.spans[:, 1] > first)
     return counts
 
 
-def _held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
-    """Return for each document whether it is held out: those of one rank together, as in a corpus.
-
-    Never none of several ranks, and never all.
-    """
-    distinct, first = np.unique(ranks, return_index=True)
-    if not percent or distinct.size < 2:
-        return np.zeros(ranks.size, dtype=np.bool_)
-    distinct = distinct[np.argsort(first)]
-    share = distinct % np.uint64(100)
-    count = min(int((share < percent).sum()), distinct.size - 1)
-    return np.isin(ranks, distinct[np.argsort(share, kind="stable")[: max(1, count)]])
-
-
 def _tell_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
     """Say where a share is held out that is far from what was asked for: by more than half of it."""
-    asked = config.held_out_percent
-    if config.validation is not None or not asked:
+    percent = config.held_out_percent
+    if config.validation is not None or not percent:
         return
     if validation is None:
         if train.num_documents > 1:
@@ -297,16 +270,12 @@ def _tell_share(
                 "others, or text of its own by validation"
             )
         return
-    shares = [
-        100 * held_out / (held_out + rest)
-        for held_out, rest in (
-            (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
-        )
-    ]  # fmt: skip
-    if max(abs(share - asked) for share in shares) > asked / 2:
+    pairs = (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
+    shares = [100 * apart / (apart + rest) for apart, rest in pairs]
+    if max(abs(share - percent) for share in shares) > percent / 2:
         say(
-            f"warning: validation_percent is {asked}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % of "
-            "the tokens are held out: documents are few, of very different lengths, or many have the same content"
+            f"warning: validation_percent is {percent}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % "
+            "of the tokens are held out: documents are few, of very different lengths, or many have the same content"
         )
 
 
@@ -317,24 +286,11 @@ def _unused_template(config: DataConfig) -> str:
     )
 
 
-def _split_tail(documents: EncodedDocuments, percent: int, what: str) -> tuple[EncodedDocuments, EncodedDocuments]:
-    """Return one text without its tail, and the tail."""
-    size = documents.tokens.size
-    if size < MIN_TOKENS:
-        raise DataError(
-            f"{what}: {size} tokens to train and to validate on are too few; at least {MIN_TOKENS} are needed, and "
-            "thousands to learn from"
-        )
-    first = size - max(1, size * percent // 100)
-    return _one_document(documents.tokens[:first]), _one_document(documents.tokens[first:])
-
-
 def _one_document(tokens: TokenArray) -> EncodedDocuments:
     return EncodedDocuments(tokens=tokens, ends=np.array([tokens.size], dtype=np.int64))
 
 
 def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> TextData:
-    """Return token files as they are."""
     if config.chat_template:
         raise DataError(_unused_template(config))
     if config.packing not in {None, "stream"}:
@@ -342,35 +298,29 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
             f"{config.path}: token files do not say where documents end; packing = '{config.packing}' needs text or "
             ".jsonl files, so leave packing out or set it to 'stream'"
         )
-    settings: JsonMapping = {"data.name": config.path.resolve().name}
     if config.path.is_dir() and config.validation_percent is not None:
         raise DataError(
             f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
             "out; leave validation_percent out, or name train.bin alone"
         )
-    if config.path.is_dir():
-        corpus = open_corpus(config.path, vocab_size=vocab_size)
-        train, validation, digest = corpus.train, corpus.validation, corpus.digest
-    else:
-        file = open_token_file(config.path, vocab_size=vocab_size)
-        first = file.tokens.size - file.tokens.size * config.held_out_percent // 100
-        train, validation, digest = file.tokens[:first], file.tokens[first:], file.digest
+    corpus = token_corpus(config.path, vocab_size=vocab_size, percent=config.held_out_percent)
+    validation = corpus.validation
     if config.validation is not None:
         validation = open_token_file(config.validation, vocab_size=vocab_size).tokens
-    settings |= {"data.digest": digest}
+    name = config.path.resolve().name
     return TextData(
-        name=config.path.resolve().name, train=_one_document(train),
+        name=name, train=_one_document(corpus.train),
         validation=_one_document(validation) if validation.size else None, tokenizer=tokenizer, packing="stream",
-        settings=settings, source=f"token files at {config.path}", is_tokens=True,
+        settings={"data.name": name, "data.digest": corpus.digest}, source=f"token files at {config.path}",
+        is_tokens=True,
     )  # fmt: skip
 
 
 class _PartWriter:
     """Writes documents of one part to its files, as they come."""
 
-    def __init__(self, place: Path, name: str, dtype: str, *, is_masked: bool) -> None:
+    def __init__(self, place: Path, name: str, *, is_masked: bool) -> None:
         self._paths = _paths(place, name)
-        self._dtype = dtype
         self._tokens = self._paths[0].open("wb")
         self._counts = self._paths[1].open("wb")
         self._is_masked = is_masked
@@ -388,7 +338,7 @@ class _PartWriter:
 
     def add(self, ids: npt.NDArray[np.integer], counted: npt.NDArray[np.uint8], *, ends: bool) -> None:
         """Write the tokens of a document, or of its next piece."""
-        self._tokens.write(ids.astype(self._dtype).tobytes())
+        self._tokens.write(ids.tobytes())
         if self._is_masked:
             self._counts.write(counted.tobytes())
         self._size += ids.size
@@ -397,16 +347,16 @@ class _PartWriter:
             self._ends.append(self._size)
 
     def facts(self) -> _PartFacts:
-        """Return what the index keeps of this part, once its files are closed."""
+        """Return the index entry of this part, once its files are closed."""
         return _PartFacts(
             num_tokens=self._size, num_documents=len(self._ends), is_masked=self._is_masked,
             largest_token=self._largest, digests=tuple(_digest(path) for path in self._paths),
         )  # fmt: skip
 
 
-def _paths(place: Path, name: str) -> tuple[Path, Path, Path]:
+def _paths(place: Path, name: str) -> list[Path]:
     """Return where tokens, counts and ends of a part lie."""
-    return place / f"{name}.tokens", place / f"{name}.counts", place / f"{name}.ends"
+    return [place / f"{name}.{kind}" for kind in ("tokens", "counts", "ends")]
 
 
 def _digest(path: Path) -> str:
@@ -414,27 +364,19 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def _read_parts(place: Path) -> tuple[tuple[EncodedDocuments, EncodedDocuments], int] | None:
+def _read_parts(place: Path) -> tuple[list[EncodedDocuments], int] | None:
     """Return both parts and their largest token, or None unless all is there as it was written."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
-        parts = (
-            _read_part(place, "train", index.train, index.dtype),
-            _read_part(place, "validation", index.validation, index.dtype),
-        )
+        parts = []
+        for name, facts in (("train", index.train), ("validation", index.validation)):
+            paths = _paths(place, name)
+            if tuple(_digest(path) for path in paths) != facts.digests:
+                return None
+            kinds = (index.dtype, "u1", "<i8")
+            tokens, counts, ends = (open_array(path, kind) for path, kind in zip(paths, kinds, strict=True))
+            counted = counts if facts.is_masked else None
+            parts.append(EncodedDocuments(tokens=tokens, ends=np.array(ends), counted=counted))
         return parts, max(index.train.largest_token, index.validation.largest_token)
     except (OSError, ValueError, ConfigError):
         return None
-
-
-def _read_part(place: Path, name: str, facts: _PartFacts, dtype: str) -> EncodedDocuments:
-    """Return a part, memory-mapped.
-
-    Raises:
-        OSError, ValueError: a file is missing, or is not as it was written.
-    """
-    paths = _paths(place, name)
-    if tuple(_digest(path) for path in paths) != facts.digests:
-        raise ValueError("damaged")
-    tokens, counts, ends = (open_array(path, kind) for path, kind in zip(paths, (dtype, "u1", "<i8"), strict=True))
-    return EncodedDocuments(tokens=tokens, ends=np.array(ends), counted=counts if facts.is_masked else None)

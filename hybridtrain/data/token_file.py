@@ -7,13 +7,12 @@ with 55432 or 55713, which GPT-2's vocabulary of 50257 does not have, and as one
 vocabulary.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +48,6 @@ class TokenFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """The numbers of a format."""
-
     dtype: TokenDtype
     magic: int | None = None
     version: int = 0
@@ -61,9 +58,9 @@ class _Layout:
         return 0 if self.magic is None else _HEADER_BYTES
 
     @property
-    def stored(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+    def stored(self) -> np.dtype[Any]:
         """The numpy type in the file."""
-        return np.dtype("<u2") if self.dtype == "uint16" else np.dtype("<u4")
+        return np.dtype(self.dtype).newbyteorder("<")
 
 
 _LAYOUTS: Final[dict[TokenFormat, _Layout]] = {
@@ -87,40 +84,33 @@ class TokenFile:
 
 
 def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
-    """Map a token file into memory and read it once from end to end, which takes about a second per gigabyte.
+    """Open a token file and read it once from end to end, which takes about a second per gigabyte.
 
-    Args:
-        path: The file.
-        vocab_size: Every token must be below it.
-        dtype: Stored type of a raw file; by default uint32 for ``*.uint32.bin``, else uint16.
-
-    Raises:
-        DataError: the file is missing, cut short, of an unknown version, too short, not of ``dtype``, or
-            holds a token that is not in the vocabulary.
+    A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is not
+    there, cut short, of an unknown version or another type, or holds a token that is not below ``vocab_size``.
     """
     if not path.is_file():
         raise DataError(f"{path} {'is no file' if path.exists() else missing_path(path)}")
     try:
-        token_format = _detect(path, dtype)
+        with path.open("rb") as file:  # what would be llm.c's magic number, version and count
+            header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
+        token_format = _detect(path, dtype, *header[:2])
         layout = _LAYOUTS[token_format]
-        _check_length(path, layout)
+        _check_length(path, layout, declared=header[2])
         tokens: TokenArray = open_array(path, layout.stored, offset=layout.offset)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    return TokenFile(path=path, tokens=tokens, format=token_format, digest=_check(tokens, layout, path, vocab_size))
+    total = sha256(layout.dtype.encode("ascii"))
+    for chunk in _checked_chunks(tokens, vocab_size - 1, f"{path}: a vocabulary of {vocab_size}"):
+        total.update(chunk.tobytes())
+    return TokenFile(path=path, tokens=tokens, format=token_format, digest=total.hexdigest())
 
 
 def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: TokenFormat) -> None:
-    """Write tokens to a file that appears complete or not at all.
-
-    Args:
-        path: The file; replaced if it exists.
-        tokens: (N,) integers of any type, read in chunks.
-        token_format: The layout.
+    """Write (N,) integers of any type to a file that appears complete or not at all, in place of one that is there.
 
     Raises:
-        DataError: the folder is missing, a token does not fit the stored type, or the count of tokens
-            not llm.c's header.
+        DataError: the folder is missing, a token does not fit the stored type, or their number llm.c's header.
         OSError: the disk is full or refuses.
     """
     layout = _LAYOUTS[token_format]
@@ -129,17 +119,16 @@ def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: 
     if not path.parent.is_dir():
         raise DataError(f"{path} cannot be written: there is no folder {path.parent}")
     with replaced_file(path) as partial, partial.open("wb") as file:
-        file.write(_header(layout, tokens.size))
-        for first, chunk in _chunks(tokens):
-            _refuse_beyond(chunk, first, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens")
+        if layout.magic is not None:
+            header = np.zeros(_HEADER_ITEMS, dtype="<i4")
+            header[:3] = layout.magic, layout.version, tokens.size
+            file.write(header.tobytes())
+        for chunk in _checked_chunks(tokens, np.iinfo(layout.stored).max, f"{path}: {layout.dtype} tokens"):
             file.write(chunk.astype(layout.stored).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _detect(path: Path, dtype: TokenDtype | None) -> TokenFormat:
+def _detect(path: Path, dtype: TokenDtype | None, magic: int, version: int) -> TokenFormat:
     """Return the format of a file, from its first bytes or, for raw ones, its name."""
-    magic, version, _ = _header_of(path)
     for token_format, layout in _LAYOUTS.items():
         if layout.magic != magic:
             continue
@@ -155,18 +144,9 @@ def _detect(path: Path, dtype: TokenDtype | None) -> TokenFormat:
     return TokenFormat.RAW_UINT32 if wide else TokenFormat.RAW_UINT16
 
 
-def _header_of(path: Path) -> tuple[int, int, int]:
-    """Return what would be magic number, version and count if a file had llm.c's header; 0 beyond its end."""
-    with path.open("rb") as file:
-        magic, version, count = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
-    return int(magic), int(version), int(count)
-
-
-def _check_length(path: Path, layout: _Layout) -> None:
-    """Refuse a length that cannot be right."""
+def _check_length(path: Path, layout: _Layout, declared: int) -> None:
     num_bytes = path.stat().st_size
     if layout.magic is not None:
-        _, _, declared = _header_of(path)
         expected = _HEADER_BYTES + declared * layout.stored.itemsize
         if num_bytes != expected:
             raise DataError(
@@ -183,35 +163,14 @@ def _check_length(path: Path, layout: _Layout) -> None:
         raise DataError(f"{path} holds {num_tokens} tokens; at least {_MIN_TOKENS} are needed")
 
 
-def _check(tokens: TokenArray, layout: _Layout, path: Path, vocab_size: int) -> str:
-    """Return the digest of all tokens; refuses one beyond the vocabulary."""
-    total = sha256(layout.dtype.encode("ascii"))
-    for first, chunk in _chunks(tokens):
-        _refuse_beyond(chunk, first, vocab_size - 1, f"{path}: a vocabulary of {vocab_size}")
-        total.update(chunk.tobytes())
-    return total.hexdigest()
-
-
-def _refuse_beyond(chunk: npt.NDArray[np.integer], first: int, largest: int, what: str) -> None:
-    """Refuse tokens that are negative or above ``largest``; the chunk starts at position ``first``."""
-    if chunk.size and (int(chunk.max()) > largest or int(chunk.min()) < 0):
-        index = int(np.flatnonzero((chunk > largest) | (chunk < 0))[0])
-        raise DataError(
-            f"{what} allows 0 to {largest}, but the token at position {first + index} is {chunk[index]}; "
-            "check that the tokenizer and the stored type are the right ones"
-        )
-
-
-def _chunks(tokens: npt.NDArray[np.integer]) -> Iterator[tuple[int, npt.NDArray[np.integer]]]:
-    """Yield the position and the tokens of each chunk."""
+def _checked_chunks(tokens: npt.NDArray[np.integer], largest: int, source: str) -> Iterator[npt.NDArray[np.integer]]:
+    """Yield the tokens chunk by chunk; raises ``DataError`` for one that is negative or above ``largest``."""
     for first in range(0, tokens.size, _CHUNK_TOKENS):
-        yield first, tokens[first : first + _CHUNK_TOKENS]
-
-
-def _header(layout: _Layout, num_tokens: int) -> bytes:
-    """Return the bytes in front of the tokens."""
-    if layout.magic is None:
-        return b""
-    header = np.zeros(_HEADER_ITEMS, dtype="<i4")
-    header[:3] = layout.magic, layout.version, num_tokens
-    return header.tobytes()
+        chunk = tokens[first : first + _CHUNK_TOKENS]
+        if int(chunk.max()) > largest or int(chunk.min()) < 0:
+            index = int(np.flatnonzero((chunk > largest) | (chunk < 0))[0])
+            raise DataError(
+                f"{source} allows 0 to {largest}, but the token at position {first + index} is {chunk[index]}; "
+                "check that the tokenizer and the stored type are the right ones"
+            )
+        yield chunk

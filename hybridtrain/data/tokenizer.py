@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from hybridtrain.config.decode import missing_path
 from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, decode_tokens, encode_bytes
+from hybridtrain.data.chat import BUILTIN_TEMPLATES
 from hybridtrain.data.data_config import BYTES
 from hybridtrain.errors import DataError, unknown_name
 from hybridtrain.plain_file import read_plain
@@ -55,22 +56,22 @@ class Tokenizer(ABC):
 
     vocab_size: int
     """Every token is below it."""
-    bos_ids: tuple[int, ...]
+    bos_ids: tuple[int, ...] = ()
     """Put before each document."""
     eos_ids: tuple[int, ...]
     """Put after each document; none where no end-of-text token is known."""
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...] = ()
     """End a text that is drawn."""
-    pad_id: int
+    pad_id: int = 0
     """Fills rows; any token will do, for its prediction never counts."""
     special_tokens: Mapping[str, str]
     """What chat templates may name: bos_token, eos_token, ..."""
-    templates: Mapping[str, str]
+    templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default" is the tokenizer's own."""
     digest: str
     """SHA-256 in hex of everything that decides which tokens a text becomes."""
-    remark: str
-    """What a user should know of how it was read; nothing: it is as its files say."""
+    remark: str = ""
+    """A warning on how it was read; nothing: it is as its files say."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -90,25 +91,19 @@ class ByteTokenizer(Tokenizer):
     """A token per byte of UTF-8; NUL ends a document."""
 
     vocab_size: int = NUM_BYTE_TOKENS
-    bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = (int(encode_bytes(b"\0")[0]),)
-    stop_ids: tuple[int, ...] = ()
-    pad_id: int = 0
     special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
-    templates: Mapping[str, str] = field(default_factory=dict)
     digest: str = BYTES
-    remark: str = ""
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text as tokens."""
-        return [self._encode(text) for text in texts]
-
-    @staticmethod
-    def _encode(text: str) -> Encoded:
-        content = text.encode()
-        # Every byte that does not continue a character begins one.
-        characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
-        return Encoded(encode_bytes(content).astype(np.uint32), np.stack([characters, characters + 1], axis=1))
+        encoded = []
+        for content in (text.encode() for text in texts):
+            # Every byte that does not continue a character begins one.
+            characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
+            spans = np.stack([characters, characters + 1], axis=1)
+            encoded.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
+        return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are none are replaced."""
@@ -126,19 +121,10 @@ class FileTokenizer(Tokenizer):
     backend: "tokenizers.Tokenizer"
 
     @classmethod
-    def of(
-        cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str,
-    ) -> Self:  # fmt: skip
-        """Return a tokenizer with its special tokens.
+    def of(cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str) -> Self:
+        """Return a tokenizer whose backend's own truncation, padding and special tokens are switched off.
 
-        Args:
-            read: The backend is changed: its own truncation, padding and special tokens are switched off.
-            templates: Chat templates beside it.
-            eos_token: Instead of the one that its files name.
-            source: Named in errors.
-
-        Raises:
-            DataError: ``eos_token`` is no token.
+        Raises ``DataError`` where ``eos_token``, which stands for the one that its files name, is no token.
         """
         backend, special_tokens = read.backend, dict(read.special_tokens)
         backend.no_truncation()
@@ -156,23 +142,19 @@ class FileTokenizer(Tokenizer):
         eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = (eos_id,) if eos_id is not None else closing
         pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
-        decides = [sha256(read.content).hexdigest(), opening, eos_ids, special_tokens]
+        decides = [sha256(read.content.encode()).hexdigest(), opening, eos_ids, special_tokens]
         return cls(
-            vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
-            bos_ids=opening, eos_ids=eos_ids, stop_ids=eos_ids,
-            pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
-            special_tokens=special_tokens, templates=templates,
-            digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(), backend=backend,
-            remark=read.remark,
+            vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1, bos_ids=opening,
+            eos_ids=eos_ids, stop_ids=eos_ids, pad_id=pad_id if pad_id is not None else (*eos_ids, 0)[0],
+            special_tokens=special_tokens, templates=templates, remark=read.remark, backend=backend,
+            digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(),
         )  # fmt: skip
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Return each text in tokens, on all cores; special tokens that stand in a text are recognised."""
-        found = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            Encoded(np.array(one.ids, dtype=np.uint32), np.array(one.offsets, dtype=np.int64).reshape(-1, 2))
-            for one in found
-        ]
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        pairs = ((encoding.ids, encoding.offsets) for encoding in encodings)
+        return [Encoded(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text."""
@@ -185,15 +167,11 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
-    """Return the tokenizer that a training file names.
+    """Return the tokenizer that a training file names: "bytes", a tokenizer.json, or the folder that holds one.
 
-    Args:
-        name: "bytes", a tokenizer.json, or the folder that holds one.
-        vocab_size: Of the model. Tokens at or above it may be there; none of them is put around documents.
-        eos_token: Token after each document instead of the tokenizer's own.
-
-    Raises:
-        DataError: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
+    Tokens at or above the model's ``vocab_size`` may be there; none of them is put around documents. ``eos_token`` ends
+    each document instead of the tokenizer's own.
+    Raises ``DataError``: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
     """
     if name == BYTES and eos_token:
         raise DataError(
@@ -212,10 +190,10 @@ def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokeni
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Read:
-    """What a tokenizer's files say."""
+    """A tokenizer's files."""
 
     backend: "tokenizers.Tokenizer"
-    content: bytes
+    content: str
     """Of a tokenizer.json that says the same."""
     special_tokens: Mapping[str, str]
     remark: str = ""
@@ -232,7 +210,7 @@ def _open(path: Path, eos_token: str) -> Tokenizer:
 
 
 def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Read:
-    """Return what transformers, if it is installed, and else what the files say."""
+    """Return a tokenizer as transformers reads it, where that is installed, else as its files have it."""
     if find_spec("tokenizers") is None:
         raise DataError(
             "a tokenizer other than 'bytes' needs the package tokenizers, which is not installed; "
@@ -262,8 +240,8 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
         return replace(ours, remark=f"warning: tokens are those of {file}, which transformers cannot open ({why})")
     if ours is None:
         return theirs
-    said, meant = json.loads(ours.backend.to_str()), json.loads(theirs.content)
-    differing = [name for name in _DECIDES if said[name] != meant[name]]
+    file_content, their_content = json.loads(ours.backend.to_str()), json.loads(theirs.content)
+    differing = [name for name in _DECIDES if file_content[name] != their_content[name]]
     if not differing:
         return replace(ours, special_tokens=theirs.special_tokens)
     return replace(theirs, remark=f"tokens are those of transformers' {kind}, with another {differing[0]} than {file}")
@@ -271,39 +249,27 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
 
 def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
     content = _read(file)
-    texts = {name: _token_text(settings.get(name)) for name in _SPECIAL_TOKENS}
-    special_tokens = {name: text for name, text in texts.items() if text is not None}
+    special_tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        text = settings.get(name)
+        text = text.get("content") if isinstance(text, Mapping) else text  # plain, or the content of a table
+        special_tokens |= {name: text} if isinstance(text, str) else {}
     try:
-        return _Read(backend=_parsed(content.decode()), content=content, special_tokens=special_tokens)
-    except ValueError as error:
+        backend = import_module("tokenizers").Tokenizer.from_str(content)
+        return _Read(backend=backend, content=content, special_tokens=special_tokens)
+    except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
 
 
 def _read_by_transformers(folder: Path) -> tuple[str, _Read]:
-    """Return the class that transformers takes for a folder, and what it says; raises whatever its readers raise."""
-    found = import_module("transformers").AutoTokenizer.from_pretrained(
+    tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False
     )
-    texts = {name: getattr(found, name) for name in _SPECIAL_TOKENS}
+    texts = {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
     special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
-    content = found.backend_tokenizer.to_str()
-    # A copy: what is changed here is not what transformers keeps.
-    return type(found).__name__, _Read(
-        backend=_parsed(content), content=content.encode(), special_tokens=special_tokens
-    )
-
-
-def _parsed(text: str) -> "tokenizers.Tokenizer":
-    """Return what a tokenizer.json says.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        backend: tokenizers.Tokenizer = import_module("tokenizers").Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(str(error)) from error
-    return backend
+    content = tokenizer.backend_tokenizer.to_str()
+    backend = import_module("tokenizers").Tokenizer.from_str(content)  # a copy: it is changed here
+    return type(tokenizer).__name__, _Read(backend=backend, content=content, special_tokens=special_tokens)
 
 
 def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -318,28 +284,16 @@ def _added_around(backend: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tup
 
 def _templates(folder: Path, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the chat templates of a folder; a file of its own goes before tokenizer_config.json."""
-    found = settings.get("chat_template")
-    if isinstance(found, str):
-        yield "default", found
-    elif isinstance(found, list):
-        for entry in found:
-            if (
-                isinstance(entry, dict)
-                and isinstance(entry.get("name"), str)
-                and isinstance(entry.get("template"), str)
-            ):
-                yield entry["name"], entry["template"]
+    templates = settings.get("chat_template")
+    if isinstance(templates, str):
+        yield "default", templates
+    for entry in templates if isinstance(templates, list) else []:
+        if isinstance(entry, dict) and {type(entry.get("name")), type(entry.get("template"))} == {str}:
+            yield entry["name"], entry["template"]
     if (folder / "chat_template.jinja").is_file():
-        yield "default", _read(folder / "chat_template.jinja").decode()
+        yield "default", _read(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield file.stem, _read(file).decode()
-
-
-def _token_text(value: object) -> str | None:
-    """Return a special token's text: plain, or the content of a table."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+        yield file.stem, _read(file)
 
 
 def _json(path: Path) -> dict[str, object]:
@@ -347,45 +301,37 @@ def _json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
-        json.dumps(found, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
+        content = json.loads(_read(path).encode())
+        json.dumps(content, ensure_ascii=False).encode()  # half a character (U+D800) is in no text
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} holds no JSON object; copy it again")
-    return found
+    return content
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> str:
     try:
-        content = read_plain(path)
-        content.decode()
+        return read_plain(path).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; copy it again") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
-    return content
 
 
-def named_template(tokenizer: Tokenizer, name: str, builtin: Mapping[str, str]) -> str:
-    """Return the text of a chat template.
+def named_template(tokenizer: Tokenizer, name: str) -> str:
+    """Return the text of a chat template by its name among the tokenizer's own and those that need no file.
 
-    Args:
-        tokenizer: Whose own templates are looked at first.
-        name: A name, a .jinja file, or nothing: the tokenizer's own default.
-        builtin: Templates that need no file.
-
-    Raises:
-        DataError: there is none of that name.
+    ``name`` may also be a .jinja file, or nothing: the tokenizer's default. Raises ``DataError``: there is none of it.
     """
-    known = {**builtin, **tokenizer.templates}
+    known = {**BUILTIN_TEMPLATES, **tokenizer.templates}
     if not name and "default" in tokenizer.templates:
         return tokenizer.templates["default"]
     if name.endswith(".jinja") and name not in known:
         path = Path(name)
         if not path.is_file():
             raise DataError(f"chat_template {path} {missing_path(path)}")
-        return _read(path).decode()
+        return _read(path)
     if not name:
         raise DataError(
             "messages need a chat template and the tokenizer has no default one; set chat_template to a .jinja file or "

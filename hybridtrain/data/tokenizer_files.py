@@ -34,12 +34,12 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, name: str, *, is_models: bool, eos_token: str = "", template: str = ""
 ) -> None:
-    """Write what text was trained with.
+    """Write the tokenizer of a text into an empty folder.
 
     Args:
-        folder: Is there, and empty.
-        tokenizer: Of the text.
-        name: What it was opened by: "bytes", a tokenizer.json, or the folder that holds one.
+        folder: Is there.
+        tokenizer: As ``name`` opened it: "bytes", a tokenizer.json, or the folder that holds one.
+        name: Where its files are.
         is_models: It is the one that the model came with, whose config has the ids of special tokens.
         eos_token: Instead of the tokenizer's own.
         template: Chat template instead of the tokenizer's own.
@@ -61,10 +61,10 @@ def write_tokenizer(
         (folder / "chat_template.json").unlink(missing_ok=True)
     for file in (folder / _CONFIG, folder / _SPECIAL_TOKENS_MAP):
         if (changes or template) and (file.is_file() or (changes and file.name == _CONFIG)):
-            found = json.loads(file.read_bytes()) if file.is_file() else {}
+            content = json.loads(file.read_bytes()) if file.is_file() else {}
             if template:
-                found.pop("chat_template", None)
-            _write_json(file, found | changes)
+                content.pop("chat_template", None)
+            _write_json(file, content | changes)
 
 
 def with_token_ids(config: JsonMapping, folder: Path) -> JsonMapping:
@@ -74,11 +74,11 @@ def with_token_ids(config: JsonMapping, folder: Path) -> JsonMapping:
     """
     if not (folder / TOKEN_IDS).is_file():
         return config
-    found = json.loads((folder / TOKEN_IDS).read_bytes())
+    written = json.loads((folder / TOKEN_IDS).read_bytes())
     changed = dict(config)
-    for name, token in found["ids"].items():
+    for name, token in written["ids"].items():
         old = config.get(name)
-        if old is None or (name in found["replaced"] and not (isinstance(old, list) and token in old)):
+        if old is None or (name in written["replaced"] and not (isinstance(old, list) and token in old)):
             changed[name] = token
     return changed
 

@@ -1,4 +1,4 @@
-"""What of a block's work is the same for every block like it, so that a dry run may do it once."""
+"""Which work of a block is the same for every block like it, so that a dry run may do it once."""
 
 from collections.abc import Callable, Hashable
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hybridtrain.models.block_model import Documents
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.widening import Widen, widening_of
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of every module that are looked at one by one."""
@@ -27,7 +27,12 @@ def block_work(
     if balance is not None:
         operands += [balance.rows_E, *(() if balance.counted_BT is None else (balance.counted_BT,))]
         more += (balance.is_counting,)
-    return Work(do, operands, lambda: _with(block_key(block), more), _SharedMatrix(block))
+
+    def key() -> Hashable:
+        found = block_key(block)
+        return None if found is None else (found, more)
+
+    return Work(do, operands, key, _SharedMatrix(block))
 
 
 class _SharedMatrix:
@@ -38,11 +43,11 @@ class _SharedMatrix:
         self._found: list[Widen] | None = None
 
     def mark(self) -> int:
-        """Return its number, -1 for none."""
+        """Return the number of the matrix whose values are there, -1 for none."""
         return next((i for i, widen in enumerate(self._widenings()) if widen.is_done), -1)
 
     def restore(self, mark: Hashable) -> None:
-        """Let it be another."""
+        """Take the values of another matrix to be there."""
         for number, widen in enumerate(self._widenings()):
             widen.pretend(is_done=number == mark)
 
@@ -53,12 +58,8 @@ class _SharedMatrix:
         return self._found
 
 
-def _with(key: Hashable, more: tuple[bool, ...]) -> Hashable:
-    return None if key is None else (key, more)
-
-
 def block_key(block: nn.Module) -> Hashable:
-    """Return what decides all that a block does with an input: parts, settings, layouts; None: it cannot be told."""
+    """Return the key of all that a block does with an input: parts, settings, layouts; None: it cannot be told."""
     found: list[Hashable] = []
     for path, module in block.named_modules():
         held = vars(module)

@@ -23,12 +23,7 @@ def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_bloc
 
 
 def require_agreement(group: Group, device: torch.device, given: Mapping[str, JsonValue]) -> None:
-    """Raise ``ConfigError`` on every rank unless all of them were given the same.
-
-    Args:
-        group: The ranks; all of them ask. Those that a dry run imagines agree.
-        device: On which they exchange.
-        given: What must be alike, by names that tell a user what to change.
+    """Refuse settings, by names that tell a user what to change, that are not alike on all ranks, which all ask.
 
     Raises:
         ConfigError: a fault for each name, with the values of the ranks.

@@ -52,4 +52,4 @@ class StepSettings:
     factor: Tensor | None
     """Of the gradients, a scalar of the device; None: 1."""
     hook: StepHook | None = None
-    """What is done to every slice right after its update."""
+    """Work on every slice right after its update."""

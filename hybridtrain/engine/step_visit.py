@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,20 +11,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
 from hybridtrain.engine.block_work import block_work
+from hybridtrain.engine.model_run import ModelRun
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step import StepShare
-from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
-from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.boundary_store import HEAD_INPUT
 from hybridtrain.memory.transfer import Transfer
-from hybridtrain.memory.weight_store import WeightStore
-from hybridtrain.models.block_model import Documents, ModelPart, Unit
+from hybridtrain.models.block_model import Documents, Unit
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import Experts
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.virtual_gpu.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.repeated_work import Held
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.repeated_work import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +82,16 @@ class DeviceBatch:
     """Those of ``counted_BT``; without it all count."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadStep:
-    """What one micro-batch leaves behind at the head."""
-
-    loss: Tensor
-    """Scalar float32, mean over the micro-batch, on the device."""
-    grad_BTD: Tensor
-    unit_grads: tuple[Tensor, ...]
-    """By the head's own parameters."""
-    tied_grad_VD: Tensor | None
-    """By the token embedding, to be added to the embedding's own gradient of the same micro-batch."""
-
-
 def differentiate_head(
-    head: Head,
-    unit: Unit,
-    hidden_BTD: Tensor,
-    batch: DeviceBatch,
-    *,
-    scale: float,
-    chunk_tokens: int,
-    wants_tied: bool,
-) -> HeadStep:
-    """Run the head and differentiate ``scale`` times its loss."""
+    head: Head, unit: Unit, hidden_BTD: Tensor, batch: DeviceBatch,
+    *, scale: float, chunk_tokens: int, wants_tied: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:  # fmt: skip
+    """Run the head and differentiate ``scale`` times its loss.
+
+    Returns:
+        The loss, a scalar float32 of the device, mean over the micro-batch; the gradients by the input, by the head's
+        own parameters, and by the token embedding, which is added to the embedding's own of the same micro-batch.
+    """
     hidden_BTD = hidden_BTD.detach().requires_grad_()
     own = unit.tensors
     is_owner = any(parameter is head.weight for parameter in own)
@@ -122,7 +105,7 @@ def differentiate_head(
         )  # fmt: skip
     grad_BTD, *grads = torch.autograd.grad(loss, inputs, torch.full_like(loss, scale))
     tied_grad_VD = grads.pop() if wants_tied else None
-    return HeadStep(loss.detach(), grad_BTD, tuple(grads), tied_grad_VD)
+    return loss.detach(), grad_BTD, tuple(grads), tied_grad_VD
 
 
 def differentiate_tied_weight(
@@ -145,7 +128,7 @@ def differentiate_tied_weight(
     return grad_VD
 
 
-BlockDone = Callable[[Unit], None]
+BlockDone = Callable[[Unit], object]
 
 
 def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool = False) -> DeviceBatch:
@@ -173,65 +156,36 @@ def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
-class ModelRun(Protocol):
-    """What a visit needs of the executor."""
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The forward and backward pass of one step."""
 
-    plan: PhasePlan
-    transfer: Transfer
-    observer: MemoryObserver
-    units: tuple[Unit, ...]
-    part: ModelPart
-    """What of the model is held: all of it, or that of a stage."""
-    copies: CopyEngine
-    first_kept: int
-    """Held blocks before this number are recomputed, the others keep their graphs."""
-    width: int
-    """D."""
-    trains_tied: bool
-    """The head's weight is the token embedding, and trained."""
-    balanced: Experts | None
-    """Of blocks that add a load-balancing loss."""
-    draws: bool
-    weights: WeightStore
-    boundaries: BoundaryStore
-    grads: GradStore
-    segments: list[range]
+    batches: Sequence[DeviceBatch]
+    seed: int
+    """Key of the step's random streams (dropout)."""
+    share: StepShare
+    on_block_done: BlockDone | None
+    """Called after a block's last visit, while its weights are on the device."""
+    loss_scale: float
+    """Factor of the gradients."""
 
-    def waves(self, group: range) -> list[range]:
-        """Return the micro-batches that pass block by block."""
-        ...
-
-    def receive(self, shape: Sequence[int], rank: int) -> Tensor:
-        """Return a tensor of the compute dtype that another stage gives."""
-        ...
+    def scales(self, plan: PhasePlan) -> list[float]:
+        """Return the factor of each micro-batch's loss."""
+        counts = self.share.num_targets
+        scale = self.loss_scale * (1 if plan.normalize_gradients else len(counts))
+        return [scale * (batch.num_targets / sum(counts)) for batch in self.batches]
 
 
 class StepVisit:
     """Takes micro-batches of one step through embedding, blocks and head, and back."""
 
-    def __init__(
-        self,
-        run: ModelRun,
-        batches: Sequence[DeviceBatch],
-        group: range,
-        seed: int,
-        *,
-        share: StepShare,
-        is_last: bool,
-        on_block_done: BlockDone | None,
-        loss_scale: float,
-    ) -> None:
+    def __init__(self, run: ModelRun, work: StepWork, group: range, *, is_last: bool) -> None:
         self._run = run
-        self._batches = batches
-        self._group = group
+        self._work = work
+        self._batches = work.batches
         self._waves = run.waves(group)
-        self._seed = seed
         self._is_last = is_last
-        self._on_block_done = on_block_done
-        self._first = share.first
-        num_targets = sum(share.num_targets)
-        loss_scale *= 1 if run.plan.normalize_gradients else len(share.num_targets)
-        self._scales = [loss_scale * (batch.num_targets / num_targets) for batch in batches]
+        self._scales = work.scales(run.plan)
         self._defers_tied = run.trains_tied and len(group) > 1
         self._embedded: dict[int, GradientEdge] = {}
         self._graphs: dict[tuple[int, int], BlockGraph] = {}
@@ -270,7 +224,8 @@ class StepVisit:
                 balance.is_counting = False
             for segment in reversed(run.segments):
                 for block in reversed(segment):
-                    self._prefetch(f"block.{block}")
+                    with run.observer.region(Stage.BACKWARD, f"block.{block}"):
+                        run.grads.prefetch(f"block.{block}")
                 for micro_batch in wave:
                     self._backward_segment(micro_batch, segment)
                 for block in reversed(segment) if wave is self._waves[-1] else ():
@@ -316,7 +271,7 @@ class StepVisit:
 
     def _receive(self, micro_batch: int, step: int) -> Tensor:
         run, rank = self._run, self._run.copies.group.rank + step
-        shape = (*self._batches[micro_batch].token_ids_BT.shape, run.width)
+        shape = (*self._batches[micro_batch].token_ids_BT.shape, run.model.config.width)
         if micro_batch not in self._balance:
             return run.receive(shape, rank)
         balance, dtype = self._balance[micro_batch], run.weights.compute_dtype
@@ -337,14 +292,14 @@ class StepVisit:
 
     def _seed_unit(self, micro_batch: int, unit: int) -> None:
         if self._run.draws:
-            self._run.transfer.seed(random_key(self._seed, self._first + micro_batch, unit))
+            self._run.transfer.seed(random_key(self._work.seed, self._work.share.first + micro_batch, unit))
 
     def _embed(self, micro_batch: int) -> None:
         run, batch = self._run, self._batches[micro_batch]
         with run.observer.region(Stage.FORWARD, "embedding"):
             self._seed_unit(micro_batch, 0)
             with torch.enable_grad():
-                embedded_BTD = run.weights.acquire_embedding()(batch.token_ids_BT, batch.documents)
+                embedded_BTD = run.model.embedding(batch.token_ids_BT, batch.documents)
         if embedded_BTD.requires_grad:
             self._embedded[micro_batch] = get_gradient_edge(embedded_BTD)
         self._hidden[micro_batch] = embedded_BTD.detach()
@@ -380,19 +335,18 @@ class StepVisit:
         run = self._run
         hidden_BTD = self._hidden.pop(micro_batch)
         with run.observer.region(Stage.BACKWARD, "head"):
-            step = differentiate_head(
-                run.weights.acquire_head(), run.units[-1], hidden_BTD,
+            loss, self._grad[micro_batch], unit_grads, tied_grad_VD = differentiate_head(
+                run.model.head, run.units[-1], hidden_BTD,
                 self._batches[micro_batch], scale=self._scales[micro_batch],
                 chunk_tokens=run.plan.loss_chunk_tokens, wants_tied=not self._defers_tied,
             )  # fmt: skip
-            run.grads.accumulate("head", step.unit_grads)
-        self._grad[micro_batch] = step.grad_BTD
-        if step.tied_grad_VD is not None:
-            self._tied_grads[micro_batch] = step.tied_grad_VD
+            run.grads.accumulate("head", unit_grads)
+        if tied_grad_VD is not None:
+            self._tied_grads[micro_batch] = tied_grad_VD
         if self._defers_tied:
             with run.observer.region(Stage.BACKWARD, "head"):
                 run.boundaries.store(micro_batch, HEAD_INPUT, hidden_BTD)
-        return step.loss
+        return loss
 
     def _backward_segment(self, micro_batch: int, segment: range) -> None:
         run, documents, balance = self._run, self._batches[micro_batch].documents, self._balance.get(micro_batch)
@@ -424,14 +378,10 @@ class StepVisit:
         run = self._run
         unit = run.units[block + 1]
         self._finish(unit.name)
-        if self._is_last and self._on_block_done is not None:
+        if self._is_last and self._work.on_block_done is not None:
             with run.observer.region(Stage.BACKWARD, unit.name):
                 run.weights.acquire(block)
-            self._on_block_done(unit)
-
-    def _prefetch(self, unit: str) -> None:
-        with self._run.observer.region(Stage.BACKWARD, unit):
-            self._run.grads.prefetch(unit)
+            self._work.on_block_done(unit)
 
     def _finish(self, unit: str) -> None:
         with self._run.observer.region(Stage.BACKWARD, unit):
@@ -445,9 +395,7 @@ class StepVisit:
             run.grads.accumulate(unit.name, ())
             return
         with run.observer.region(Stage.BACKWARD, unit.name):
-            grads = list(
-                torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))
-            )
+            grads = [*torch.autograd.grad(self._embedded.pop(micro_batch), unit.tensors, self._grad.pop(micro_batch))]
             if run.trains_tied:
                 grads[0] = self._tied_grad(micro_batch).add_(grads[0])
             run.grads.accumulate(unit.name, grads)
@@ -464,9 +412,6 @@ class StepVisit:
             return self._tied_grads.pop(micro_batch)
         run = self._run
         return differentiate_tied_weight(
-            run.weights.acquire_head(),
-            run.boundaries.fetch(micro_batch, HEAD_INPUT),
-            self._batches[micro_batch],
-            scale=self._scales[micro_batch],
-            chunk_tokens=run.plan.loss_chunk_tokens,
-        )
+            run.model.head, run.boundaries.fetch(micro_batch, HEAD_INPUT), self._batches[micro_batch],
+            scale=self._scales[micro_batch], chunk_tokens=run.plan.loss_chunk_tokens,
+        )  # fmt: skip

@@ -27,7 +27,7 @@ _LARGEST_RISE = 0.05
 
 @dataclass(slots=True)
 class ControllerState:
-    """All that the next decision depends on."""
+    """Everything the next decision depends on."""
 
     phase: Phase = Phase.WARMUP
     """The next one."""
@@ -54,12 +54,7 @@ class ControllerState:
 
 
 class PhaseController(Stateful):
-    """Decides from counts, forecasts and divergence levels.
-
-    Args:
-        config: Lengths and thresholds.
-        warmup_steps: True steps before the first block.
-    """
+    """Decides from counts, forecasts and divergence levels; the first block begins after ``warmup_steps``."""
 
     _state = ("state",)
 
@@ -76,12 +71,9 @@ class PhaseController(Stateful):
 
     def jumps_after(self, step: int, level: DivergenceLevel) -> bool:
         """Return whether a jump follows ``step``, which is about to be run."""
-        if step <= self._warmup_steps:
-            return False
-        is_due = (
-            self.state.correct_left <= 1 if self.state.predict_left else self._ends_block(self.state.block_steps + 1)
-        )
-        return is_due and self._may_jump(level)
+        state = self.state
+        is_due = state.correct_left <= 1 if state.predict_left else state.block_steps + 1 >= state.full_steps
+        return step > self._warmup_steps and is_due and self._may_jump(level)
 
     def update(self, steps_done: int, level: DivergenceLevel) -> None:
         """Choose the next phase once ``steps_done`` true steps are done."""
@@ -92,7 +84,7 @@ class PhaseController(Stateful):
             state.phase = Phase.WARMUP
         elif state.correct_left:
             state.phase = Phase.CORRECT
-        elif may_jump and (state.predict_left or self._ends_block(state.block_steps)):
+        elif may_jump and (state.predict_left or state.block_steps >= state.full_steps):
             state.phase = Phase.PREDICT
         else:
             state.phase = Phase.FULL
@@ -113,12 +105,11 @@ class PhaseController(Stateful):
         self.state.num_jumps += 1
 
     def judge_block(self, loss: float, high: float) -> None:
-        """Take in how a block of true steps ended, beside its forecast's upper bound.
+        """Take in the mean loss of a block of true steps, and its forecast's upper bound.
 
         One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
         """
-        as_forecast = loss <= high
-        state = self.state
+        as_forecast, state = loss <= high, self.state
         state.bad_blocks = 0 if as_forecast else state.bad_blocks + 1
         state.confidence = _CONFIDENCE_MEMORY * state.confidence + (1 - _CONFIDENCE_MEMORY) * as_forecast
         if state.bad_blocks == 1:
@@ -126,12 +117,10 @@ class PhaseController(Stateful):
         if self.config.adapt_lr:
             state.lr_factor = min(1.0, max(0.5, state.lr_factor * (1.05 if as_forecast else 0.8)))
         if self.config.adapt:
-            factor = _GROWTH if as_forecast else 0.5
-            state.scale = min(1.0, max(_SMALLEST_SCALE, state.scale * factor))
-            shortest, longest = self.config.full_steps, _LARGEST_STRETCH * self.config.full_steps
-            step = max(1, self.config.full_steps // 2)
-            stretched = state.full_steps - step if as_forecast else 2 * state.full_steps
-            state.full_steps = min(longest, max(shortest, stretched))
+            state.scale = min(1.0, max(_SMALLEST_SCALE, state.scale * (_GROWTH if as_forecast else 0.5)))
+            shortest = self.config.full_steps
+            stretched = state.full_steps - max(1, shortest // 2) if as_forecast else 2 * state.full_steps
+            state.full_steps = min(_LARGEST_STRETCH * shortest, max(shortest, stretched))
 
     def judge_probe(self, before: float, after: float) -> bool:
         """Return whether a jump did harm on the probe batch: far beyond what earlier jumps did, or not a number."""
@@ -139,8 +128,7 @@ class PhaseController(Stateful):
             return False
         if not math.isfinite(after):
             return True
-        rise = after - before
-        limit = _LARGEST_RISE * abs(before)
+        rise, limit = after - before, _LARGEST_RISE * abs(before)
         if len(self.state.rises) >= _FEWEST_PROBES:  # a fall is no harm, however much further others fell
             limit = min(limit, max(0.0, fmean(self.state.rises) + 3 * pstdev(self.state.rises)))
         self.state.rises.append(rise)
@@ -156,9 +144,6 @@ class PhaseController(Stateful):
     def scale_at(self, step: int) -> float:
         """Return the strength in force."""
         return min(self.state.scale, 0.5) if step < self.state.calm_until else self.state.scale
-
-    def _ends_block(self, block_steps: int) -> bool:
-        return block_steps >= self.state.full_steps
 
     def _may_jump(self, level: DivergenceLevel) -> bool:
         return level < DivergenceLevel.WARNING and self.state.confidence >= self.config.confidence_threshold

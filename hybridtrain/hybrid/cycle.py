@@ -15,6 +15,7 @@ from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster
 from hybridtrain.hybrid.predictors import make_predictor
 from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
@@ -68,7 +69,7 @@ class HybridResult:
 
 @dataclass(slots=True)
 class HybridStatistics(Stateful):
-    """Sums over a run. Predicted steps and avoided backward passes are diagnostics: they are no speed-up."""
+    """Sums over a run. Predicted steps are diagnostics: they are no speed-up."""
 
     steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
     predicted_steps: float = 0.0
@@ -120,9 +121,11 @@ class HybridTrainer(Stateful):
         if config is None:
             return
         check_hybrid(trainer, config, has_probe=load_probe is not None)
-        warmup = trainer.config.schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
-        self.controller = PhaseController(config, warmup)
-        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at, trainer.config.schedule.total_steps)
+        schedule = trainer.config.schedule
+        self.controller = PhaseController(
+            config, schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
+        )
+        self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at, schedule.total_steps)
         self.predictor = make_predictor(config, trainer)
 
     @property
@@ -131,11 +134,7 @@ class HybridTrainer(Stateful):
         return Phase.FULL if self.controller is None else self.controller.phase
 
     def advance(self, load_batches: LoadBatches, limits: StepLimits | None = None) -> HybridResult:
-        """Run the next phase step.
-
-        Args:
-            load_batches: Of the training data.
-            limits: Beyond which a step of plain training is refused; a cycle has its own.
+        """Run the next phase step; ``limits`` are those of plain training, a cycle has its own.
 
         Raises:
             SpikeError: a limit is exceeded; nothing was applied.
@@ -144,7 +143,8 @@ class HybridTrainer(Stateful):
         """
         begin = time.perf_counter()
         if self.controller is None:
-            result = _plain(self.trainer.step(load_batches(self.trainer.steps_done), limits=limits))
+            done = self.trainer.step(load_batches(self.trainer.steps_done), limits=limits)
+            result = _result(done, Phase.FULL)
         elif self.phase is Phase.PREDICT:
             result = self._predict(self.controller)
         else:
@@ -156,60 +156,52 @@ class HybridTrainer(Stateful):
     def _true_step(self, controller: PhaseController, load_batches: LoadBatches) -> HybridResult:
         phase, number = controller.phase, self.trainer.steps_done + 1
         self.trainer.enter_phase(phase)
-        if phase is Phase.CORRECT and self._config.correction == "probe_gradients":
-            batches = self._next_probe()
-        else:
-            batches = load_batches(number - 1)
+        probes = phase is Phase.CORRECT and self._config.correction == "probe_gradients"
+        batches = self._next_probe() if probes else load_batches(number - 1)
         slow, jumps = self._slow_step(controller, number)
         done, is_rolled_back = self._guarded_step(controller, batches, slow)
         self._last_lr = done.lr
+        encodes = isinstance(self.watch.forecaster, EnsembleForecaster) and not controller.state.block_steps
         signal = TrainingSignal(
             step=done.step, loss=done.loss, grad_norm=done.grad_norm, lr=done.lr, phase=phase,
             predicted_steps=0.0 if slow is None else slow.predicted_steps,
-            moments=read_moments(self.trainer, done) if self._encodes and not controller.state.block_steps else None,
+            moments=read_moments(self.trainer, done) if encodes else None,
         )  # fmt: skip
         error = self.watch.observe(signal, controller)
         controller.count_step(number)
         if controller.state.block_steps == 1:
             self.predictor.begin_block()
-        jump = None
+        result = _result(done, phase)
         if jumps and slow is not None:
             jump = self.predictor.fused_jump(slow, done.lr)
             self._jumped(controller, jump)
+            result = replace(result, predicted_steps=jump.predicted_steps, move_rms=jump.rms)
         controller.update(number, self.watch.monitor.level)
-        return HybridResult(
-            step=done.step, phase=phase, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
-            num_tokens=done.num_tokens, predicted_steps=jump.predicted_steps if jump else 0.0,
-            move_rms=jump.rms if jump else 0.0, prediction_error=error, confidence=controller.state.confidence,
-            scale=controller.scale_at(number), is_rolled_back=is_rolled_back,
-            cost=_TRUE_STEP * (1 + is_rolled_back),
+        return replace(
+            result, prediction_error=error, confidence=controller.state.confidence, scale=controller.scale_at(number),
+            is_rolled_back=is_rolled_back, cost=_TRUE_STEP * (1 + is_rolled_back),
         )  # fmt: skip
 
     def _slow_step(self, controller: PhaseController, number: int) -> tuple[SlowStep | None, bool]:
         """Return what the update does for the predictor, and whether it jumps."""
-        if not (self._fuses(controller) and controller.jumps_after(number, self.watch.monitor.level)):
-            return self.predictor.slow_step(number), False
-        steps = self._steps_of_jump(controller, number, controller.state.block_steps + 1)
-        return self.predictor.slow_step(number, steps), steps > 0
-
-    def _fuses(self, controller: PhaseController) -> bool:
-        """Return whether the next jump is part of an update: nothing has to happen between the two."""
         config, plans = self._config, self.trainer.memory_plan
-        return (
+        fuses = (  # nothing has to happen between an update and the next jump
             config.fuse
             and config.follows_slow
             and config.rollback == "undo"
             and not self._probes(controller)
             and plans.for_phase(Phase.PREDICT) == plans.for_phase(Phase.FULL)
         )
+        if not (fuses and controller.jumps_after(number, self.watch.monitor.level)):
+            return self.predictor.slow_step(number), False
+        steps = self._steps_of_jump(controller, number, controller.state.block_steps + 1)
+        return self.predictor.slow_step(number, steps), steps > 0
 
     def _probes(self, controller: PhaseController) -> bool:
-        monitor = self._config.monitor
-        return (
-            self._config.searches
-            or monitor == "every_step"
-            or (monitor == "probe" and controller.state.num_jumps % self._config.probe_every == 0)
-        )
+        """Return whether the next jump is judged by the loss of a probe batch."""
+        config = self._config
+        is_due = controller.state.num_jumps % config.probe_every == 0
+        return config.searches or config.monitor == "every_step" or (config.monitor == "probe" and is_due)
 
     def _steps_of_jump(self, controller: PhaseController, number: int, block_steps: int) -> float:
         """Return the predicted steps until CORRECT comes, and note those that follow after it."""
@@ -240,9 +232,7 @@ class HybridTrainer(Stateful):
             self.statistics.divergences += 1
             controller.note_rollback(self.trainer.steps_done)
             self._steps_after = 0.0
-            done = self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor)
-            self._pending = None
-            return done, True
+            return self.trainer.step(batches, hook=slow, lr_factor=controller.state.lr_factor), True
         self._pending = None
         return done, False
 
@@ -299,10 +289,8 @@ class HybridTrainer(Stateful):
                 loss = self.trainer.loss(probe)
                 if math.isfinite(before) and not math.isfinite(loss):  # a dry run makes every piece
                     break
-        made = sum(jump.predicted_steps for jump in jumps)
-        forwards = len(jumps) if probe else 0
-        rms = sum(jump.rms for jump in jumps)
-        return Jump(self.trainer.steps_done, made, self._last_lr, rms, forwards), loss
+        made, rms = sum(jump.predicted_steps for jump in jumps), sum(jump.rms for jump in jumps)
+        return Jump(self.trainer.steps_done, made, self._last_lr, rms, len(jumps) if probe else 0), loss
 
     def undo(self) -> None:
         """Take the last jump back: by computing it again, or from the copy; only before another true step."""
@@ -326,24 +314,19 @@ class HybridTrainer(Stateful):
         return self._load_probe(self.num_probes - 1)
 
     @property
-    def _encodes(self) -> bool:
-        return self.watch.forecaster.kind in {"mlp", "rssm"}
-
-    @property
     def _config(self) -> HybridConfig:
         assert self.config is not None, "only plain training has none"
         return self.config
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved run was. A copy for rollback is not saved: its jump can no longer be taken back.
+        """Go on where a saved run was; raises ``ConfigError`` if the state is damaged, or of another version.
 
-        Raises:
-            ConfigError: the state is damaged, or of another version.
+        A copy for rollback is not saved: its jump can no longer be taken back.
         """
         try:
             super().load_state_dict(state)
         except ValueError as error:
-            raise ConfigError("saved state of the cycle", [str(error)]) from error
+            raise ConfigError("checkpoint of the cycle", [str(error)]) from error
         if self.config is not None and self.config.rollback == "copy":
             self._pending = None
 
@@ -356,8 +339,7 @@ def _or_inf(limit: float | None) -> float:
     return math.inf if limit is None else limit
 
 
-def _plain(done: StepResult) -> HybridResult:
+def _result(done: StepResult, phase: Phase) -> HybridResult:
     return HybridResult(
-        step=done.step, phase=Phase.FULL, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm,
-        num_tokens=done.num_tokens,
-    )  # fmt: skip
+        step=done.step, phase=phase, loss=done.loss, lr=done.lr, grad_norm=done.grad_norm, num_tokens=done.num_tokens
+    )

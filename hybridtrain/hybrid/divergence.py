@@ -66,36 +66,37 @@ class DivergenceMonitor(Stateful):
     def observe(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
         """Grade one step against the steps before it, then count it among them unless it is critical.
 
-        Args:
-            loss: Nats per token.
-            grad_norm: Global L2 norm before clipping; None when it is not known.
+        The loss is in nats per token, the norm the global L2 norm before clipping, None when it is not known. The
+        level rises at once and falls by one after enough calmer steps.
         """
         grade = self._grade_step(loss, grad_norm)
-        is_finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))
-        self._critical_steps = self._critical_steps + 1 if grade is DivergenceLevel.CRITICAL else 0
-        if self._critical_steps > _LONGEST_CRITICAL:
-            self._losses.clear()
-            self._log_norms.clear()
+        if grade is not DivergenceLevel.CRITICAL:
             self._critical_steps = 0
-        elif grade is not DivergenceLevel.CRITICAL and is_finite:
             self._losses.append(loss)
             if grad_norm is not None and grad_norm > 0:
                 self._log_norms.append(math.log(grad_norm))
-        self._settle(grade)
+        elif self._critical_steps == _LONGEST_CRITICAL:
+            self._losses.clear()
+            self._log_norms.clear()
+            self._critical_steps = 0
+        else:
+            self._critical_steps += 1
+        if grade >= self.level:
+            self.level, self._calm_steps = grade, 0
+            return self.level
+        self._calm_steps += 1
+        if self._calm_steps >= _CALM_STEPS:
+            self.level, self._calm_steps = DivergenceLevel(self.level - 1), 0
         return self.level
 
     def limits(self) -> tuple[float, float] | None:
         """Return the loss and the gradient norm beyond which the next step is critical; None in the first 20 steps."""
         if len(self._losses) < FEWEST_STEPS:
             return None
-        centre, sigma = self._loss_law()
-        max_norm = math.inf
-        if len(self._log_norms) >= FEWEST_STEPS:
-            max_norm = _CRITICAL_NORM_RATIO * math.exp(median(self._log_norms))
+        centre, sigma = _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))
+        knows_norms = len(self._log_norms) >= FEWEST_STEPS
+        max_norm = _CRITICAL_NORM_RATIO * math.exp(median(self._log_norms)) if knows_norms else math.inf
         return centre + _CRITICAL_Z * sigma, max_norm
-
-    def _loss_law(self) -> tuple[float, float]:
-        return _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))
 
     def _grade_step(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
         if not math.isfinite(loss) or not (grad_norm is None or math.isfinite(grad_norm)):
@@ -105,7 +106,7 @@ class DivergenceMonitor(Stateful):
             return DivergenceLevel.NORMAL
         if loss > limits[0] or (grad_norm is not None and grad_norm > limits[1]):
             return DivergenceLevel.CRITICAL
-        centre, sigma = self._loss_law()
+        centre, sigma = _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))
         recent = [*self._losses, loss][-_RECENT:]
         grades = [
             _grade((loss - centre) / sigma, _CAUTION_Z, _WARNING_Z),
@@ -115,12 +116,3 @@ class DivergenceMonitor(Stateful):
             centre, sigma = _centre_and_sigma(self._log_norms, _LOG_NORM_FLOOR)
             grades.append(_grade((math.log(grad_norm) - centre) / sigma, _CAUTION_Z, _WARNING_NORM_Z))
         return max(grades)
-
-    def _settle(self, grade: DivergenceLevel) -> None:
-        """Rise at once, fall one level after enough calmer steps."""
-        if grade >= self.level:
-            self.level, self._calm_steps = grade, 0
-            return
-        self._calm_steps += 1
-        if self._calm_steps >= _CALM_STEPS:
-            self.level, self._calm_steps = DivergenceLevel(self.level - 1), 0

@@ -1,7 +1,7 @@
 """Saving and resuming: an object names the attributes that make up its state; how each is read follows from its type.
 
-That type is the annotation in the class body, else the type of what a fresh object holds. A saved state is numbers,
-strings, None, tensors, and lists and dicts of them: what ``torch.load(weights_only=True)`` reads.
+That type is the annotation in the class body, else the type of what a fresh object holds. A state is numbers, strings,
+None, tensors, and lists and dicts of them: what ``torch.load(weights_only=True)`` reads.
 """
 
 from collections import deque
@@ -38,11 +38,7 @@ class Stateful:
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state_names()}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved object with the same arguments was.
-
-        Raises:
-            ValueError: a value is missing or of another type; the message names its path.
-        """
+        """Restore what an object with the same arguments saved; raises ``ValueError`` with the path of a bad value."""
         hints = get_type_hints(type(self))
         for name in self._state_names():
             own = getattr(self, name)
@@ -54,7 +50,7 @@ class Stateful:
         return [name for base in reversed(type(self).__mro__) for name in base.__dict__.get("_state", ())]
 
 
-def _saved(value: object) -> object:  # noqa: PLR0911  # one a type
+def _saved(value: object) -> object:  # noqa: PLR0911  one a type
     """Return plain values and tensors that later steps do not change."""
     match value:
         case Tensor():
@@ -72,36 +68,35 @@ def _saved(value: object) -> object:  # noqa: PLR0911  # one a type
         case list() | deque():
             return [_saved(item) for item in value]
     if is_dataclass(value):
-        found = {field: getattr(value, field.name) for field in fields(value)}
-        return {
-            field.name: _saved(item) for field, item in found.items() if not (is_young(field) and item == field.default)
-        }
+        items = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: _saved(item) for field, item in items if not (is_young(field) and item == field.default)}
     return value
 
 
 def _entry(state: object, name: str, hint: object, own: object) -> object:
-    """Return what ``state`` says of an attribute; a fault's message begins with its path."""
+    """Return the attribute ``name`` from a state; a fault's message begins with its path."""
     if name not in _checked(state, dict):
-        raise ValueError(f"{name}: is missing in the saved state; use an older one, or start anew")
+        raise ValueError(f"{name}: is missing in the checkpoint; use an older one, or start anew")
     try:
         return _restored(hint, own, _checked(state, dict)[name])
     except ValueError as error:
         raise ValueError(f"{name}.{error}".replace(".:", ":", 1)) from None
 
 
-def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0911  # one a type
+def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0911  one a type
     """Return ``value`` as ``hint`` wants it; ``own`` is what a fresh object holds there, where there is one."""
     if get_origin(hint) is UnionType:  # X | None
         return None if value is None else _restored(get_args(hint)[0], own, value)
-    if isinstance(own, _SavesItself):
-        own.load_state_dict(_checked(value, dict))
-        return own
-    if isinstance(own, torch.Generator):
-        return own.set_state(_checked(value, Tensor))
-    if isinstance(own, Tensor):
-        return _tensor(own, _checked(value, Tensor))
-    if isinstance(own, np.ndarray):
-        return np.array(_checked(value, list), dtype=own.dtype)
+    match own:
+        case _SavesItself():
+            own.load_state_dict(_checked(value, dict))
+            return own
+        case torch.Generator():
+            return own.set_state(_checked(value, Tensor))
+        case Tensor():
+            return _tensor(own, _checked(value, Tensor))
+        case np.ndarray():
+            return np.array(_checked(value, list), dtype=own.dtype)
     kind = get_origin(hint) or hint
     assert isinstance(kind, type), f"annotation {hint!r} of a state"
     if issubclass(kind, Enum):
@@ -127,8 +122,9 @@ def _collected(hint: object, kind: type, own: object, value: object) -> object:
     if issubclass(kind, dict):
         key_kind, inner = get_args(hint)
         return {key_kind(key): _restored(inner, None, item) for key, item in _checked(value, dict).items()}
-    is_sound = isinstance(value, int | float) if kind is float else isinstance(value, kind)
-    if not is_sound or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, (int | float) if kind is float else kind) or (
+        isinstance(value, bool) and kind is not bool
+    ):
         raise _wrong(value, kind)
     return value
 
@@ -152,4 +148,4 @@ def _tensor(own: Tensor, value: Tensor) -> Tensor:
 
 def _wrong(value: object, kind: type) -> ValueError:
     found = f"{str(value)[:60]} ({type(value).__name__})"
-    return ValueError(f": found {found}; {kind.__name__} is required: use an older saved state, or start anew")
+    return ValueError(f": found {found}; {kind.__name__} is required: use an older checkpoint, or start anew")

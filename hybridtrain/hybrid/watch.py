@@ -1,10 +1,10 @@
 """Watches the run: how each block's loss ends beside its forecast, how far each step is from the run's own past.
 
-Forecasters that encode the whole state of a training are told statistics of the optimizer's moments too.
+Forecasters that encode the whole state of a training get statistics of the optimizer's moments too.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridkernels.state_encoding import Moments, moment_statistics
+from hybridkernels.state_encoding import Moments, moment_statistics, moments_of_sums
 from hybridtrain.engine.step import StepResult
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.divergence import DivergenceMonitor
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, make_forecaster
-from hybridtrain.hybrid.forecast.base import LossForecast, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.base import LossForecast, TrainingSignal
 from hybridtrain.hybrid.forecast.residual_store import ResidualStore
-from hybridtrain.hybrid.forecast.ticks import moments_from_sums
 from hybridtrain.hybrid.stateful import State, Stateful
 from hybridtrain.trainer import Trainer
 from hybridtrain.units import MIB
@@ -34,16 +33,9 @@ _SMALLEST = 1e-12
 
 
 class LossWatch(Stateful):
-    """Holds the divergence monitor, the forecaster and the forecast of the block at work.
+    """Holds the divergence monitor, the forecaster of a configuration and the forecast of the block at work.
 
-    Args:
-        config: Which forecaster, and its budget.
-        seed: Of the forecaster's own random numbers.
-        lr_at: Learning rate of a step, counted from 1.
-        total_steps: Of the run; None: not known.
-
-    Raises:
-        ValueError: the forecaster does not fit its budget.
+    ``lr_at`` returns the learning rate of a step, counted from 1. Raises as ``make_forecaster`` does.
     """
 
     _state = (
@@ -58,13 +50,14 @@ class LossWatch(Stateful):
     ) -> None:
         self.monitor = DivergenceMonitor()
         own = config.predictor if config.predictor in {"mlp", "rssm"} else DEFAULT_FORECASTER
-        kind: str = config.forecaster or own
         budget_mib = float(config.predictor_budget_mib)
         self._residuals: ResidualStore | None = None
         if config.correction == "probe_gradients":
-            self._residuals = ResidualStore(_MAX_RESIDUALS)
-            budget_mib -= ResidualStore.num_bytes(_MAX_RESIDUALS, _NUM_FEATURES) / MIB
-        self.forecaster = make_forecaster(kind, seed=seed, budget_mib=budget_mib, total_steps=total_steps)
+            self._residuals = ResidualStore(_MAX_RESIDUALS, _NUM_FEATURES)
+            budget_mib -= self._residuals.num_bytes / MIB
+        self.forecaster = make_forecaster(
+            config.forecaster or own, seed=seed, budget_mib=budget_mib, total_steps=total_steps
+        )
         self.forecast = None
         self._features: list[float] = []
         """Of the state in which the forecast was made."""
@@ -82,22 +75,17 @@ class LossWatch(Stateful):
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
         with _disable_current_modes():  # what forecasts is no part of the card's memory
             self.forecast = self.forecaster.forecast(lrs, self._window)
-        if self._residuals is not None:
-            log_lr = math.log(max(lrs[0], _SMALLEST))
-            self._features = [log_lr, self._log_level, self._log_norm, scale, predicted_steps]
-            self._correct(self._residuals)
-
-    def _correct(self, residuals: ResidualStore) -> None:
-        """Shift the forecast and its interval by what forecasts missed in similar states."""
-        self._correction = residuals.correction(self._features) if len(residuals) >= _FEWEST_RESIDUALS else 0.0
-        if self.forecast is not None:
-            mean, low, high = (
-                bound + self._correction for bound in (self.forecast.mean, self.forecast.low, self.forecast.high)
-            )
-            self.forecast = replace(self.forecast, mean=mean, low=low, high=high)
+        if self._residuals is None:
+            return
+        log_lr = math.log(max(lrs[0], _SMALLEST))
+        self._features = [log_lr, self._log_level, self._log_norm, scale, predicted_steps]
+        is_known = len(self._residuals) >= _FEWEST_RESIDUALS
+        self._correction = shift = self._residuals.correction(self._features) if is_known else 0.0
+        if (made := self.forecast) is not None:
+            self.forecast = replace(made, mean=made.mean + shift, low=made.low + shift, high=made.high + shift)
 
     def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
-        """Take in a true step, and tell the controller how a block ended; return the error of its forecast then."""
+        """Take in a true step; return the error of a forecast whose block it ends, which the controller judges."""
         if not math.isfinite(signal.loss):  # a dry run: the trainer refuses such a step
             return None
         self.monitor.observe(signal.loss, signal.grad_norm)
@@ -106,7 +94,10 @@ class LossWatch(Stateful):
         with _disable_current_modes():
             self.forecaster.observe(signal)
         self._block_losses.append(signal.loss)
-        self._follow(signal)
+        rate = _LEVEL_RATE if signal.step > 1 else 1.0
+        self._log_level += rate * (math.log(max(signal.loss, _SMALLEST)) - self._log_level)
+        if signal.grad_norm is not None:
+            self._log_norm += rate * (math.log(max(signal.grad_norm, _SMALLEST)) - self._log_norm)
         if self.forecast is None or len(self._block_losses) < self._window:
             return None
         loss = fmean(self._block_losses)
@@ -116,22 +107,17 @@ class LossWatch(Stateful):
             self._residuals.add(self._features, error + self._correction)  # what the forecaster itself missed
         return error
 
-    def _follow(self, signal: TrainingSignal) -> None:
-        rate = _LEVEL_RATE if signal.step > 1 else 1.0
-        self._log_level += rate * (math.log(max(signal.loss, _SMALLEST)) - self._log_level)
-        if signal.grad_norm is not None:
-            self._log_norm += rate * (math.log(max(signal.grad_norm, _SMALLEST)) - self._log_norm)
-
     def load_state_dict(self, state: State) -> None:
         """Take over a state; what forecasts is no part of the card's memory."""
         with _disable_current_modes():
             super().load_state_dict(state)
 
 
-def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
-    """Return means over all moments that are floating-point tensors on the device; None where there are none.
+def read_moments(trainer: Trainer, done: StepResult) -> Sequence[float] | None:
+    """Return the statistics of all moments that are floating-point tensors on the device; None where there are none.
 
-    Every moment is read once. Moments in 8 bits, factored ones and those below the device are left out.
+    They are those of ``moments_of_sums``. Every moment is read once. Moments in 8 bits, factored ones and those below
+    the device are left out.
     """
     if not math.isfinite(done.loss):  # a dry run
         return None
@@ -143,4 +129,7 @@ def read_moments(trainer: Trainer, done: StepResult) -> MomentStatistics | None:
             names = tuple(slot.spec.name for slot in state.slots)
             if names == ("exp_avg", "exp_avg_sq") and len(tensors) == len(kept):
                 found.append(Moments(*tensors[:3]))
-        return moments_from_sums(moment_statistics(found)) if found else None
+        if not found:
+            return None
+        statistics: list[float] = moments_of_sums(moment_statistics(found)).tolist()
+        return statistics

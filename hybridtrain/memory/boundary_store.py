@@ -6,8 +6,7 @@ from torch import Tensor
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 HEAD_INPUT = -1
 """In place of a block's number: what the head reads, taken last."""
@@ -20,20 +19,13 @@ class BoundaryStore:
     They are taken block by block from the last one back, micro-batches in order; below the device the next one is
     fetched while one is at work.
 
-    Args:
-        placement: Where they wait.
-        copies: The way there.
-        observer: Told what they are for.
-        by_micro_batch: All of a micro-batch are taken before any of the next one.
+    ``by_micro_batch``: all of a micro-batch are taken before any of the next one.
     """
 
-    def __init__(
-        self, placement: Placement, copies: CopyEngine, observer: MemoryObserver, *, by_micro_batch: bool = False
-    ) -> None:
+    def __init__(self, placement: Placement, copies: CopyEngine, *, by_micro_batch: bool = False) -> None:
         self._by_micro_batch = by_micro_batch
         self._placement = placement
         self._copies = copies
-        self._observer = observer
         self._kept: dict[_Key, Tensor] = {}
         self._away: dict[_Key, tuple[torch.Size, torch.dtype]] = {}
         self._leaving: list[tuple[Ticket, Tensor]] = []
@@ -43,7 +35,7 @@ class BoundaryStore:
     def store(self, micro_batch: int, block: int, hidden_BTD: Tensor) -> None:
         """Keep the input of ``block``, or ``HEAD_INPUT``."""
         key = (micro_batch, block)
-        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
+        self.note(block, hidden_BTD)
         if self._placement is Placement.DEVICE:
             self._kept[key] = hidden_BTD
             return
@@ -59,8 +51,8 @@ class BoundaryStore:
         self._away[key] = (hidden_BTD.shape, hidden_BTD.dtype)
 
     def note(self, block: int, hidden_BTD: Tensor) -> None:
-        """Say that the graph of ``block`` keeps its input, on the device."""
-        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
+        """Tell the ledger that the input of ``block`` is kept, on the device."""
+        self._copies.observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
     def fetch(self, micro_batch: int, block: int) -> Tensor:
         """Return the input of ``block`` and forget it; raises ``KeyError`` when it was never put or already taken."""
@@ -99,8 +91,7 @@ class BoundaryStore:
 
     def _start_fetch(self, key: _Key) -> None:
         shape, dtype = self._away[key]
-        hidden_BTD = torch.empty(shape, dtype=dtype, device=self._copies.transfer.device)
-        self._observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(key[1]))
+        hidden_BTD = self._copies.empty(shape, dtype, TensorClass.BOUNDARY, _unit(key[1]))
         ticket = self._copies.fetch(hidden_BTD, self._buffers[key], after=[self._copies.mark()])
         self._arriving[key] = (ticket, hidden_BTD)
 

@@ -3,44 +3,45 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.tier import Ticket, TierBuffer, page_rounded
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import Lane, MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import Lane, MemoryObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather under way, whose memory is held here until compute waits for it."""
+    """An all-gather under way, number ``op`` of the link; ``rows`` (world, n) are held until compute waits for it."""
 
     op: int
-    """Its number on the link's lane."""
     rows: Tensor
-    """What it fills, (world, n)."""
     end: Callable[[], None]
 
 
 class CopyEngine:
     """Allocates buffers below the device and copies between them and device tensors.
 
-    A copy is only started here; what needs its result waits for its ticket.
-
-    Args:
-        transfer: The way between the tiers.
-        observer: Told which lane works.
-        group: The way to other ranks; None: there are none.
+    A copy is only started here; what needs its result waits for its ticket. The observer is told which lane works.
     """
 
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
         self.transfer = transfer
+        self.device = transfer.device
         self.group: Group = group or DirectGroup()
         self.observer = observer
         self._sent: dict[int, tuple[int, Callable[[], None], Tensor]] = {}
-        """What is on its way to other ranks."""
+        """On their way to other ranks: number of the op, what waits for it, tensor."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, tensor_class: TensorClass, unit: str) -> Tensor:
+        """Return an unset tensor on the device, whose purpose the ledger knows."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self.observer.label(tensor, tensor_class, unit)
+        return tensor
 
     def allocate(self, num_bytes: int, placement: Placement, tensor_class: TensorClass, name: str) -> TierBuffer:
         """Return a zeroed buffer of whole pages.
@@ -67,7 +68,7 @@ class CopyEngine:
 
     def fetch(self, target: Tensor, source: TierBuffer, offset: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
         """Start filling ``target`` from ``source``; it may be overwritten once the tickets in ``after`` are done."""
-        before = [*after, *([] if source.last_store is None else [source.last_store])]
+        before = [*after, *filter(None, [source.last_store])]
         waits = [ticket.op for ticket in before]
         if source.placement is Placement.DISK:
             waits = [self.observer.work(Lane.DISK, target.nbytes, waits)]
@@ -89,14 +90,14 @@ class CopyEngine:
         collective(target, source)
         self.observer.join(op)
 
-    def gather_ahead(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> "Gather":
+    def gather_ahead(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> Gather:
         """Start an all-gather of ``source`` beside compute, once the copies in of ``after`` are over."""
         waits = [self.observer.mark(), *(ticket.op for ticket in after)]
         op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), waits)
         with self.transfer.beside([ticket.event for ticket in after]):
             return Gather(op, target, self.group.begin_all_gather(target, source))
 
-    def end(self, gather: "Gather") -> None:
+    def end(self, gather: Gather) -> None:
         """Let what the compute queue is given next wait for a gather."""
         self.observer.join(gather.op)
         gather.end()
@@ -135,7 +136,7 @@ class CopyEngine:
         self.transfer.wait(ticket.event)
 
     def host_work(self, num_bytes: int, after: Sequence[Ticket | None]) -> Ticket:
-        """Say that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
+        """Note that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
         tickets = [ticket for ticket in after if ticket is not None]
         for ticket in tickets:
             self.transfer.synchronize(ticket.event)

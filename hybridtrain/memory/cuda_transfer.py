@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes
+from hybridtrain.memory.disk_tier import DiskFile
+from hybridtrain.memory.tier import Bytes, HostBytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 
 _MOST_HELD = 32
@@ -102,13 +103,7 @@ class _Staging:
 
 
 class CudaTransfer(DirectTransfer):
-    """The device is a CUDA card, made the current one; the current stream is the compute queue.
-
-    Args:
-        device: The card.
-        disk_folder: Where the disk tier may make its files.
-        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
-    """
+    """The device is a CUDA card, made the current one; the current stream is the compute queue."""
 
     def __init__(
         self, device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
@@ -131,7 +126,7 @@ class CudaTransfer(DirectTransfer):
         """Start a copy on the stream in; from a file, start reading it."""
         if isinstance(source, HostBytes):
             return self._send(target, source, offset, after)
-        assert isinstance(source, DiskBytes), "a real run has real memory"
+        assert isinstance(source, DiskFile), "a real run has real memory"
         self._raise_failed_writes()
         with _disable_current_modes():
             staging = self._staging.take(target.nbytes)
@@ -142,7 +137,7 @@ class CudaTransfer(DirectTransfer):
         """Start a copy on the stream out; to a file, through pinned memory."""
         if isinstance(target, HostBytes):
             return self._receive(source, target, offset)
-        assert isinstance(target, DiskBytes), "a real run has real memory"
+        assert isinstance(target, DiskFile), "a real run has real memory"
         self._raise_failed_writes()
         with _disable_current_modes():
             staging = self._staging.take(source.nbytes)
@@ -263,7 +258,7 @@ class CudaTransfer(DirectTransfer):
                 self._writes.append(write)
 
 
-def _write(event: torch.cuda.Event, content: Tensor, target: DiskBytes, offset: int) -> None:
+def _write(event: torch.cuda.Event, content: Tensor, target: DiskFile, offset: int) -> None:
     event.synchronize()
     target.write(offset, content)
 
@@ -273,7 +268,7 @@ def _is_over(use: "Future[None] | torch.cuda.Event") -> bool:
 
 
 def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
-    """Wait for the end of a use, however it ends: a failed write is told by whoever asks for it."""
+    # However it ends: a failed write is told by whoever asks for it.
     if isinstance(use, Future):
         use.exception()
     else:

@@ -16,8 +16,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
 
 from hybridtrain.errors import DiskSpaceError, DiskTierError
 from hybridtrain.units import MIB, format_bytes
@@ -32,81 +34,54 @@ class DiskFile:
     Threads may read and write disjoint ranges at once.
     """
 
-    def __init__(self, where: str, nbytes: int, file: io.FileIO, on_close: "Callable[[DiskFile], None]") -> None:
+    def __init__(self, where: str, num_bytes: int, file: io.FileIO) -> None:
         self.where = where
         """Folder and purpose, for messages."""
-        self.nbytes = nbytes
+        self.num_bytes = num_bytes
         self._file = file
-        self._on_close = on_close
 
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` (contiguous, writable, any item type) with the file's bytes from ``offset`` on.
+    def read(self, offset: int, target: Tensor) -> None:
+        """Fill ``target``, contiguous on the CPU, with the file's bytes from ``offset`` on.
 
         Raises:
-            ValueError: the range is not inside the file, or ``target`` cannot be filled.
+            ValueError: the range is not inside the file.
             DiskTierError: the file is closed, or the disk failed.
         """
-        if target.readonly:
-            raise ValueError(f"{self.where}: the target is read-only; give writable memory.")
         self._move(os.preadv, offset, target, "reading")
 
-    def write(self, offset: int, source: memoryview) -> None:
-        """Write ``source`` (contiguous, any item type) at ``offset``; the page cache takes it, see ``flush``.
+    def write(self, offset: int, source: Tensor) -> None:
+        """Write ``source``, contiguous on the CPU, at ``offset``; the page cache takes it.
 
         Raises:
-            ValueError: the range is not inside the file, or ``source`` is not contiguous.
+            ValueError: the range is not inside the file.
             DiskTierError: the file is closed, or the disk failed.
             DiskSpaceError: the disk is full although the space was reserved (file systems that copy on write).
         """
         self._move(os.pwritev, offset, source, "writing")
 
-    def flush(self) -> None:
-        """Wait until the disk has everything written so far.
-
-        Raises:
-            DiskTierError: the disk lost some of it; only here does the system say so.
-        """
-        self._require_open()
-        with _explained(self.where, "flushing"):
-            os.fdatasync(self._file.fileno())
-
     def close(self) -> None:
-        """Give the space back; a second time nothing happens."""
-        if not self._file.closed:
-            self._on_close(self)
-            with _explained(self.where, "closing the file"):
-                self._file.close()
+        """Give the space back, no read or write being under way; a second time nothing happens."""
+        with _explained(self.where, "closing the file"):
+            self._file.close()
 
-    def _move(
-        self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: memoryview, action: str
-    ) -> None:
-        """Repeat ``call`` until all of ``memory`` has been moved; each may do less than it is asked for."""
-        view = self._span(offset, memory)
+    def _move(self, call: Callable[[int, list[memoryview], int], int], offset: int, data: Tensor, action: str) -> None:
+        """Repeat ``call`` until all of ``data`` has been moved; each may do less than it is asked for."""
+        if self._file.closed:
+            raise DiskTierError(f"{self.where}: the file is closed; use it before it or its arena is closed.")
+        if offset < 0 or offset + data.nbytes > self.num_bytes:
+            raise ValueError(
+                f"{self.where}: bytes {offset} to {offset + data.nbytes} are not inside the file; allowed: 0 to "
+                f"{self.num_bytes}; allocate a larger file."
+            )
+        view = data.view(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
             start = offset + done
             with _explained(self.where, f"{action} at byte {start}"):
                 count = call(self._file.fileno(), [view[done : done + _CHUNK_BYTES]], start)
                 if count == 0:
-                    raise OSError(errno.EIO, f"the file ends there, {self.nbytes} bytes were reserved")
+                    raise OSError(errno.EIO, f"the file ends there, {self.num_bytes} bytes were reserved")
             done += count
-
-    def _span(self, offset: int, memory: memoryview) -> memoryview:
-        """Return ``memory`` as bytes, once it is known to fit into the file."""
-        self._require_open()
-        end = offset + memory.nbytes
-        if offset < 0 or end > self.nbytes:
-            raise ValueError(
-                f"{self.where}: bytes {offset} to {end} are not inside the file; allowed: 0 to {self.nbytes}; "
-                f"allocate a larger file."
-            )
-        if not memory.c_contiguous:
-            raise ValueError(f"{self.where}: the memory is strided; give contiguous memory.")
-        return memory.cast("B") if memory.nbytes else memoryview(b"")
-
-    def _require_open(self) -> None:
-        if self._file.closed:
-            raise DiskTierError(f"{self.where}: the file is closed; use it before it or its arena is closed.")
 
 
 class DiskArena:
@@ -121,45 +96,44 @@ class DiskArena:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._files: set[DiskFile] = set()
+        self._files: WeakSet[DiskFile] = WeakSet()
         self._is_open = True
         self._lock = threading.Lock()
         with _explained(str(self.folder), "making files in this folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
             _nameless(self.folder).close()
 
-    def allocate(self, nbytes: int, name: str) -> DiskFile:
-        """Return a new file of ``nbytes`` zeros whose space is reserved.
-
-        Args:
-            nbytes: Size, 0 or more.
-            name: What the file is for; part of messages. Need not be unique.
+    def allocate(self, num_bytes: int, name: str) -> DiskFile:
+        """Return a new file of ``num_bytes`` zeros whose space is reserved; messages have its name.
 
         Raises:
             DiskSpaceError: the disk has less free; nothing was written.
             DiskTierError: the file cannot be made, or the arena is closed.
         """
-        if nbytes < 0:
-            raise ValueError(f"{name}: {nbytes} bytes; allowed: 0 or more; give a size.")
+        if num_bytes < 0:
+            raise ValueError(f"{name}: {num_bytes} bytes; allowed: 0 or more; give a size.")
         with self._lock:
             if not self._is_open:
                 raise DiskTierError(f"{self.folder}: the arena is closed; allocate before that.")
-            self._require_free(nbytes, name)
+            with _explained(str(self.folder), "asking for the free space"):
+                free_bytes = shutil.disk_usage(self.folder).free
+            if num_bytes > free_bytes:
+                raise DiskSpaceError(
+                    f"{self.folder}: '{name}' needs {format_bytes(num_bytes)} ({num_bytes} bytes), "
+                    f"{format_bytes(free_bytes)} ({free_bytes} bytes) are free; free some, name a folder on a larger "
+                    f"disk, or move less to disk."
+                )
             where = f"{self.folder}: '{name}'"
-            with _explained(where, f"reserving {format_bytes(nbytes)}"):
+            with _explained(where, f"reserving {format_bytes(num_bytes)}"):
                 content = _nameless(self.folder)
                 try:
-                    if nbytes:
-                        os.posix_fallocate(content.fileno(), 0, nbytes)
+                    if num_bytes:
+                        os.posix_fallocate(content.fileno(), 0, num_bytes)
                 except BaseException:
                     content.close()
                     raise
-            file = DiskFile(where, nbytes, content, self._forget)
+            file = DiskFile(where, num_bytes, content)
             self._files.add(file)
-            self.live_bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return file
 
     def close(self) -> None:
@@ -172,31 +146,8 @@ class DiskArena:
         for file in tuple(self._files):
             file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _require_free(self, nbytes: int, name: str) -> None:
-        with _explained(str(self.folder), "asking for the free space"):
-            free_bytes = shutil.disk_usage(self.folder).free
-        if nbytes > free_bytes:
-            raise DiskSpaceError(
-                f"{self.folder}: '{name}' needs {format_bytes(nbytes)} ({nbytes} bytes), {format_bytes(free_bytes)} "
-                f"({free_bytes} bytes) are free; free some, name a folder on a larger disk, or move less to disk."
-            )
-
-    def _forget(self, file: DiskFile) -> None:
-        with self._lock:
-            self._files.discard(file)
-            self.live_bytes -= file.nbytes
-
 
 def _nameless(folder: Path) -> io.FileIO:
-    """Return an open file in a folder that no name leads to."""
     file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  the arena closes it
     assert isinstance(file, io.FileIO), "unbuffered"
     return file
@@ -204,7 +155,6 @@ def _nameless(folder: Path) -> io.FileIO:
 
 @contextmanager
 def _explained(where: str, action: str) -> Iterator[None]:
-    """Turn the system's errors into ours."""
     try:
         yield
     except OSError as error:

@@ -6,7 +6,7 @@ float32 and stores them back; nothing else in the project knows what is inside. 
 device's global random stream, which the caller seeds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,12 @@ _SIGNED_ZERO_CODE, _UNSIGNED_ZERO_CODE = 127, 0
 """Codes of the value zero in the dynamic maps."""
 
 
+def parts(count: int, height: int | None = None) -> Iterator[slice]:
+    """Yield the slices of ``count`` elements, ``height`` of them at a time; None: ``SLICE_ELEMENTS``."""
+    height = height or SLICE_ELEMENTS
+    yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """How one stored tensor looks."""
@@ -45,31 +51,6 @@ class TensorSpec:
 # ---- optimizer state
 
 
-class StateFormat(Protocol):
-    """Stores state that has one value per element of a parameter."""
-
-    @property
-    def name(self) -> str:
-        """Of the format in a saved state, one of ``STATE_FORMATS``."""
-        ...
-
-    def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """Return the stored tensors of a parameter of this shape."""
-        ...
-
-    def part(self, index: int, part: slice) -> slice:
-        """Return the range of stored tensor ``index`` that belongs to a range of the parameter's elements."""
-        ...
-
-    def load(self, stored: Sequence[Tensor], count: int) -> Tensor:
-        """Return the (count,) float32 values: the stored tensor itself where it is float32."""
-        ...
-
-    def store(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Write values that ``load`` returned and the caller changed."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlainState:
     """One tensor of floating point values; fewer than 32 bits are rounded stochastically (1710.03740)."""
@@ -78,23 +59,23 @@ class PlainState:
 
     @property
     def name(self) -> str:
-        """Of the element type."""
+        """Of the format in a checkpoint, one of ``STATE_FORMATS``."""
         return str(self.dtype).removeprefix("torch.")
 
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """Return one tensor of the parameter's shape."""
+        """Return the stored tensors of a parameter of this shape."""
         return (TensorSpec(shape, self.dtype),)
 
     def part(self, index: int, part: slice) -> slice:
-        """Return the same range."""
+        """Return the range of stored tensor ``index`` that belongs to a range of the parameter's elements."""
         return part
 
     def load(self, stored: Sequence[Tensor], count: int) -> Tensor:
-        """Widen."""
+        """Return the (count,) float32 values: the stored tensor itself where it is float32."""
         return stored[0].float()
 
     def store(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Round, or do nothing where the stored tensor itself was changed."""
+        """Write values that ``load`` returned and the caller changed."""
         if self.dtype != torch.float32:
             round_stochastically(value_P, stored[0])
         elif value_P is not stored[0]:
@@ -140,6 +121,8 @@ class DynamicInt8State:
         scales.copy_(new_scales)
 
 
+StateFormat = PlainState | DynamicInt8State
+"""Stores state that has one value per element of a parameter."""
 STATE_FORMATS: dict[str, StateFormat] = {
     storage.name: storage
     for storage in (PlainState(), PlainState(torch.bfloat16), DynamicInt8State(True), DynamicInt8State(False))
@@ -172,22 +155,6 @@ def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
 # ---- codes
 
 
-class CodeFormat(Protocol):
-    """How matrices are stored in fewer bits than they are computed with."""
-
-    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
-        """Return the stored tensors of a matrix of this many elements."""
-        ...
-
-    def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Write the nearest codes of (P,) float32 values, all of a matrix."""
-        ...
-
-    def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
-        """Write the values that codes stand for, (P,), in the dtype of ``out_P``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Int8Codes:
     """8-bit codes from -127 to 127, evenly spaced, and a float32 scale per 256 of them."""
@@ -199,7 +166,7 @@ class Int8Codes:
 
     @property
     def name(self) -> str:
-        """Of the format in a saved state."""
+        """Of the format in a checkpoint."""
         return f"int8{'' if self.is_symmetric else '_affine'}{'_tensor' if self.of_tensor else ''}"
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
@@ -231,9 +198,8 @@ class Int8Codes:
             if middles:
                 _add_to_groups(out_P, middles[0], 1.0)
             return
-        for start in range(0, codes.numel(), SLICE_ELEMENTS):
-            part = slice(start, min(start + SLICE_ELEMENTS, codes.numel()))
-            value_P = torch.empty(part.stop - start, dtype=torch.float32, device=out_P.device)
+        for part in parts(codes.numel()):
+            value_P = torch.empty(part.stop - part.start, dtype=torch.float32, device=out_P.device)
             self.widen(weight_part(tuple(stored), part), value_P)
             out_P[part].copy_(value_P)
 
@@ -277,17 +243,16 @@ class Nf4Codes:
         nf4_dequantize(codes, scale_codes, scales, mean, out_P)
 
 
+CodeFormat = Int8Codes | Nf4Codes
+"""Stores matrices in fewer bits than they are computed with."""
 CODE_FORMATS: dict[Codec, CodeFormat] = {Codec.INT8_BLOCKS: Int8Codes(), Codec.NF4: Nf4Codes()}
 
 
-def int8_codes(plan: PhasePlan) -> Int8Codes:
-    """Return how a plan stores 8-bit weights."""
-    return Int8Codes(plan.symmetric, plan.dynamic_range is DynamicRange.TENSOR)
-
-
 def code_format(plan: PhasePlan) -> CodeFormat | None:
-    """Return how a plan stores matrices as codes; None where it stores values."""
-    return int8_codes(plan) if plan.weight.codec is Codec.INT8_BLOCKS else CODE_FORMATS.get(plan.weight.codec)
+    """Return the format in which a plan stores matrices as codes; None where it stores values."""
+    if plan.weight.codec is Codec.INT8_BLOCKS:
+        return Int8Codes(plan.symmetric, plan.dynamic_range is DynamicRange.TENSOR)
+    return CODE_FORMATS.get(plan.weight.codec)
 
 
 # ---- weights
@@ -299,112 +264,77 @@ class Typed(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of its elements."""
-        ...
 
 
 StoredWeight = tuple[Tensor, ...]
-"""What is stored of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
+"""Stored tensors of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
 
 
-class WeightFormat(Protocol):
+class WeightFormat:
     """Turns what is stored of a weight, and its companion, into the fp32 value that an update changes, and back."""
 
-    in_place: bool
+    in_place = False
     """``load`` returns a stored tensor itself, so nothing temporary is made."""
-    reads_weight: bool
+    reads_weight = True
     """``load`` looks at the stored weight; without that it need not be fetched for an update."""
-    companion_dtype: torch.dtype | None
+    companion_dtype: torch.dtype | None = None
     """Of what is kept beside the weight; None: nothing is."""
-    rounds_stochastically: bool
+    rounds_stochastically = False
     """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
-    is_coded: bool
+    is_coded = False
     """Stored as codes and scales."""
-    needs_whole: bool
+    needs_whole = False
     """``create`` and ``store`` must see all of a weight, whose elements share a range."""
-    saved_as: str
-    """What of it a saved state holds: the widest values, codes where there are none, both where codes are kept too."""
+    saved_as = "float32"
+    """What of it a checkpoint holds: the widest values, codes where there are none, both where codes are kept too."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Write fp32 ``initial`` into ``weight``; return the companion to keep, or None."""
-        ...
+        """Write fp32 ``initial`` into ``weight``, rounded to nearest; return the companion to keep, or None."""
+        weight[0].copy_(initial)
+        return None
 
     def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
         """Return the fp32 value, (P,)."""
-        ...
+        return weight[0].float()
 
     def store(
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
         """Write an updated fp32 value back; ``nearest``: where it would be rounded stochastically, round to nearest."""
-        ...
 
 
-class _ValueFormat:
-    """A weight stored as values."""
-
-    in_place = False
-    reads_weight = True
-    companion_dtype: torch.dtype | None = None
-    rounds_stochastically = False
-    is_coded = False
-    needs_whole = False
-    saved_as = "float32"
-
-
-class ExactWeight(_ValueFormat):
-    """The weight is fp32 itself."""
+class ExactWeight(WeightFormat):
+    """The weight is fp32 itself, and updated in place."""
 
     in_place = True
 
-    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Copy; nothing is kept beside the weight."""
-        weight[0].copy_(initial)
-        return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
-        """Return the weight."""
-        return weight[0]
+class StochasticWeight(WeightFormat):
+    """The weight is all there is: each update rounds up or down by chance, so that its mean is kept (1710.03740)."""
+
+    rounds_stochastically = True
+    saved_as = "bfloat16"
 
     def store(
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
-        """Do nothing: the weight was updated in place."""
+        """Round up or down."""
+        if nearest:
+            weight[0].copy_(value_P)
+        else:
+            round_stochastically(value_P, weight[0])
 
 
-class Float32Master(_ValueFormat):
-    """A separate fp32 copy; the weight is its rounding to nearest."""
-
-    in_place = True
-    reads_weight = False
-    companion_dtype: torch.dtype | None = torch.float32
-
-    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Keep ``initial`` itself."""
-        weight[0].copy_(initial)
-        return initial
-
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
-        """Return the copy."""
-        assert companion_P is not None, "a float32 master is always kept"
-        return companion_P
-
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
-        """Round the copy into the weight."""
-        weight[0].copy_(value_P)
-
-
-class Split16Master(_ValueFormat):
+class Split16Master(WeightFormat):
     """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower ones add.
 
     Exact ties round away from zero, where torch's own cast rounds to even: 16 bits hold one side of a tie only.
     """
 
-    companion_dtype: torch.dtype | None = torch.int16
+    companion_dtype = torch.int16
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Split ``initial``; keep the lower half."""
+        """Split ``initial``; return the lower half."""
         companion = torch.empty(initial.shape, dtype=torch.int16, device=initial.device)
         self.store(initial, weight, companion)
         return companion
@@ -426,32 +356,7 @@ class Split16Master(_ValueFormat):
         companion_P.copy_(bits_P - upper_P.bitwise_left_shift_(16))
 
 
-class StochasticWeight(_ValueFormat):
-    """The weight is all there is: each update is rounded up or down with the odds that keep its mean (1710.03740)."""
-
-    rounds_stochastically = True
-    saved_as = "bfloat16"
-
-    def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Round to nearest once."""
-        weight[0].copy_(initial)
-        return None
-
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
-        """Widen the weight."""
-        return weight[0].float()
-
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
-        """Round up or down."""
-        if nearest:
-            weight[0].copy_(value_P)
-        else:
-            round_stochastically(value_P, weight[0])
-
-
-class Int8Weight:
+class Int8Weight(WeightFormat):
     """int8 codes are all there is: each update is rounded stochastically onto their grid.
 
     Args:
@@ -459,9 +364,6 @@ class Int8Weight:
         static_scales: Keep the ranges of the first values, which get twice the room that those need.
     """
 
-    in_place = False
-    reads_weight = True
-    companion_dtype: torch.dtype | None = None
     is_coded = True
 
     def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
@@ -492,32 +394,41 @@ class Int8Weight:
         self.codes.encode(value_P.view(-1), weight, stochastic=not nearest, static=self._is_static)
 
 
-class Int8OfMaster(Int8Weight):
-    """A separate fp32 copy; the int8 codes are its rounding to nearest."""
+class _OfMaster(WeightFormat):
+    """A separate fp32 copy; the weight is its rounding to nearest."""
 
+    in_place = True
     reads_weight = False
-    companion_dtype: torch.dtype | None = torch.float32
-
-    def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
-        super().__init__(codes, static_scales=static_scales)
-        self.rounds_stochastically = False
-        self.saved_as = f"float32_{self.saved_as}"
+    companion_dtype = torch.float32
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Keep ``initial`` itself."""
         super().create(initial, weight)
         return initial
 
     def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
-        """Return the copy."""
         assert companion_P is not None, "a float32 master is always kept"
         return companion_P
 
     def store(
         self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
     ) -> None:
-        """Round the copy into the codes."""
         super().store(value_P, weight, companion_P, nearest=True)
+
+
+class Float32Master(_OfMaster, StochasticWeight):
+    """A separate fp32 copy; the weight is its rounding to nearest."""
+
+    rounds_stochastically = False
+    saved_as = "float32"
+
+
+class Int8OfMaster(_OfMaster, Int8Weight):
+    """A separate fp32 copy; the int8 codes are its rounding to nearest."""
+
+    def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
+        super().__init__(codes, static_scales=static_scales)
+        self.rounds_stochastically = False
+        self.saved_as = f"float32_{self.saved_as}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,49 +448,39 @@ class WeightFormats:
         return self.values.reads_weight or self.codes.reads_weight
 
 
-def adapter_formats(master: Codec, compute_dtype: Codec) -> WeightFormats:
-    """Return the formats of what is trained beside frozen weights: values of the compute dtype."""
-    values = ExactWeight() if compute_dtype is Codec.FLOAT32 else _value_format(compute_dtype, master)
-    return WeightFormats(values, values)
-
-
-def weight_formats(
-    weight: Codec, master: Codec, compute_dtype: Codec, *, static_scales: bool = False, int8: Int8Codes | None = None
-) -> WeightFormats:
+def weight_formats(plan: PhasePlan) -> WeightFormats:
     """Return the formats for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates.
 
-    Embedding, head and vectors are stored in the compute dtype even where matrices are int8.
+    Embedding, head and vectors are stored in the compute dtype even where matrices are int8, and so is what is trained
+    beside frozen weights.
     """
-    if weight is not Codec.INT8_BLOCKS:
-        values = _value_format(weight, master)
+    master, codes = plan.master.codec, code_format(plan)
+    if plan.adapter_rank or not isinstance(codes, Int8Codes):
+        values = _value_format(plan.compute_dtype if plan.adapter_rank else plan.weight.codec, master)
         return WeightFormats(values, values)
-    codes: dict[Codec, WeightFormat] = {
-        Codec.FLOAT32: Int8OfMaster(int8 or Int8Codes(), static_scales=static_scales),
-        Codec.ABSENT: Int8Weight(int8 or Int8Codes(), static_scales=static_scales),
-    }
-    if master not in codes:
-        raise ValueError(f"master.codec: {master} cannot accompany int8 weights; allowed: float32, absent")
-    exact = compute_dtype is Codec.FLOAT32
-    return WeightFormats(ExactWeight() if exact else _value_format(compute_dtype, master), codes[master])
+    exact = plan.compute_dtype is Codec.FLOAT32
+    values = ExactWeight() if exact else _value_format(plan.compute_dtype, master)
+    make = Int8OfMaster if master is Codec.FLOAT32 else Int8Weight
+    return WeightFormats(values, make(codes, static_scales=plan.static_scales))
+
+
+_VALUE_FORMATS: dict[tuple[Codec, Codec], WeightFormat] = {
+    (Codec.FLOAT32, Codec.ABSENT): ExactWeight(),
+    (Codec.BFLOAT16, Codec.FLOAT32): Float32Master(),
+    (Codec.BFLOAT16, Codec.SPLIT16): Split16Master(),
+    (Codec.BFLOAT16, Codec.ABSENT): StochasticWeight(),
+    (Codec.FLOAT16, Codec.FLOAT32): Float32Master(),
+}
+"""By codec of the weight and of the master."""
 
 
 def _value_format(weight: Codec, master: Codec) -> WeightFormat:
-    if weight is Codec.FLOAT32 and master is Codec.ABSENT:
-        return ExactWeight()
-    if weight is Codec.BFLOAT16:
-        formats: dict[Codec, WeightFormat] = {
-            Codec.FLOAT32: Float32Master(),
-            Codec.SPLIT16: Split16Master(),
-            Codec.ABSENT: StochasticWeight(),
-        }
-        if master in formats:
-            return formats[master]
-    if weight is Codec.FLOAT16 and master is Codec.FLOAT32:
-        return Float32Master()
-    raise ValueError(
-        f"master.codec: {master} cannot accompany {weight} weights; allowed: absent with float32 weights, "
-        f"float32, split16 or absent with bfloat16 weights, float32 with float16 weights"
-    )
+    if (weight, master) not in _VALUE_FORMATS:
+        raise ValueError(
+            f"master.codec: {master} cannot accompany {weight} weights; allowed: absent with float32 weights, "
+            f"float32, split16 or absent with bfloat16 weights, float32 with float16 weights"
+        )
+    return _VALUE_FORMATS[weight, master]
 
 
 def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:

@@ -8,61 +8,44 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.memory.shards import Shards, ranges_of
 from hybridtrain.memory.tier import Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor, lay_out, padded
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.block_model import Unit
+from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class GradStore:
-    """Owns every parameter gradient, unit by unit.
+    """Owns every parameter gradient, unit by unit, in the order of a unit's parameters.
 
-    Args:
-        units: The model's units; gradients of a unit come in the order of its parameters.
-        sum_dtype: Element type while micro-batches of one visit are being added.
-        kept_dtype: Element type between visits and until ``take``.
-        placement: Where they wait for the update; DROPPED: on the device, until someone takes them within the step.
-        wants_norm: Whether ``norm`` will be asked for.
-        copies: The way there.
-        observer: Told that the tensors are gradients.
-        shards: Who sums and keeps which range; None: everything is here.
-        grad_accum_steps: Micro-batches of the step on all ranks; as many sums as shards are made of them.
+    Dropped ones are on the device until someone takes them within the step. Of the micro-batches of a step as many sums
+    are made as there are shards.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        *,
-        sum_dtype: torch.dtype,
-        kept_dtype: torch.dtype,
-        placement: Placement,
-        wants_norm: bool,
-        copies: CopyEngine,
-        observer: MemoryObserver,
-        shards: Shards | None = None,
-        grad_accum_steps: int = 1,
-    ) -> None:
-        self._shards = shards or Shards(copies)
-        self._per_sum = grad_accum_steps // self._shards.shares
+    def __init__(self, units: Sequence[Unit], plan: PhasePlan, shards: Shards, *, wants_norm: bool) -> None:
+        self._shards = shards
+        self._copies = shards.copies
+        self._per_sum = plan.grad_accum_steps // shards.shares
         """Micro-batches that are added before their sum is added to that of others."""
-        self._folds = self._shards.shares > 1 and not self._shards.sums
+        self._folds = shards.shares > 1 and not shards.sums
         """Whether this process adds sums as ranks would."""
+        self._kept_dtype = to_torch_dtype(plan.grad.codec)
+        """Between visits and until ``take``."""
+        adds_in_visit = plan.schedule is Schedule.VERTICAL and plan.grad_accum_steps > 1
+        self._sum_dtype = torch.float32 if adds_in_visit else self._kept_dtype
+        """While micro-batches of one visit are being added."""
+        self._placement = plan.grad.placement
+        self._offloads = self._placement in {Placement.HOST, Placement.DISK}
+        self._wants_norm = wants_norm
+        self._units = {unit.name: unit for unit in units}
         self._added: Counter[str] = Counter()
         self._sums: dict[str, list[Tensor]] = {}
         """Of whole shares, where this process adds them as ranks would."""
-        self._units = {unit.name: unit for unit in units}
-        self._sum_dtype = sum_dtype
-        self._kept_dtype = kept_dtype
-        self._offloads = placement in {Placement.HOST, Placement.DISK}
-        self._placement = placement
-        self._wants_norm = wants_norm
-        self._copies = copies
-        self._observer = observer
         self._grads: dict[str, list[Tensor]] = {}
         self._norms: dict[str, list[list[Tensor]]] = {}
         """Of the ranges of each parameter of a unit, range by range; of the own one alone where gradients are cut."""
@@ -76,7 +59,11 @@ class GradStore:
     def prefetch(self, unit: str) -> None:
         """Start bringing back the sum of earlier visits, if there is one."""
         if unit in self._away:
-            self._grads[unit], self._arriving[unit] = self._fetch(unit)
+            self._grads[unit], self._arriving[unit] = [], []
+        for stored in self._away.pop(unit, ()):
+            grad = self._copies.empty(stored.shape, stored.dtype, TensorClass.GRAD, unit)
+            self._grads[unit].append(grad)
+            self._arriving[unit].append(self._copies.fetch(grad, stored.buffer, stored.offset, [self._copies.mark()]))
 
     def accumulate(self, unit: str, grads: Sequence[Tensor]) -> None:
         """Add one micro-batch's gradients; the first ones are kept as they are, not copied."""
@@ -84,7 +71,7 @@ class GradStore:
         for ticket in self._arriving.pop(unit, ()):
             self._copies.wait(ticket)
         for grad in grads:
-            self._observer.cast(grad.dtype, self._sum_dtype, grad.numel())
+            self._copies.observer.cast(grad.dtype, self._sum_dtype, grad.numel())
         held = self._grads.get(unit)
         if held is None:
             self._grads[unit] = [self._label(grad.to(self._sum_dtype), unit) for grad in grads]
@@ -107,7 +94,7 @@ class GradStore:
                 total.add_(grad)
 
     def finish_visit(self, unit: str, *, is_last: bool) -> None:
-        """Say that a visit of ``unit`` has ended; after the last one of the step its gradients are complete."""
+        """End a visit of ``unit``; after the last one of the step its gradients are complete."""
         if is_last and self._folds:
             self._grads[unit] = self._sums.pop(unit)
         elif is_last and self._shards.sums and self._grads[unit]:
@@ -116,7 +103,7 @@ class GradStore:
         if grads is None:  # its share is complete, and another one begins
             return
         for index, grad in enumerate(grads):
-            self._observer.cast(grad.dtype, self._kept_dtype, grad.numel())
+            self._copies.observer.cast(grad.dtype, self._kept_dtype, grad.numel())
             grads[index] = self._label(grad.to(self._kept_dtype), unit)
         if is_last and self._wants_norm:
             self._norms[unit] = [
@@ -128,13 +115,15 @@ class GradStore:
         if self._offloads and grads:
             self._store(unit, self._grads.pop(unit))
 
+    @torch.no_grad()
     def norm(self) -> Tensor:
         """Return the global L2 norm, a scalar float32; every unit must have had its last visit."""
-        shares = range(max(map(len, self._norms.values()), default=1))
-        norms = [norm for share in shares for name in self._units for norm in self._norms[name][share]]
-        norm: Tensor = torch.linalg.vector_norm(self._shards.gather_all(torch.stack(norms)), 2)
-        self._norms.clear()
-        return norm
+        with self._copies.observer.region(Stage.UPDATE, ""):
+            shares = range(max(map(len, self._norms.values()), default=1))
+            norms = [norm for share in shares for name in self._units for norm in self._norms[name][share]]
+            norm: Tensor = torch.linalg.vector_norm(self._shards.gather_all(torch.stack(norms)), 2)
+            self._norms.clear()
+            return norm
 
     def are_finite(self, units: Sequence[str] | None = None) -> bool:
         """Return whether the gradients of units, all by default, are numbers; after their last visit. Waits for them.
@@ -144,9 +133,9 @@ class GradStore:
         with _disable_current_modes():
             for unit in self._units if units is None else units:
                 norms = [norm for part in self._norms.get(unit, ()) for norm in part]
-                found = [torch.stack(norms).isfinite().all()] if norms else []
-                found += [self._is_finite[unit]] if unit in self._is_finite else []
-                if not all(bool(value) for value in found):
+                flags = [torch.stack(norms).isfinite().all()] if norms else []
+                flags += [self._is_finite[unit]] if unit in self._is_finite else []
+                if not all(map(bool, flags)):
                     return self._shards.agree(False)
         return self._shards.agree(True)
 
@@ -158,23 +147,18 @@ class GradStore:
             for unit in map(self._units.__getitem__, self._units if units is None else units):
                 held: Sequence[Stored] = self._grads.get(unit.name) or self._away.get(unit.name) or ()
                 values = (grad if isinstance(grad, Tensor) else _read(grad) for grad in held)
-                names += [
-                    name for (name, _), grad in zip(unit.parameters, values, strict=False) if not _is_finite(grad)
-                ]
+                found = zip(unit.parameters, values, strict=False)
+                names += [name for (name, _), grad in found if not _is_finite(grad)]
         everything = [name for unit in self._units.values() for name, _ in unit.parameters]
         return self._shards.agree_on(names, everything)
 
     def take(self, unit: str) -> list[Stored]:
-        """Return the gradients of ``unit`` and forget them; raises ``KeyError`` when there are none."""
+        """Return the gradients of ``unit`` and forget them, not their norm; raises ``KeyError`` when there are none."""
         held: list[Stored] = list(self._away.pop(unit)) if unit in self._away else list(self._grads.pop(unit))
         return held if self._shards.cuts_grads else [self._own(grad) for grad in held]
 
-    def discard(self, unit: str) -> None:
-        """Forget the gradients of ``unit``; their norm stays known."""
-        self.take(unit)
-
     def streamed_bytes(self, unit: str, index: int, num_elements: int) -> int:
-        """Return what a range of ``num_elements`` of a gradient takes in a slot; 0 when it waits on the device."""
+        """Return the bytes of ``num_elements`` of a gradient in a slot of a stream; 0 when it waits on the device."""
         if unit not in self._away:
             return 0
         tensor = self._away[unit][index]
@@ -182,12 +166,8 @@ class GradStore:
 
     def drop(self) -> None:
         """Forget everything, as after a step that must not be applied."""
-        self._grads.clear()
-        self._added.clear()
-        self._sums.clear()
-        self._norms.clear()
-        self._is_finite.clear()
-        self._away.clear()
+        for held in (self._grads, self._added, self._sums, self._norms, self._is_finite, self._away):
+            held.clear()
         for tickets in self._arriving.values():
             for ticket in tickets:
                 self._copies.wait(ticket)
@@ -212,7 +192,7 @@ class GradStore:
         return grads
 
     def _parts(self, grads: list[Tensor]) -> list[list[Tensor]]:
-        """Return what norms are taken of: the ranges that were summed here, share by share."""
+        """Return the ranges that were summed here, of which norms are taken, share by share."""
         if self._shards.shares == 1 or self._shards.cuts_grads:
             return [grads]
         if self._shards.cuts_state:
@@ -230,7 +210,7 @@ class GradStore:
             return grad
         if isinstance(grad, Tensor):
             return grad.view(-1)[own]
-        return replace(grad, offset=grad.offset + own.start * grad.dtype.itemsize, shape=(own.stop - own.start,))
+        return replace(grad, offset=grad.offset_of(own.start), shape=(own.stop - own.start,))
 
     def _store(self, unit: str, grads: list[Tensor]) -> None:
         layout = lay_out((tuple(grad.shape), grad.dtype) for grad in grads)
@@ -238,20 +218,11 @@ class GradStore:
             self._buffers[unit] = self._copies.allocate(layout.num_bytes, self._placement, TensorClass.GRAD, unit)
         buffer = self._buffers[unit]
         self._finish_leaving()
-        away = [TierTensor(buffer, field.offset, field.shape, field.dtype) for field in layout.fields]
+        away = [TierTensor.of(buffer, field) for field in layout.fields]
         for tensor, grad in zip(away, grads, strict=True):
             source = grad.contiguous()
             self._leaving.append((self._copies.store(source, buffer, tensor.offset), [grad, source]))
         self._away[unit] = away
-
-    def _fetch(self, unit: str) -> tuple[list[Tensor], list[Ticket]]:
-        grads: list[Tensor] = []
-        tickets: list[Ticket] = []
-        for tensor in self._away.pop(unit):
-            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._copies.transfer.device)
-            grads.append(self._label(grad, unit))
-            tickets.append(self._copies.fetch(grad, tensor.buffer, tensor.offset, after=[self._copies.mark()]))
-        return grads, tickets
 
     def _finish_leaving(self) -> None:
         for ticket, _ in self._leaving:
@@ -259,7 +230,7 @@ class GradStore:
         self._leaving.clear()
 
     def _label(self, grad: Tensor, unit: str) -> Tensor:
-        self._observer.label(grad, TensorClass.GRAD, unit)
+        self._copies.observer.label(grad, TensorClass.GRAD, unit)
         return grad
 
 

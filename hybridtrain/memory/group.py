@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,57 +25,51 @@ TIMEOUT_S = 600.0
 """How long a rank waits for the others before it ends."""
 
 
-class Group(Protocol):
-    """Ranks, each with a card of its own and the same plan."""
+class Group:
+    """Ranks, each with a card of its own and the same plan; as it stands, nothing passes between them.
 
-    rank: int
-    """Of this process, from 0."""
-    world: int
-    """Number of ranks."""
-    shares: int
-    """Sums of gradients that are added in order, and ranges that a parameter is cut into: as many as ranks."""
+    Args:
+        rank: Of this process, from 0.
+        world: Number of ranks.
+        shares: Sums of gradients that are added in order, and ranges that a parameter is cut into: as many as ranks.
+    """
+
+    def __init__(self, rank: int, world: int, shares: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.shares = shares
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
         """Give row i of ``source`` to rank i; row i of ``target`` comes from there. (world, n) each."""
-        ...
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
-        ...
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         """Start ``all_gather``; return what lets the compute queue wait for its end, before which both are its own."""
-        ...
+        self.all_gather(target, source)
+        return lambda: None
 
-    def send(self, source: Tensor, rank: int) -> Callable[[], None]:
+    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
         """Start giving a tensor to another rank; return what waits until it may change."""
-        ...
+        return lambda: None
 
     def receive(self, target: Tensor, rank: int) -> None:
         """Fill a tensor with what another rank gives; in the order in which that rank gives to this one."""
-        ...
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of all ranks, as many of each, in the order of ranks."""
-        ...
+        """Return the numbers of all ranks, as many of each, in the order of ranks; as it stands all say the same."""
+        return list(numbers) * self.world
 
     def close(self) -> None:
         """Leave the group."""
-        ...
 
 
-class DirectGroup:
-    """One process on its own.
-
-    Args:
-        shares: Adds gradients, and cuts parameters, as so many ranks would: the same result to the bit on one card.
-    """
-
-    rank = 0
-    world = 1
+class DirectGroup(Group):
+    """One process on its own, which adds gradients and cuts parameters as so many ranks would, to the bit."""
 
     def __init__(self, shares: int = 1) -> None:
-        self.shares = shares
+        super().__init__(0, 1, shares)
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
         """Copy."""
@@ -85,68 +79,56 @@ class DirectGroup:
         """Copy."""
         target.view(-1).copy_(source)
 
-    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Copy at once."""
-        self.all_gather(target, source)
-        return _nothing
-
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
         """There is nobody to give to."""
         raise AssertionError("one process is no stage of several")
 
-    def receive(self, target: Tensor, rank: int) -> None:  # noqa: ARG002
+    def receive(self, target: Tensor, rank: int) -> None:
         """There is nobody to get from."""
-        raise AssertionError("one process is no stage of several")
-
-    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return them."""
-        return list(numbers)
-
-    def close(self) -> None:
-        """Do nothing."""
+        self.send(target, rank)
 
 
-class TorchGroup:
-    """The default process group of torch.distributed: NCCL between cards, gloo between processors.
+class VirtualGroup(Group):
+    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist."""
 
-    Args:
-        device: Of tensors that are exchanged.
-    """
+    def __init__(self, rank: int, world: int) -> None:
+        if not 0 <= rank < world:
+            raise ConfigError("group", [f"rank {rank} of {world}: ranks are numbered from 0 to {world - 1}"])
+        super().__init__(rank, world, world)
+
+
+class TorchGroup(Group):
+    """The default process group of torch.distributed: NCCL between cards, gloo between processors."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.world = self.shares = dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size(), dist.get_world_size())
         self._device = device
+        self._on_cuda = device.type == "cuda"
         # What NCCL passes between two cards keeps its order in both directions together, and the order in which
         # neighbours send and receive is not the same: each direction has a communicator of its own.
-        self._to_lower = dist.new_group() if device.type == "cuda" else None
+        self._to_lower = dist.new_group() if self._on_cuda else None
 
     @classmethod
     def open(
         cls, device: torch.device, *, init_method: str = "env://", rank: int = -1, world: int = -1,
         timeout_s: float = TIMEOUT_S,
     ) -> "TorchGroup":  # fmt: skip
-        """Join the group; by default the environment that torchrun makes says which.
+        """Join the group; by default the environment that torchrun makes says which, where, and as which rank.
 
-        Args:
-            device: The compute device.
-            init_method: Where ranks meet, as torch.distributed means it.
-            rank: Of this process, where the environment does not say it.
-            world: Number of ranks, likewise.
-            timeout_s: How long to wait for other ranks, here in all, and in each collective.
+        ``timeout_s``: how long to wait for other ranks, here in all, and in each collective.
 
         Raises:
             RankError: the others did not come.
         """
-        backend = "nccl" if device.type == "cuda" else "gloo"
         card = torch.cuda.current_device() if device.type == "cuda" else None
 
         def meet() -> TorchGroup:
             if card is not None:
                 torch.cuda.set_device(card)  # a thread begins with the first one
             dist.init_process_group(
-                backend, init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-            )
+                "gloo" if card is None else "nccl", init_method=init_method, rank=rank, world_size=world,
+                timeout=timedelta(seconds=timeout_s),
+            )  # fmt: skip
             return cls(device)
 
         try:
@@ -159,16 +141,20 @@ class TorchGroup:
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
         """Exchange rows."""
-        self._call(dist.all_to_all_single, target.view(-1), source.view(-1))
+        self._start(dist.all_to_all_single, target, source)()
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Gather rows."""
-        self._call(_ALL_GATHER, target.view(-1), source.view(-1))
+        self._start(_ALL_GATHER, target, source)()
+
+    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Start to gather rows; on CUDA behind what the current stream was given."""
+        return self._start(_ALL_GATHER, target, source, async_op=True)
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:
         """Start sending; the tensor is held until it is waited for."""
         with self._told():
-            given = source.contiguous() if self._device.type == "cuda" else source.clone()
+            given = source.contiguous() if self._on_cuda else source.clone()
             lane = self._to_lower if rank < self.rank else None
             work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
             assert work is not None, "this process is of the group"
@@ -185,7 +171,7 @@ class TorchGroup:
     def receive(self, target: Tensor, rank: int) -> None:
         """Receive."""
         with self._told():
-            got = target if self._device.type == "cuda" else torch.empty_like(target)
+            got = target if self._on_cuda else torch.empty_like(target)
             lane = self._to_lower if rank > self.rank else None
             work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
             assert work is not None, "this process is of the group"
@@ -205,31 +191,24 @@ class TorchGroup:
         """Leave the group."""
         dist.destroy_process_group()
 
-    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start to gather rows; on CUDA behind what the current stream was given."""
-        on_cuda = self._device.type == "cuda"
+    def _start(
+        self, collective: Callable[..., object], target: Tensor, source: Tensor, **settings: bool
+    ) -> Callable[[], None]:
+        """Call a collective on flat tensors; return what waits for it if it is asynchronous, and fills ``target``."""
         with self._told():
-            got, given = (target, source) if on_cuda else (torch.empty_like(target), source.clone())
-            work = _ALL_GATHER(got.view(-1), given.view(-1), async_op=True)
+            # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
+            got, given = (target, source) if self._on_cuda else (torch.empty_like(target), source.clone())
+            work = collective(got.view(-1), given.view(-1), **settings)
 
         def end() -> None:
             with self._told():
-                assert isinstance(work, dist.Work), "of a collective that is under way"
-                work.wait()
-                if not on_cuda:
+                if settings:
+                    assert isinstance(work, dist.Work), "of a collective that is under way"
+                    work.wait()
+                if got is not target:
                     target.copy_(got)
 
         return end
-
-    def _call(self, collective: Callable[..., object], target: Tensor, source: Tensor) -> None:
-        with self._told():
-            if self._device.type == "cuda":
-                collective(target, source)
-                return
-            # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
-            got = torch.empty_like(target)
-            collective(got, source.clone())
-            target.copy_(got)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -245,52 +224,8 @@ class TorchGroup:
             ) from error
 
 
-class VirtualGroup:
-    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist.
-
-    Args:
-        rank: Which one this is.
-        world: Number of ranks.
-    """
-
-    def __init__(self, rank: int, world: int) -> None:
-        if not 0 <= rank < world:
-            raise ConfigError("group", [f"rank {rank} of {world}: ranks are numbered from 0 to {world - 1}"])
-        self.rank = rank
-        self.world = self.shares = world
-
-    def all_to_all(self, target: Tensor, source: Tensor) -> None:
-        """Do nothing."""
-
-    def all_gather(self, target: Tensor, source: Tensor) -> None:
-        """Do nothing."""
-
-    def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:  # noqa: ARG002
-        """Do nothing."""
-        return _nothing
-
-    def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """Do nothing."""
-        return _nothing
-
-    def receive(self, target: Tensor, rank: int) -> None:
-        """Do nothing."""
-
-    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return those of this rank for every one: whole numbers are alike in a plan, others are NaN."""
-        return list(numbers) * self.world
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
-    """Return the texts of all ranks, in their order.
-
-    Args:
-        group: The ranks.
-        device: On which they exchange.
-        text: Of this rank; as long as it likes.
+    """Return the texts of all ranks, of any length, in their order; ``device``: on which they exchange.
 
     Raises:
         RankError: another rank ended or did not answer in time.
@@ -305,8 +240,8 @@ def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
         return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
 
 
-def _within(seconds: float, what: Callable[[], T]) -> T:
-    """Return what a call returns.
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Call, for so long at most.
 
     It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
 
@@ -318,7 +253,7 @@ def _within(seconds: float, what: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            found.append(what())
+            found.append(call())
         except BaseException as error:  # noqa: BLE001  raised below
             faults.append(error)
 
@@ -330,10 +265,6 @@ def _within(seconds: float, what: Callable[[], T]) -> T:
     if not found:
         raise TimeoutError("no answer from the address, or from a rank that came to it")
     return found[0]
-
-
-def _nothing() -> None:
-    """Wait for what is over."""
 
 
 def _first_line(error: BaseException) -> str:

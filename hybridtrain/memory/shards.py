@@ -7,6 +7,7 @@ range i. One process with ``DirectGroup(shares)`` adds and cuts likewise, which 
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from math import ceil
 
 import torch
@@ -17,7 +18,7 @@ from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import StoredWeight, weight_part
 from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, lay_out
-from hybridtrain.virtual_gpu.repeated_work import Work
+from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 
 def range_of(count: int, shares: int, number: int) -> slice:
@@ -32,7 +33,7 @@ def ranges_of(count: int, shares: int) -> list[slice]:
 
 
 def overlap(part: slice, own: slice) -> tuple[slice, slice]:
-    """Return what of ``part`` lies in ``own``: as a range within the first, and within the second; empty if nothing."""
+    """Return the overlap of two ranges: as a range within the first, and within the second; empty if there is none."""
     start, stop = max(part.start, own.start), min(part.stop, own.stop)
     stop = max(start, stop)
     return slice(start - part.start, stop - part.start), slice(start - own.start, stop - own.start)
@@ -49,9 +50,9 @@ class Shards:
 
     def __init__(self, copies: CopyEngine, stage: int = 0) -> None:
         self.group = copies.group
-        self.device = copies.transfer.device
+        self.device = copies.device
         self.shares = copies.group.shares
-        self._copies = copies
+        self.copies = copies
         has_others = copies.group.world > 1
         self.sums = has_others
         """Whether gradients are summed over ranks."""
@@ -95,9 +96,9 @@ class Shards:
         """Return the numbers of all ranks in their order, where each has those of its own ranges."""
         if not self.cuts_state:
             return numbers
-        found = numbers.new_empty((self.shares, numbers.numel()))
-        self._copies.exchange(self.group.all_gather, found, numbers)
-        return found.view(-1)
+        rows = numbers.new_empty((self.shares, numbers.numel()))
+        self.copies.exchange(self.group.all_gather, rows, numbers)
+        return rows.view(-1)
 
     # ---- gradients
 
@@ -106,8 +107,8 @@ class Shards:
         cuts = [ranges_of(grad.numel(), self.shares) for grad in grads]
         layout = lay_out(((cut[0].stop,), grad.dtype) for grad, cut in zip(grads, cuts, strict=True))
         given, got = (self._empty(self.shares * layout.num_bytes).view(self.shares, -1) for _ in range(2))
-        self._repeat("lay out", (given, *grads), partial(_lay_out, given, layout, grads, cuts))
-        self._copies.exchange(self.group.all_to_all, got, given)
+        self._repeat("lay out", (given, *grads), partial(_fill_rows, given, layout, grads, cuts))
+        self.copies.exchange(self.group.all_to_all, got, given)
         del given
         owned = [cut[self.group.rank] for cut in cuts]
         counts = tuple(own.stop - own.start for own in owned)
@@ -125,7 +126,7 @@ class Shards:
     def pack(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
         """Write the own ranges to ``row``, uint8."""
         for view, part in self._pairs(row, weights, self.group.rank):
-            _copy(view[: part.numel()], part)
+            _copy(view, part)
 
     def unpack(self, row: Tensor, weights: Sequence[StoredWeight], rank: int | None = None) -> None:
         """Fill the ranges of a rank, by default the own ones, from its row."""
@@ -135,29 +136,28 @@ class Shards:
     def gather_row(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
         """Fill all ranges from the rows of all ranks."""
         rows = self._rows(row)
-        self._copies.exchange(self.group.all_gather, rows, row)
+        self.copies.exchange(self.group.all_gather, rows, row)
         self._unpack_all(rows, weights)
 
     def gather_ahead(self, row: Tensor, after: Sequence[Ticket]) -> Gather:
         """Start to gather the rows of all ranks, once the copies of ``after`` have brought the own one."""
-        return self._copies.gather_ahead(self._rows(row), row, after)
+        return self.copies.gather_ahead(self._rows(row), row, after)
 
     def end_gather(self, gather: Gather, weights: Sequence[StoredWeight]) -> None:
         """Fill all ranges from what was gathered ahead."""
-        self._copies.end(gather)
+        self.copies.end(gather)
         self._unpack_all(gather.rows, weights)
 
     def row_layout(self, weights: Sequence[StoredWeight]) -> ByteLayout:
         """Return where the range of each stored tensor lies in a row; the same on every rank."""
-        first = (part for weight in weights for part in self._part(weight, 0))  # no rank has more than the first
-        return lay_out((tuple(part.shape), part.dtype) for part in first)
+        return lay_out((tuple(part.shape), part.dtype) for part in self._parts(weights, 0))  # no rank has more
 
-    def _part(self, weight: StoredWeight, rank: int) -> StoredWeight:
-        return weight_part(weight, range_of(weight[0].numel(), self.shares, rank))
+    def _parts(self, weights: Sequence[StoredWeight], rank: int) -> Iterator[Tensor]:
+        for weight in weights:
+            yield from weight_part(weight, range_of(weight[0].numel(), self.shares, rank))
 
     def _pairs(self, row: Tensor, weights: Sequence[StoredWeight], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = (part for weight in weights for part in self._part(weight, rank))
-        return zip(self.row_layout(weights).views(row), parts, strict=True)
+        return zip(self.row_layout(weights).views(row), self._parts(weights, rank), strict=True)
 
     def _rows(self, row: Tensor) -> Tensor:
         return self._empty(self.shares * row.numel()).view(self.shares, -1)
@@ -168,24 +168,21 @@ class Shards:
                 self.unpack(rows[rank], weights, rank)
             return ()
 
-        self._repeat(
-            ("unpack", tuple(map(len, weights))), (rows, *(part for weight in weights for part in weight)), unpack
-        )
+        self._repeat(("unpack", tuple(map(len, weights))), (rows, *chain.from_iterable(weights)), unpack)
 
     def _repeat(
         self, key: Hashable, operands: Sequence[Tensor], do: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Do what takes time in proportion to the ranks, or write it down in a dry run."""
-        return self._copies.observer.repeat(Work(do, operands, lambda: key))
+        return self.copies.observer.repeat(Work(do, operands, lambda: key))
 
     def _empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
 
-def _lay_out(
+def _fill_rows(
     given: Tensor, layout: ByteLayout, grads: Sequence[Tensor], cuts: Sequence[Sequence[slice]]
 ) -> tuple[Tensor, ...]:
-    """Fill the row of each rank with its range of each gradient."""
     for row, views in enumerate(map(layout.views, given)):
         for view, grad, cut in zip(views, grads, cuts, strict=True):
             _copy(view, grad.contiguous().view(-1)[cut[row]])
@@ -193,7 +190,6 @@ def _lay_out(
 
 
 def _added(got: Tensor, layout: ByteLayout, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the sums of the rows of all ranks, in their order."""
     totals: list[Tensor] = []
     for row, views in enumerate(map(layout.views, got)):
         for index, (view, count) in enumerate(zip(views, counts, strict=True)):

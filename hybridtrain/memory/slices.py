@@ -1,6 +1,6 @@
 """A slice of a weight and of state, as whoever changes it sees it: exact values, whatever is stored. P elements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,26 +19,18 @@ class StateSpec:
     shape, which stays on the device."""
 
 
+@dataclass(slots=True)
 class WeightSlice:
     """A weight, or a flat slice of it.
 
-    Args:
-        storage: How it is stored.
-        stored: What is stored of it, flat; of codes it begins at a multiple of 256.
-        companion: What is kept beside it, flat.
-        shape: Of the parameter where this is all of it.
+    What is stored is flat; codes begin at a multiple of 256. ``shape``: of the parameter where this is all of it.
     """
 
-    __slots__ = ("_value", "companion", "shape", "storage", "stored")
-
-    def __init__(
-        self, storage: WeightFormat, stored: StoredWeight, companion: Tensor | None, shape: tuple[int, ...] = ()
-    ) -> None:
-        self.storage = storage
-        self.stored = stored
-        self.companion = companion
-        self.shape = shape
-        self._value: Tensor | None = None
+    storage: WeightFormat
+    stored: StoredWeight
+    companion: Tensor | None
+    shape: tuple[int, ...] = ()
+    _value: Tensor | None = field(default=None, init=False)
 
     @property
     def value(self) -> Tensor:

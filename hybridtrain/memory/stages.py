@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other beside the steps: each has its own part of one model."""
+"""What passes between the stages of a pipeline beside the steps: each has its own part of one model."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,7 @@ from hybridtrain.models.block_model import BlockModel, model_parts
 
 
 class Stages(Shards):
-    """One rank of several that hold different blocks: nothing is cut, nothing summed.
-
-    Args:
-        copies: Has the group, and tells the ledger.
-        model: Its part is that of this rank.
-    """
+    """One rank of several that hold different blocks: nothing is cut, nothing summed."""
 
     def __init__(self, copies: CopyEngine, model: BlockModel) -> None:
         super().__init__(copies)
@@ -31,7 +26,7 @@ class Stages(Shards):
         """Trained parameters of each stage."""
 
     def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what any rank names of all parameters."""
+        """Return the parameters that any rank names."""
         named = self.group.gather_numbers([float(name in names) for name in self._names])
         count = len(self._names)
         return tuple(name for index, name in enumerate(self._names) if any(named[index::count]))
@@ -41,8 +36,8 @@ class Stages(Shards):
         row = numbers.new_zeros(max(self._counts))
         row[: numbers.numel()].copy_(numbers)
         rows = row.new_empty((self.group.world, row.numel()))
-        self._copies.exchange(self.group.all_gather, rows, row)
-        return torch.cat([found[:count] for found, count in zip(rows, self._counts, strict=True)])
+        self.copies.exchange(self.group.all_gather, rows, row)
+        return torch.cat([row[:count] for row, count in zip(rows, self._counts, strict=True)])
 
     @torch.no_grad()
     def pass_tied(self) -> None:
@@ -51,7 +46,7 @@ class Stages(Shards):
         if not self._model.config.tied:
             return
         if part.has_embedding:
-            self._copies.send(self._model.head.weight.data, last)
-            self._copies.finish_sends()
+            self.copies.send(self._model.head.weight.data, last)
+            self.copies.finish_sends()
         elif part.has_head:
-            self._copies.receive(self._model.head.weight.data, 0)
+            self.copies.receive(self._model.head.weight.data, 0)

@@ -1,14 +1,13 @@
-"""What an update needs of a parameter beside weight and gradient: companion, optimizer state and what goes with it."""
+"""State of parameters beside weight and gradient: companion, optimizer state and what goes with it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, prod
 
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import (
     DynamicInt8State,
     PlainState,
@@ -16,6 +15,7 @@ from hybridtrain.memory.formats import (
     StoredWeight,
     TensorSpec,
     WeightFormats,
+    parts,
     state_format,
     weight_part,
 )
@@ -26,8 +26,7 @@ from hybridtrain.memory.tier_tensor import Piece, Stored, TierTensor, lay_out, n
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell, PhasePlan, UpdateDevice
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _SQUEEZED_ELEMENTS = 1 << 22
 """Elements turned into 8-bit codes, or back, at a time: 16 MiB of fp32 a temporary."""
@@ -52,26 +51,26 @@ class StateSlot:
         return self.spec.shape is None
 
     def pieces(self, part: slice, *, writes: bool = True) -> list[Piece]:
-        """Return what a slice of the parameter needs of it."""
+        """Return the pieces of it that belong to a slice of the parameter."""
         return [
             Piece(tensor, self.storage.part(i, part), writes=writes, fill=spec.zero if self.is_fresh else None)
             for i, (spec, tensor) in enumerate(zip(self.specs, self.tensors, strict=True))
         ]
 
     def reset(self) -> None:
-        """Be as before the first update: what is below the device keeps its place."""
+        """Forget the values, as before the first update: what is below the device keeps its place."""
         self.is_fresh = True
         if self.placement is Placement.DEVICE:
             self.tensors = ()
 
     def slice_of(self, tensors: Sequence[Tensor], num_elements: int) -> StateSlice:
-        """Return what the device, or the host, holds of it for a slice."""
+        """Return a slice of ``num_elements`` whose stored tensors are on the device, or on the host."""
         return StateSlice(self.storage, tuple(tensors), num_elements)
 
 
 @dataclass(slots=True)
 class ParameterState:
-    """What the update needs of one parameter beside its weight and gradient."""
+    """State of one parameter."""
 
     parameter: nn.Parameter
     companion: Stored | None
@@ -92,37 +91,25 @@ class ParameterState:
         """Elements that state is held of."""
         return self.parameter.numel() if self.own is None else self.own.stop - self.own.start
 
-    @property
-    def exists(self) -> bool:
-        """Whether the first update was done, or is under way."""
-        return any(slot.tensors for slot in (*self.slots, *self.extra))
-
     def stored(self) -> list[Stored]:
         """Return all tensors: of the optimizer, extra ones, the companion."""
         tensors = [tensor for slot in (*self.slots, *self.extra) for tensor in slot.tensors]
         return [*tensors, *([] if self.companion is None else [self.companion])]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all stored tensors."""
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.stored())
+
 
 class StateStore:
-    """Owns the state of every parameter; it is allocated when the first update asks for it.
+    """Owns the state of every parameter; it is allocated when the first update asks for it."""
 
-    Args:
-        plan: Formats and placements of master and optimizer state.
-        formats: How exact weights are kept.
-        copies: The way to the other tiers.
-        observer: Told what the tensors are for.
-        shards: Which range of each parameter this rank holds state of; None: all.
-    """
-
-    def __init__(
-        self, plan: PhasePlan, formats: WeightFormats, copies: CopyEngine, observer: MemoryObserver,
-        shards: Shards | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: PhasePlan, formats: WeightFormats, shards: Shards) -> None:
         self.formats = formats
-        self._shards = shards or Shards(copies)
+        self.shards = shards
+        self.copies = shards.copies
         self._plan = plan
-        self._copies = copies
-        self._observer = observer
         self._states: defaultdict[str, list[ParameterState]] = defaultdict(list)
         self._away: list[tuple[ParameterState, str]] = []
         self._master_is_away = False
@@ -135,18 +122,13 @@ class StateStore:
     ) -> None:
         """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its companion.
 
-        Args:
-            unit: Name.
-            parameter: As the model knows it.
-            initial: Its value.
-            weight: Where it is stored.
-            specs: The state that the optimizer wants of it.
+        ``specs``: the state that the optimizer wants of it.
         """
         companion: Stored | None = self.formats.of(weight).create(initial, weight)
         if isinstance(companion, Tensor):
-            if self._shards.cuts_state:
-                companion = companion.view(-1)[self._shards.own(companion.numel())].clone()
-            self._observer.label(companion, TensorClass.MASTER, unit)
+            if self.shards.cuts_state:
+                companion = companion.view(-1)[self.shards.own(companion.numel())].clone()
+            self.copies.observer.label(companion, TensorClass.MASTER, unit)
             if self._plan.master.placement is not Placement.DEVICE:
                 companion = self._store(companion, self._plan.master.placement, TensorClass.MASTER, unit)
         self._add(unit, parameter, companion, specs)
@@ -167,13 +149,11 @@ class StateStore:
             created_P = storage.create(value_P, weight_part(weight, part))
             if created_P is not None:
                 if companion is None:
-                    companion = new_stored(
-                        self._shape(parameter), created_P.dtype, self._plan.master.placement, TensorClass.MASTER, unit,
-                        self._copies, self._observer,
-                    )  # fmt: skip
-                found, kept = overlap(part, self._shards.own(parameter.numel()))
+                    shape, place = self._shape(parameter), self._plan.master.placement
+                    companion = new_stored(shape, created_P.dtype, place, TensorClass.MASTER, unit, self.copies)
+                found, kept = overlap(part, self.shards.own(parameter.numel()))
                 if kept.stop > kept.start:
-                    write_slice(companion, kept, created_P[found], self._copies)
+                    write_slice(companion, kept, created_P[found], self.copies)
         self._add(unit, parameter, companion, specs)
 
     def _add(self, unit: str, parameter: nn.Parameter, companion: Stored | None, specs: Sequence[StateSpec]) -> None:
@@ -182,16 +162,16 @@ class StateStore:
         history = Cell(placement=cell.placement, codec=self._plan.history_codec)
         names = (f"history{number}" for number in range(self._plan.history_tensors))
         extra = tuple(self._slot(StateSpec(name), shape, history, parameter.numel()) for name in names)
-        own = self._shards.own(parameter.numel()) if self._shards.cuts_state else None
+        own = self.shards.own(parameter.numel()) if self.shards.cuts_state else None
         self._states[unit].append(ParameterState(parameter, companion, slots, extra, own=own))
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of what is held of a parameter's state."""
-        own = self._shards.own(parameter.numel())
-        return (own.stop - own.start,) if self._shards.cuts_state else tuple(parameter.shape)
+        # Of what is held of a parameter's state.
+        own = self.shards.own(parameter.numel())
+        return (own.stop - own.start,) if self.shards.cuts_state else tuple(parameter.shape)
 
     def _slot(self, spec: StateSpec, shape: tuple[int, ...], cell: Cell, count: int) -> StateSlot:
-        """Return a slot for state of a shape; ``count``: elements of the whole parameter, which say how it is kept."""
+        """Return a slot for state of a shape; ``count``: elements of the whole parameter, which decide the format."""
         if spec.shape is not None:  # next to nothing: it stays at hand, and exact
             small, on_host = PlainState(), self._plan.update_on is UpdateDevice.HOST
             return StateSlot(spec, small, small.specs(spec.shape), Placement.HOST if on_host else Placement.DEVICE)
@@ -210,9 +190,9 @@ class StateStore:
         states = self._states[unit]
         for state in states:
             while state.arriving:
-                self._copies.wait(state.arriving.pop(0))
+                self.copies.wait(state.arriving.pop(0))
             while state.leaving:
-                self._copies.release(state.leaving.pop(0))
+                self.copies.release(state.leaving.pop(0))
         return states
 
     def of(self, unit: str) -> list[ParameterState]:
@@ -220,12 +200,10 @@ class StateStore:
         return self._states[unit]
 
     def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
-        """Return what a range of ``num_elements`` of a parameter's state takes in a slot, padding included."""
+        """Return the bytes of ``num_elements`` of a parameter's state in a slot of a stream, padding included."""
         share = min(1.0, num_elements / max(state.count, 1))
-        specs = [
-            s for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE for s in slot.specs
-        ]
-        sizes = [torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs]
+        below = (slot for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE)
+        sizes = (prod(spec.shape) * spec.dtype.itemsize for slot in below for spec in slot.specs)
         total = sum(padded(ceil(size * share)) for size in sizes)
         if isinstance(state.companion, TierTensor):
             total += padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
@@ -245,16 +223,15 @@ class StateStore:
         if not below:
             return
         layout = lay_out((spec.shape, spec.dtype) for slot in below for spec in slot.specs)
-        buffer = self._copies.allocate(layout.num_bytes, below[0].placement, TensorClass.OPTIM_STATE, unit)
+        buffer = self.copies.allocate(layout.num_bytes, below[0].placement, TensorClass.OPTIM_STATE, unit)
         fields = iter(layout.fields)
         for slot in below:
-            found = (next(fields) for _ in slot.specs)
-            slot.tensors = tuple(TierTensor(buffer, f.offset, f.shape, f.dtype) for f in found)
+            slot.tensors = tuple(TierTensor.of(buffer, next(fields)) for _ in slot.specs)
             slot.is_fresh = True
 
     def _zeros(self, spec: TensorSpec, unit: str) -> Tensor:
-        tensor = torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=self._copies.transfer.device)
-        self._observer.label(tensor, TensorClass.OPTIM_STATE, unit)
+        tensor = torch.full(spec.shape, spec.zero, dtype=spec.dtype, device=self.copies.device)
+        self.copies.observer.label(tensor, TensorClass.OPTIM_STATE, unit)
         return tensor
 
     # ---- through a phase that does not need it
@@ -270,8 +247,10 @@ class StateStore:
         """
         self._master_is_away = master is not None and master.placement is Placement.HOST
         resident, is_dropped = list(self._resident()), moments.placement is Placement.DROPPED
-        if is_dropped:
-            self._drop(step)
+        if is_dropped:  # wherever it lives; buffers below the device are written anew
+            for slot in (slot for states in self._states.values() for state in states for slot in state.slots):
+                slot.reset()
+            self.born_after = step
         for unit, state in resident:
             if self._master_is_away and isinstance(state.companion, Tensor):
                 state.companion = self._store(state.companion, Placement.HOST, TensorClass.MASTER, unit)
@@ -282,22 +261,21 @@ class StateStore:
                         self._store(tensor, Placement.HOST, TensorClass.OPTIM_STATE, unit) for tensor in slot.tensors
                     )
             elif moments.codec is Codec.INT8_BLOCKS and not is_dropped:
-                self._squeeze(state, slots, unit)
+                for slot in slots:
+                    if isinstance(slot.storage, PlainState):  # 8-bit codes on the device, however small it is
+                        storage = DynamicInt8State(slot.spec.signed)
+                        self._convert(slot, storage, storage.specs(tuple(state.parameter.shape)), state, unit)
             self._away.append((state, unit))
-
-    def _drop(self, step: int) -> None:
-        """Forget the optimizer's state wherever it lives; buffers below the device are written anew."""
-        for states in self._states.values():
-            for slot in (slot for state in states for slot in state.slots):
-                slot.reset()
-        self.born_after = step
 
     @torch.no_grad()
     def fetch_back(self) -> None:
         """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
         for state, unit in self._away:
             for slot in state.slots:
-                self._widen(slot, state, unit)
+                count, shape = state.parameter.numel(), tuple(state.parameter.shape)
+                home = self._slot(slot.spec, shape, self._plan.optim_state, count)
+                if slot.tensors and home.storage != slot.storage:  # codes that were made on the way into PREDICT
+                    self._convert(slot, home.storage, home.specs, state, unit)
             if self._master_is_away and state.companion is not None:
                 state.companion = self._fetch(state, state.companion, TensorClass.MASTER, unit)
             for slot in (*state.slots, *state.extra):
@@ -318,32 +296,17 @@ class StateStore:
     def _store(self, stored: Stored, placement: Placement, tensor_class: TensorClass, unit: str) -> Stored:
         if isinstance(stored, TierTensor):
             return stored
-        buffer = self._copies.allocate(stored.nbytes, placement, tensor_class, unit)
-        self._copies.wait(self._copies.store(stored, buffer))
+        buffer = self.copies.allocate(stored.nbytes, placement, tensor_class, unit)
+        self.copies.wait(self.copies.store(stored, buffer))
         return TierTensor(buffer, 0, tuple(stored.shape), stored.dtype)
 
     def _fetch(self, state: ParameterState, stored: Stored, tensor_class: TensorClass, unit: str) -> Stored:
         if isinstance(stored, Tensor):
             return stored
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self._copies.transfer.device)
-        self._observer.label(tensor, tensor_class, unit)
-        state.arriving.append(self._copies.fetch(tensor, stored.buffer, stored.offset, [self._copies.mark()]))
+        tensor = self.copies.empty(stored.shape, stored.dtype, tensor_class, unit)
+        state.arriving.append(self.copies.fetch(tensor, stored.buffer, stored.offset, [self.copies.mark()]))
         state.leaving.append(stored.buffer)
         return tensor
-
-    def _squeeze(self, state: ParameterState, slots: Sequence[StateSlot], unit: str) -> None:
-        """Turn floating point state into 8-bit codes on the device, however small it is."""
-        for slot in slots:
-            if isinstance(slot.storage, PlainState):
-                storage = DynamicInt8State(slot.spec.signed)
-                self._convert(slot, storage, storage.specs(tuple(state.parameter.shape)), state, unit)
-
-    def _widen(self, slot: StateSlot, state: ParameterState, unit: str) -> None:
-        """Turn codes that ``_squeeze`` made back into what the plan says."""
-        shape = tuple(state.parameter.shape)
-        home = self._slot(slot.spec, shape, self._plan.optim_state, state.parameter.numel())
-        if slot.tensors and home.storage != slot.storage:
-            self._convert(slot, home.storage, home.specs, state, unit)
 
     def _convert(
         self, slot: StateSlot, storage: StateFormat, specs: tuple[TensorSpec, ...], state: ParameterState, unit: str
@@ -353,7 +316,6 @@ class StateStore:
         assert len(resident) == len(slot.tensors), "only what is on the device changes its format"
         count = state.parameter.numel()
         old, new = slot.slice_of(resident, count), StateSlice(storage, tensors, count)
-        for start in range(0, count, _SQUEEZED_ELEMENTS):
-            part = slice(start, min(start + _SQUEEZED_ELEMENTS, count))
+        for part in parts(count, _SQUEEZED_ELEMENTS):
             new.part(part).store(old.part(part).load())
         slot.storage, slot.specs, slot.tensors = storage, specs, tensors

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import HostMemoryError
-from hybridtrain.memory.disk_tier import DiskFile
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import KIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _PAGE = mmap.PAGESIZE
 _THREAD_BYTES = 80 * MIB
@@ -25,11 +24,7 @@ _THREAD_BYTES = 80 * MIB
 
 
 class TierAccount:
-    """Live and largest bytes by tier, counted alike in a dry run and in a real one.
-
-    Args:
-        host_limit_bytes: Host memory that buffers may take in all; None: no limit.
-    """
+    """Live and largest bytes by tier, counted alike in a dry run and in a real one, up to a limit of host memory."""
 
     def __init__(self, host_limit_bytes: int | None = None) -> None:
         self.host_limit_bytes = host_limit_bytes
@@ -66,25 +61,20 @@ class TierAccount:
 
     def by_class(self, placement: Placement) -> dict[TensorClass, int]:
         """Return the live bytes of each class that holds any."""
-        return {
-            tensor_class: size for (place, tensor_class), size in self._by_class.items() if place is placement and size
-        }
+        return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
 class Bytes(Protocol):
-    """Where a buffer's content is."""
+    """Where a buffer's content is: ``HostBytes`` or a ``DiskFile``."""
 
     def read(self, offset: int, target: Tensor) -> None:
         """Fill ``target``, contiguous on the CPU, from ``offset`` bytes on."""
-        ...
 
     def write(self, offset: int, source: Tensor) -> None:
         """Write ``source``, contiguous on the CPU, at ``offset`` bytes."""
-        ...
 
     def close(self) -> None:
         """Give the memory back."""
-        ...
 
 
 class HostBytes:
@@ -124,25 +114,6 @@ class HostBytes:
             self._unpin()
 
 
-class DiskBytes:
-    """A file of the disk tier."""
-
-    def __init__(self, file: DiskFile) -> None:
-        self._file = file
-
-    def read(self, offset: int, target: Tensor) -> None:
-        """Read into the tensor's own memory."""
-        self._file.read(offset, target.view(-1).view(torch.uint8).numpy().data)
-
-    def write(self, offset: int, source: Tensor) -> None:
-        """Write from the tensor's own memory."""
-        self._file.write(offset, source.view(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Remove the file; no read or write may be under way."""
-        self._file.close()
-
-
 def _pin(address: int, num_bytes: int) -> None:
     """Lock pages, so that copies to a card really are asynchronous; CUDA finds out by the address."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -177,10 +148,9 @@ def has_room_for_threads(count: int = 1) -> bool:
     One that gets none dies before its first line, and ``Thread.start`` waits for it forever.
     """
     stack_bytes = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack_bytes = 8 * MIB if stack_bytes == resource.RLIM_INFINITY else stack_bytes
     try:
-        mmap.mmap(
-            -1, count * ((8 * MIB if stack_bytes == resource.RLIM_INFINITY else stack_bytes) + _THREAD_BYTES)
-        ).close()
+        mmap.mmap(-1, count * (stack_bytes + _THREAD_BYTES)).close()
     except OSError:
         return False
     return True
@@ -188,13 +158,12 @@ def has_room_for_threads(count: int = 1) -> bool:
 
 @dataclass(slots=True)
 class TierBuffer:
-    """Bytes of one purpose on a tier."""
+    """Bytes of one purpose on a tier, without content in a dry run."""
 
     placement: Placement
     num_bytes: int
     tensor_class: TensorClass
     content: Bytes | None
-    """None in a dry run."""
     last_store: "Ticket | None" = None
     """The newest copy into the buffer; what reads it must wait for that."""
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.observer import MemoryObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 ALIGNMENT = 512
 """Bytes; torch's CUDA allocator and vectorised kernels ask for as much."""
+_NUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,9 @@ class Field:
     dtype: torch.dtype
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the shape."""
-        return prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes without padding."""
-        return self.num_elements * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the tensor inside ``flat``, a one-dimensional uint8 tensor."""
@@ -57,18 +52,14 @@ def lay_out(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> ByteLayout:
     fields: list[Field] = []
     offset = 0
     for shape, dtype in tensors:
-        field = Field(offset, tuple(shape), dtype)
-        fields.append(field)
-        offset += padded(field.num_bytes)
+        fields.append(Field(offset, tuple(shape), dtype))
+        offset += padded(fields[-1].num_bytes)
     return ByteLayout(tuple(fields), offset)
 
 
 def padded(num_bytes: int) -> int:
-    """Return what a field of ``num_bytes`` takes in a layout."""
+    """Return the bytes that a field of ``num_bytes`` takes in a layout."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-_NUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +71,47 @@ class TierTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, buffer: TierBuffer, field: Field) -> "TierTensor":
+        """Return the tensor of a field of the buffer's layout."""
+        return cls(buffer, field.offset, field.shape, field.dtype)
+
     def numel(self) -> int:
         """Return the number of elements."""
         return prod(self.shape)
 
+    def offset_of(self, element: int) -> int:
+        """Return where in the buffer an element begins."""
+        return self.offset + element * self.dtype.itemsize
+
     def on_host(self) -> Tensor:
-        """Return the tensor in host memory, for work of the processor; only for the host tier of a real run."""
+        """Return the tensor in host memory, flat, for work of the processor; only for the host tier of a real run."""
         content = self.buffer.content
         assert isinstance(content, HostBytes), "the processor works on host memory"
-        return content.tensor[self.offset : self.offset + self.numel() * self.dtype.itemsize].view(self.dtype)
+        return content.tensor[self.offset : self.offset_of(self.numel())].view(self.dtype)
 
 
 Stored = Tensor | TierTensor
 
 
 def new_stored(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    placement: Placement,
-    tensor_class: TensorClass,
-    unit: str,
+    shape: Sequence[int], dtype: torch.dtype, placement: Placement, tensor_class: TensorClass, unit: str,
     copies: CopyEngine,
-    observer: MemoryObserver,
-) -> Stored:
+) -> Stored:  # fmt: skip
     """Return an unset tensor on the device, or in a buffer of its own below it."""
     if placement is Placement.DEVICE:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=copies.transfer.device)
-        observer.label(tensor, tensor_class, unit)
-        return tensor
+        return copies.empty(shape, dtype, tensor_class, unit)
     buffer = copies.allocate(prod(shape) * dtype.itemsize, placement, tensor_class, unit)
     return TierTensor(buffer, 0, tuple(shape), dtype)
+
+
+def read_slice(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:
+    """Return a range of a stored tensor's elements on the device: a view there, or a copy that compute waits for."""
+    if isinstance(stored, Tensor):
+        return stored.view(-1)[part]
+    tensor_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=copies.device)
+    copies.wait(copies.fetch(tensor_P, stored.buffer, stored.offset_of(part.start), [copies.mark()]))
+    return tensor_P
 
 
 def write_slice(stored: Stored, part: slice, value_P: Tensor, copies: CopyEngine) -> None:
@@ -117,7 +119,7 @@ def write_slice(stored: Stored, part: slice, value_P: Tensor, copies: CopyEngine
     if isinstance(stored, Tensor):
         stored.view(-1)[part].copy_(value_P)
         return
-    copies.wait(copies.store(value_P, stored.buffer, stored.offset + part.start * stored.dtype.itemsize))
+    copies.wait(copies.store(value_P, stored.buffer, stored.offset_of(part.start)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +132,12 @@ class Piece:
     fill: int | None = None
     """Value of every element, where nothing was ever stored: it is set instead of fetched."""
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether it is on the device already."""
-        return isinstance(self.stored, Tensor)
-
 
 class SliceStream:
     """Brings pieces to the device ahead of their use and writes changed ones back behind it, in two slots."""
 
-    def __init__(self, copies: CopyEngine, observer: MemoryObserver) -> None:
+    def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
-        self._observer = observer
         self._slots: list[Tensor] = []
         self._views: dict[tuple[int, Field], Tensor] = {}
         """Of the slots: the same few again and again."""
@@ -152,9 +148,13 @@ class SliceStream:
 
         Args:
             items: Of any length; the next one is asked for before the last one is yielded, if anything is streamed.
-            slot_bytes: What the largest item takes, 0 when all is on the device.
+            slot_bytes: Of the largest item, 0 when all is on the device.
         """
-        self._grow(slot_bytes)
+        if slot_bytes:
+            self._slots = [
+                self._copies.empty((slot_bytes,), torch.uint8, TensorClass.WORKSPACE, f"stream.{index}")
+                for index in range(_NUM_SLOTS)
+            ]
         source = iter(items)
         item = next(source, None)
         tensors, tickets = ([], []) if item is None else self._fetch(item, 0)
@@ -174,27 +174,15 @@ class SliceStream:
             item, number = following, 1 - number
             tensors, tickets = arriving or ([], [])
         self._views.clear()
-        for index, leaving in enumerate(self._leaving):
-            if leaving is not None:  # the slots' memory may be used for something else after this
-                self._copies.wait(leaving)
-                self._leaving[index] = None
-
-    def _grow(self, num_bytes: int) -> None:
-        if num_bytes and (not self._slots or self._slots[0].nbytes < num_bytes):
-            self._views.clear()
-            self._slots = []
-            for index in range(_NUM_SLOTS):
-                slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._copies.transfer.device)
-                self._observer.label(slot, TensorClass.WORKSPACE, f"stream.{index}")
-                self._slots.append(slot)
+        for leaving in filter(None, self._leaving):  # the slots' memory may be used for something else after this
+            self._copies.wait(leaving)
 
     def _fetch(self, item: Sequence[Piece], number: int) -> tuple[list[Tensor], list[Ticket]]:
-        streamed = [piece for piece in item if not piece.is_resident]
-        fields = iter(_layout(streamed).fields)
-        leaving = self._leaving[number]
-        if streamed:  # others leave the slot as it is
+        fields = iter(_layout(item).fields)
+        leaving, is_streamed = self._leaving[number], any(isinstance(piece.stored, TierTensor) for piece in item)
+        if is_streamed:  # others leave the slot as it is
             self._leaving[number] = None
-        after = [self._copies.mark(), *([] if leaving is None else [leaving])] if streamed else []
+        after = [self._copies.mark(), *filter(None, [leaving])] if is_streamed else []
         tensors: list[Tensor] = []
         tickets: list[Ticket] = []
         for piece in item:
@@ -208,8 +196,7 @@ class SliceStream:
             self._views[number, field] = tensor
             tensors.append(tensor)
             if piece.fill is None:
-                offset = stored.offset + piece.part.start * stored.dtype.itemsize
-                tickets.append(self._copies.fetch(tensor, stored.buffer, offset, after))
+                tickets.append(self._copies.fetch(tensor, stored.buffer, stored.offset_of(piece.part.start), after))
             else:
                 if leaving is not None:
                     self._copies.wait(leaving)
@@ -220,14 +207,14 @@ class SliceStream:
         for piece, tensor in zip(item, tensors, strict=True):
             stored = piece.stored
             if piece.writes and not isinstance(stored, Tensor):
-                offset = stored.offset + piece.part.start * stored.dtype.itemsize
-                self._leaving[number] = self._copies.store(tensor, stored.buffer, offset)
+                self._leaving[number] = self._copies.store(tensor, stored.buffer, stored.offset_of(piece.part.start))
 
 
-def _layout(pieces: Sequence[Piece]) -> ByteLayout:
-    return lay_out(((piece.part.stop - piece.part.start,), piece.stored.dtype) for piece in pieces)
+def _layout(pieces: Iterable[Piece]) -> ByteLayout:
+    streamed = (piece for piece in pieces if isinstance(piece.stored, TierTensor))
+    return lay_out(((piece.part.stop - piece.part.start,), piece.stored.dtype) for piece in streamed)
 
 
-def piece_bytes(pieces: Sequence[Piece]) -> int:
-    """Return what the streamed ones of some pieces take in a slot, padding included."""
-    return _layout([piece for piece in pieces if not piece.is_resident]).num_bytes
+def piece_bytes(pieces: Iterable[Piece]) -> int:
+    """Return the bytes that the streamed ones of some pieces take in a slot, padding included."""
+    return _layout(pieces).num_bytes

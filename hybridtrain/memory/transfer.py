@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,100 +12,103 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.disk_tier import DiskArena
-from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes
+from hybridtrain.memory.tier import Bytes, HostBytes, TierAccount, available_host_bytes
 from hybridtrain.plan.placement import Placement
 
 
-class Transfer(Protocol):
-    """Moves data between host and the compute device."""
+class Transfer:
+    """Moves data between host and the compute device.
 
-    device: torch.device
-    host_bytes: int
-    """Peak bytes of host memory held for batches on their way."""
-    tiers: TierAccount
+    As it stands, nothing is computed and nothing copied: what a transfer does not override is done at once.
+    """
 
-    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:
+    def __init__(self, device: torch.device, tiers: TierAccount) -> None:
+        self.device = device
+        self.tiers = tiers
+        self.host_bytes = 0
+        """Peak bytes of host memory held for batches on their way."""
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """Return ``values`` on the device; int64 stays int64."""
+        self.host_bytes = max(self.host_bytes, values.nbytes)
+        source = torch.from_numpy(values)
+        return torch.empty(source.shape, dtype=source.dtype, device=self.device)
+
+    def read(self, scalar: Tensor) -> float:  # noqa: ARG002
+        """Return a scalar of the device as a number, NaN where there are no values; waits for the device."""
+        return math.nan
+
+    def generator(self, seed: int) -> torch.Generator | None:  # noqa: ARG002
+        """Return a seeded generator of the device, None where nothing is ever drawn."""
+        return None
+
+    def keyed_random(self) -> AbstractContextManager[None]:
+        """Protect the caller's random state from the ``seed`` calls inside."""
+        return nullcontext()
+
+    def seed(self, key: int) -> None:
+        """Make the device's random stream, which dropout and stochastic rounding read, start from ``key``."""
+
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:  # noqa: ARG002
         """Return zeroed memory on the host or on disk; None where nothing is ever computed.
 
         Raises:
             HostMemoryError, DiskSpaceError: there is not enough.
             ConfigError: disk without a folder for it.
         """
-        ...
+        return None
 
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Start filling the contiguous ``target`` on the device once the events are over; return an event."""
-        ...
+        return None
 
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
         """Start writing ``source`` once the compute queue has come this far; return an event."""
-        ...
+        return None
 
     def mark(self) -> object:
         """Return an event at the end of the compute queue."""
-        ...
+        return None
 
     def wait(self, event: object) -> None:
         """Let the compute queue wait for an event."""
-        ...
 
     def synchronize(self, event: object) -> None:
         """Let the processor wait for an event."""
-        ...
 
-    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:
+    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Let what is queued inside run beside the compute queue, once that has come this far and copies in are over.
 
         Args:
             after: Events of copies from host memory.
         """
-        ...
+        return nullcontext()
 
     def finish(self) -> None:
         """Block until every copy is over and every file is written."""
-        ...
 
     def close(self) -> None:
         """Finish pending work and remove files."""
-        ...
-
-    def upload(self, values: np.ndarray) -> Tensor:
-        """Return ``values`` on the device; int64 stays int64."""
-        ...
-
-    def read(self, scalar: Tensor) -> float:
-        """Return a scalar of the device as a number; waits for the device."""
-        ...
-
-    def generator(self, seed: int) -> torch.Generator | None:
-        """Return a seeded generator of the device, None where nothing is ever drawn."""
-        ...
-
-    @contextmanager
-    def keyed_random(self) -> Iterator[None]:
-        """Protect the caller's random state from the ``seed`` calls inside."""
-        ...
-
-    def seed(self, key: int) -> None:
-        """Make the device's random stream start from ``key``."""
-        ...
 
 
-class DirectTransfer:
+class VirtualTransfer(Transfer):
+    """The device is the meta device: shapes move, values do not exist."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"), TierAccount())
+
+
+class DirectTransfer(Transfer):
     """The device is the CPU, where copies are done at once, or a CUDA card (see ``CudaTransfer``).
 
-    Args:
-        device: The compute device.
-        disk_folder: Where the disk tier may make its files.
-        host_limit_bytes: Host memory that offloaded tensors may take; None: what the machine has available.
+    The disk tier makes its files in ``disk_folder``. Offloaded tensors may take ``host_limit_bytes`` of host memory;
+    None: what the machine has available.
     """
 
     def __init__(
         self, device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
     ) -> None:
-        self.device = device
-        self.host_bytes = 0
-        self.tiers = TierAccount(available_host_bytes() if host_limit_bytes is None else host_limit_bytes)
+        super().__init__(device, TierAccount(available_host_bytes() if host_limit_bytes is None else host_limit_bytes))
         self._disk_folder = disk_folder
         self._arena: DiskArena | None = None
 
@@ -134,7 +136,7 @@ class DirectTransfer:
             yield
 
     def seed(self, key: int) -> None:
-        """Seed the device's global generator, which dropout and stochastic rounding read."""
+        """Seed the device's global generator."""
         if self.device.type == "cuda":
             torch.cuda.manual_seed(key)
         else:
@@ -151,7 +153,7 @@ class DirectTransfer:
                     [f"{name}: a tensor class is placed on disk, but no folder was named; give one (--disk FOLDER)"],
                 )
             self._arena = DiskArena(self._disk_folder)
-        return DiskBytes(self._arena.allocate(num_bytes, name))
+        return self._arena.allocate(num_bytes, name)
 
     def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Copy at once."""
@@ -167,88 +169,8 @@ class DirectTransfer:
             target.write(offset, source)
         return None
 
-    def mark(self) -> object:
-        """Return None: work on the CPU is done when its call returns."""
-        return None
-
-    def wait(self, event: object) -> None:
-        """Do nothing."""
-
-    def synchronize(self, event: object) -> None:
-        """Do nothing."""
-
-    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Do nothing: copies are over when they return."""
-
     def close(self) -> None:
         """Remove the files of the disk tier."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-
-class VirtualTransfer:
-    """The device is the meta device: shapes move, values do not exist."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("meta")
-        self.host_bytes = 0
-        self.tiers = TierAccount()
-
-    def upload(self, values: np.ndarray) -> Tensor:
-        """Return a meta tensor of the same shape and dtype."""
-        self.host_bytes = max(self.host_bytes, values.nbytes)
-        source = torch.from_numpy(values)
-        return torch.empty(source.shape, dtype=source.dtype, device=self.device)
-
-    def read(self, scalar: Tensor) -> float:  # noqa: ARG002
-        """Return NaN: a dry run has no values."""
-        return math.nan
-
-    def generator(self, seed: int) -> torch.Generator | None:  # noqa: ARG002
-        """Return None: nothing is drawn."""
-        return None
-
-    @contextmanager
-    def keyed_random(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-    def seed(self, key: int) -> None:
-        """Do nothing."""
-
-    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:  # noqa: ARG002
-        """Return None: the account alone knows of it."""
-        return None
-
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
-        """Do nothing."""
-        return None
-
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
-        """Do nothing."""
-        return None
-
-    def mark(self) -> object:
-        """Return None."""
-        return None
-
-    def wait(self, event: object) -> None:
-        """Do nothing."""
-
-    def synchronize(self, event: object) -> None:
-        """Do nothing."""
-
-    def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -1,61 +1,19 @@
-"""Device memory that blocks share, and the small rules of which block is where."""
+"""How weights of blocks lie in memory that they share, and the small rules of which block is where."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import CodeFormat, StoredWeight
-from hybridtrain.memory.tier import Ticket
 from hybridtrain.memory.tier_tensor import ByteLayout, TierTensor, lay_out
 from hybridtrain.models.widening import Widen, set_widening
 from hybridtrain.plan.memory_plan import CODED, PhasePlan, suited
 from hybridtrain.plan.placement import Placement
-
-
-class Holds(Enum):
-    """What a slot holds of a block that is cut among ranks."""
-
-    ROW = 0
-    """Nothing but the row of this rank."""
-    OWN = 1
-    """The own ranges, in their place."""
-    WHOLE = 2
-
-
-@dataclass(slots=True)
-class WeightSlot:
-    """Device memory that blocks share, one at a time."""
-
-    flat: Tensor
-    """uint8."""
-    block: int | None = None
-    """Whose content is inside or on its way."""
-    arriving: Ticket | None = None
-    leaving: Ticket | None = None
-    row: Tensor | None = None
-    """This rank's part on its way, uint8, where weights are cut."""
-    holds: Holds = Holds.WHOLE
-    """What of the block is in its place, where weights are cut."""
-    gather: Gather | None = None
-    """Of all ranks' rows of the block, begun before it is used."""
-
-    def settle(self, copies: CopyEngine) -> None:
-        """Wait for the copies under way."""
-        if self.gather is not None:
-            copies.end(self.gather)
-            self.gather = None
-        for ticket in (self.arriving, self.leaving):
-            if ticket is not None:
-                copies.wait(ticket)
-        self.arriving = self.leaving = None
-
 
 _T = TypeVar("_T", Tensor, TierTensor)
 
@@ -90,7 +48,7 @@ class StoredLayout:
         return [tuple(next(rest) for _ in range(count)) for count in self.counts]
 
     def views(self, flat: Tensor) -> list[StoredWeight]:
-        """Return what is stored of each parameter in ``flat``."""
+        """Return the stored tensors of each parameter in ``flat``."""
         return self.grouped(self.layout.views(flat))
 
 
@@ -99,22 +57,13 @@ Values = tuple[Tensor, Widen | None]
 
 
 class MatrixSlot:
-    """Device memory that all coded matrices share, one at a time.
-
-    Args:
-        codes: Their format.
-        flat: uint8, as large as the largest of them.
-    """
+    """Device memory that all coded matrices share, one at a time: ``flat``, uint8, is as large as the largest."""
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
         self.codes = codes
         self._flat = flat
         self.holder: Widen | None = None
-        """Of the matrix whose values are there."""
-
-    def forget(self) -> None:
-        """Say that codes have changed."""
-        self.holder = None
+        """Of the matrix whose values are there; None once codes have changed."""
 
     def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
         """Return the place of a matrix' values, and what brings them there; vectors are where they are stored."""
@@ -124,13 +73,13 @@ class MatrixSlot:
         return view, _MatrixWidening(self, stored, view)
 
 
+@dataclass(eq=False, slots=True)
 class _MatrixWidening:
     """Brings the values of one coded matrix to the place that all share."""
 
-    def __init__(self, slot: MatrixSlot, stored: StoredWeight, view: Tensor) -> None:
-        self._slot = slot
-        self._stored = stored
-        self._view = view
+    _slot: MatrixSlot
+    _stored: StoredWeight
+    _view: Tensor
 
     @torch.no_grad()
     def __call__(self) -> None:

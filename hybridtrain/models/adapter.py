@@ -73,10 +73,7 @@ class Adapter(nn.Module):
 def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype, block_scope: BlockScope) -> None:
     """Freeze a model and give the matrices that the plan names adapters, uninitialised, on the current default device.
 
-    Those of a block are made within ``block_scope``.
-
-    Raises:
-        ConfigError: a name is no matrix of the model's blocks.
+    Those of a block are made within ``block_scope``. Raises ``ConfigError``: a name is no matrix of the model's blocks.
     """
     matrices = {name: child for name, child in model.blocks[0].named_children() if isinstance(child, Linear)}
     chosen = _chosen(plan.adapter_targets.split(","), list(matrices))
@@ -113,7 +110,7 @@ def adapter_coverage(model: BlockModel) -> tuple[list[str], list[str]]:
     linears = {name: child.adapter is not None for name, child in block.named_children() if isinstance(child, Linear)}
     others = [name for name, has_adapter in linears.items() if not has_adapter]
     experts = [name for name, parameter in block.named_parameters(recurse=False) if parameter.dim() > 1]
-    return [name for name, has_adapter in linears.items() if has_adapter], [*others, *experts]
+    return [name for name in linears if name not in others], [*others, *experts]
 
 
 def without_adapters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

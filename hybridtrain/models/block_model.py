@@ -47,7 +47,7 @@ class ModelPart:
 
 
 def model_parts(num_blocks: int, stages: int) -> list[ModelPart]:
-    """Return what each of some stages holds: as many blocks, or one more in some, the first before others."""
+    """Return the parts of some stages: as many blocks each, or one more in some, the first before others."""
     starts = [-(-stage * num_blocks // stages) for stage in range(stages + 1)]
     return [ModelPart(range(*ends), num_blocks) for ends in pairwise(starts)]
 
@@ -82,12 +82,7 @@ class Unit:
 class BlockModel(nn.Module):
     """A decoder-only transformer as embedding -> blocks -> head.
 
-    Args:
-        config: Its shape.
-        embedding: Its first unit.
-        blocks: All of them; those that are not held have no memory.
-        head: Its last unit.
-        part: What is held; None: everything.
+    ``part`` is what this process holds, None: everything; other blocks have no memory.
     """
 
     def __init__(
@@ -118,16 +113,13 @@ class BlockModel(nn.Module):
     def units(self, *, everywhere: bool = False) -> tuple[Unit, ...]:
         """Return embedding, blocks and head in forward order, every parameter in exactly one of them.
 
-        Args:
-            everywhere: Of the whole model, also what is not held and has no memory.
+        ``everywhere``: of the whole model, also what is not held and has no memory.
         """
-        named = [
-            ("embedding", self.embedding),
-            *((f"block.{i}", block) for i, block in enumerate(self.blocks)),
-        ]
+        blocks = ((f"block.{i}", block) for i, block in enumerate(self.blocks))
+        named = [("embedding", self.embedding), *blocks, ("head", self.head)]
         seen: set[int] = set()
         units = []
-        for number, (name, module) in enumerate([*named, ("head", self.head)], start=-1):
+        for number, (name, module) in enumerate(named, start=-1):
             parameters = [
                 (f"{name}.{parameter_name}", parameter)
                 for parameter_name, parameter in module.named_parameters()

@@ -1,6 +1,6 @@
 """A model of any shape, put together. V vocabulary, D width."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -11,13 +11,9 @@ from hybridtrain.models.layers import Head, RotaryTable
 from hybridtrain.models.model_config import ModelConfig
 
 
-def _plain_scope(_block: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, block_scope: BlockScope = _plain_scope,
-    part: ModelPart | None = None,
+    config: ModelConfig, dtype: torch.dtype, device: torch.device,
+    block_scope: BlockScope = lambda _: nullcontext(), part: ModelPart | None = None,
 ) -> BlockModel:  # fmt: skip
     """Return a model with uninitialised parameters of ``dtype`` on ``device`` (``meta`` allocates nothing).
 
@@ -27,7 +23,12 @@ def build_model(
     with torch.device(device):
         with block_scope(-1):
             embedding = Embedding(config, dtype)
-        table, local_table = _rotary_tables(config)
+        table = local_table = None
+        if config.rotary_dim:
+            table = RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_theta, config.rope_scaling)
+            local_table = table
+            if config.rope_local_theta:
+                local_table = RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_local_theta)
         blocks: list[nn.Module] = []
         for number in range(config.num_blocks):
             with block_scope(number):
@@ -41,13 +42,3 @@ def build_model(
                 embedding.token = weight_VD
             head = Head(norm_of(config, config.width, dtype), weight_VD, config.logit_softcap)
         return BlockModel(config, embedding, blocks, head, part)
-
-
-def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, RotaryTable | None]:
-    """Return the tables of blocks without and with a sliding window; they may be one."""
-    if config.rotary_dim == 0:
-        return None, None
-    table = RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_theta, config.rope_scaling)
-    if not config.rope_local_theta:
-        return table, table
-    return table, RotaryTable(config.max_seq_len, config.rotary_dim, config.rope_local_theta)

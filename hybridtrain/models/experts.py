@@ -61,13 +61,8 @@ def mix_experts(
 ) -> Tensor:
     """Return the weighted sum of what the experts of each token make of it, as Mixtral does (2401.04088).
 
-    Args:
-        x_BTD: What all experts see.
-        router_ED: Scores of the experts.
-        weights: Gate and up projections (E, F, D), output projections (E, D, F).
-        experts: How many, and how many a token takes.
-        activation: Between them.
-        balance: What is differentiated beside the output; None: nothing is.
+    ``weights`` are gate and up projections (E, F, D) and output projections (E, D, F); ``balance`` is differentiated
+    beside the output.
     """
     x_MD = x_BTD.flatten(0, -2)
     chances_ME = _scores(x_MD, router_ED).float().softmax(-1)

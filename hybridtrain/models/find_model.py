@@ -12,14 +12,10 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(text: str) -> ModelConfig:
-    """Return a shape.
+    """Return a shape by what names it; raises ``ConfigError``: there is no such model, or its file is faulty.
 
-    Args:
-        text: A preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
-            on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
-
-    Raises:
-        ConfigError: there is no such model, or its file is faulty.
+    ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
+    on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
     """
     path = Path(text)
     if text in PRESETS:

@@ -38,11 +38,7 @@ class LayerNorm(nn.Module):
 class RmsNorm(nn.Module):
     """Root-mean-square normalisation with fp32 statistics.
 
-    Args:
-        width: Elements that are normalised together, along the last dimension.
-        eps: Added to the mean square.
-        dtype: Of the weight.
-        plus_one: What is stored is the weight less 1, as Gemma's checkpoints have it; the sum is taken in fp32.
+    ``plus_one``: what is stored is the weight less 1, as Gemma's checkpoints have it; the sum is taken in fp32.
     """
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False) -> None:
@@ -59,11 +55,7 @@ class RmsNorm(nn.Module):
 class RotaryTable(nn.Module):
     """Cosine and sine of every position's angles, (max_seq_len, R) float32, shared by all blocks.
 
-    Args:
-        max_seq_len: Positions.
-        rotary_dim: Dimensions of a head that turn, 2 R.
-        theta: Base of the angles.
-        scaling: How they are stretched to longer texts; None: they are not.
+    ``rotary_dim`` is 2 R, ``theta`` the base of the angles, ``scaling`` stretches them to longer texts.
     """
 
     cos_TR: Tensor
@@ -131,7 +123,6 @@ class AttentionFunction(Protocol):
         document_ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Return out_BTNH."""
-        ...
 
 
 ATTENTION: dict[Attention, AttentionFunction] = {
@@ -141,12 +132,9 @@ ATTENTION: dict[Attention, AttentionFunction] = {
 
 
 class Head(nn.Module):
-    """Final norm and output projection; ``weight`` may be the token embedding's.
+    """Final norm and output projection, whose weight may be the token embedding's.
 
-    Args:
-        norm: The final norm.
-        weight_VD: Of the projection.
-        softcap: c of c * tanh(logit / c); 0: none.
+    ``softcap`` is c of c * tanh(logit / c); 0: none.
     """
 
     def __init__(self, norm: nn.Module, weight_VD: nn.Parameter, softcap: float = 0.0) -> None:
@@ -170,12 +158,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the mean cross entropy in nats per token, a scalar float32.
 
-        Args:
-            hidden_BTD: Output of the last block.
-            target_ids_BT: int64.
-            chunk_tokens: Tokens per slice of the logits; 0 computes them in one piece.
-            weight_VD: Stands in for ``self.weight``, detached when its gradient is not wanted here.
-            num_targets: How many targets count; None has them counted.
+        ``chunk_tokens`` per slice of the logits, 0: in one piece; ``weight_VD`` stands in for ``self.weight``, detached
+        when its gradient is not wanted here; ``num_targets`` count, None has them counted.
         """
         weight_VD = self.weight if weight_VD is None else weight_VD
         return self.projection_loss(

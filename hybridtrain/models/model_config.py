@@ -145,7 +145,7 @@ class ModelConfig:
         if self.family not in FAMILIES:
             faults.append(f"family: {unknown_name('family', self.family, FAMILIES)}")
         if not faults:
-            faults = [*self._head_faults(), *self._position_faults(), *self._number_faults(), *self._expert_faults()]
+            faults = [*self._head_faults(), *self._position_faults(), *self._number_faults()]
         if not faults and self.num_params > _MOST_PARAMS:
             faults = [f"width: {self.num_params} parameters must be at most {_MOST_PARAMS}; lower it, or num_blocks"]
         if faults:
@@ -173,8 +173,7 @@ class ModelConfig:
         if not 0 < self.rotary_fraction <= 1:
             yield f"rotary_fraction: {self.rotary_fraction} must be above 0 and at most 1"
         if self.architecture.positions == "learned":
-            rotary = {"rope_scaling": None, "rope_local_theta": 0.0, "rotary_fraction": 1.0}
-            for name, default in rotary.items():
+            for name, default in {"rope_scaling": None, "rope_local_theta": 0.0, "rotary_fraction": 1.0}.items():
                 if getattr(self, name) != default:
                     yield f"{name}: {getattr(self, name)} has no meaning in {self.architecture.title}; leave it out"
         elif self.rope_theta <= 0:
@@ -189,8 +188,6 @@ class ModelConfig:
             "head_size", "sliding_window", "rope_local_theta", "attention_softcap", "logit_softcap", "query_scale",
         )  # fmt: skip
         yield from below_least(self, not_negative, least=0)
-
-    def _expert_faults(self) -> Iterator[str]:
         title, experts = self.architecture.title, self.experts
         if self.architecture.has_experts and experts is None:
             yield f"experts: missing; {title} needs a table with count, per_token and ffn_width"
@@ -223,32 +220,37 @@ class ModelConfig:
         positions = self.max_seq_len * self.width if self.architecture.positions == "learned" else 0
         norm = 2 * self.width if self.architecture.norm == "layer" else self.width
         outside = embedding + positions + norm + (0 if self.tied else embedding)
-        return outside + self.num_blocks * sum(map(math.prod, block_shapes(self).values()))
+        return outside + self.num_blocks * block_params(self)
+
+
+def block_params(model: ModelConfig) -> int:
+    """Return the parameters of one block."""
+    return sum(map(math.prod, block_shapes(model).values()))
 
 
 def block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a block, in order, by its name within the block: ``query.weight``."""
+    """Return the shape of every parameter of a block, by its name within the block: ``query.weight``."""
     parts, width, ffn = model.architecture, model.width, model.ffn_width
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     before, after = parts.norm_placement != "post", parts.norm_placement != "pre"
-    per_head = parts.qk_norm == "head"
+    has_qk_norm, per_head = parts.qk_norm != "none", parts.qk_norm == "head"
     is_layer, is_dense, fuses = parts.norm == "layer", model.experts is None, parts.fuses_gate_up
     count, expert_ffn = (model.experts.count, model.experts.ffn_width) if model.experts else (0, 0)
     rows: list[tuple[bool, str, tuple[int, ...], bool]] = [  # is there, name, shape, has a bias
-        (not is_dense, "router", (count, width), False),
-        (not is_dense, "experts_gate", (count, expert_ffn, width), False),
-        (not is_dense, "experts_up", (count, expert_ffn, width), False),
-        (not is_dense, "experts_out", (count, width, expert_ffn), False),
         (before, "attention_norm", (width,), is_layer),
         (parts.fuses_qkv, "qkv", (q_width + 2 * kv_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "query", (q_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "key", (kv_width, width), parts.qkv_bias),
         (not parts.fuses_qkv, "value", (kv_width, width), parts.qkv_bias),
-        (parts.qk_norm != "none", "query_norm", (model.head_dim if per_head else q_width,), is_layer),
-        (parts.qk_norm != "none", "key_norm", (model.head_dim if per_head else kv_width,), is_layer),
+        (has_qk_norm, "query_norm", (model.head_dim if per_head else q_width,), is_layer),
+        (has_qk_norm, "key_norm", (model.head_dim if per_head else kv_width,), is_layer),
         (True, "attention_out", (width, q_width), parts.out_bias),
         (after, "attention_out_norm", (width,), is_layer),
         (before, "ffn_norm", (width,), is_layer),
+        (not is_dense, "router", (count, width), False),
+        (not is_dense, "experts_gate", (count, expert_ffn, width), False),
+        (not is_dense, "experts_up", (count, expert_ffn, width), False),
+        (not is_dense, "experts_out", (count, width, expert_ffn), False),
         (is_dense and fuses, "ffn_gate_up", (2 * ffn, width), parts.out_bias),
         (is_dense and parts.is_gated and not fuses, "ffn_gate", (ffn, width), parts.out_bias),
         (is_dense and not fuses, "ffn_up", (ffn, width), parts.out_bias),
@@ -258,7 +260,7 @@ def block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for is_there, name, shape, has_bias in rows:
         if is_there:
-            shapes[f"{name}.weight" if is_dense or not name.startswith(("router", "experts")) else name] = shape
+            shapes[name if name.startswith(("router", "experts")) else f"{name}.weight"] = shape
         if is_there and has_bias:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
@@ -284,10 +286,7 @@ class Workload:
     seq_len: int
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("micro_batch_size", "seq_len"))
-        faults += _token_faults(self.micro_batch_size, self.seq_len)
-        if faults:
-            raise ValueError("\n".join(faults))
+        _check_tokens(self, "micro_batch_size", self.micro_batch_size * self.seq_len)
 
 
 def asked_workload(micro_batch_size: int, seq_len: int) -> Workload:
@@ -295,18 +294,19 @@ def asked_workload(micro_batch_size: int, seq_len: int) -> Workload:
     return decode(Workload, {"micro_batch_size": micro_batch_size, "seq_len": seq_len}, source="workload")
 
 
-def _token_faults(num_sequences: int, seq_len: int) -> Iterator[str]:
-    if num_sequences * seq_len > MOST_TOKENS:
-        yield f"seq_len: {num_sequences} sequences of {seq_len} tokens must be at most {MOST_TOKENS} tokens together"
+def _check_tokens(workload: object, sequences: str, num_tokens: int) -> None:
+    faults = below_least(workload, (sequences, "seq_len"))
+    if num_tokens > MOST_TOKENS:
+        faults.append(f"seq_len: times {sequences} it is {num_tokens}, must be at most {MOST_TOKENS} tokens together")
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def check_workload(model: ModelConfig, workload: Workload) -> None:
     """Raise ``ConfigError`` when the model has fewer positions than the workload asks for."""
     if workload.seq_len > model.max_seq_len:
-        raise ConfigError(
-            "workload",
-            [f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"],
-        )
+        fault = f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"
+        raise ConfigError("workload", [fault])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,20 +319,12 @@ class BatchWorkload:
     """Tokens per sequence."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("batch_size", "seq_len"))
-        faults += _token_faults(self.batch_size, self.seq_len)
-        if faults:
-            raise ValueError("\n".join(faults))
+        _check_tokens(self, "batch_size", self.batch_size * self.seq_len)
 
     def micro_batch(self, plan: MemoryPlan) -> Workload:
-        """Return what one micro-batch has when the plan splits the batch; ``ConfigError``: not into equal parts."""
+        """Return a micro-batch's workload under a plan; raises ``ConfigError``: the batch has no equal parts."""
         steps = plan.for_phase(Phase.FULL).grad_accum_steps
         if self.batch_size % steps:
-            said = f"batch_size: {self.batch_size} must be a multiple of the micro-batches of a step ({steps})"
-            raise ConfigError("workload", [f"{said}; change batch_size, or grad_accumulation's grad_accum_steps"])
+            fault = f"batch_size: {self.batch_size} must be a multiple of the micro-batches of a step ({steps})"
+            raise ConfigError("workload", [f"{fault}; change batch_size, or grad_accumulation's grad_accum_steps"])
         return Workload(micro_batch_size=self.batch_size // steps, seq_len=self.seq_len)
-
-
-def block_params(model: ModelConfig) -> int:
-    """Return the parameters of one block."""
-    return sum(map(math.prod, block_shapes(model).values()))

@@ -9,16 +9,7 @@ class WeightSource(Protocol):
     """Values by the model's own names for its parameters."""
 
     def read(self, name: str, part: slice) -> Tensor:
-        """Return elements ``part`` of a parameter, flat.
+        """Return elements ``part`` of a parameter, (P,) on the CPU, in the floating point type that they are kept in.
 
-        Args:
-            name: Qualified, as ``BlockModel.named_unit_parameters`` yields it.
-            part: Range of its elements.
-
-        Returns:
-            (P,) on the CPU, in the floating point type that they are kept in.
-
-        Raises:
-            ConfigError: they cannot be read.
+        ``name`` is as ``BlockModel.named_unit_parameters`` yields it. Raises ``ConfigError`` where they cannot be read.
         """
-        ...

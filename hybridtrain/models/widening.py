@@ -17,21 +17,17 @@ class Widen(Protocol):
 
     def __call__(self) -> None:
         """Write them, unless they are there."""
-        ...
 
     @property
     def is_done(self) -> bool:
         """Whether they are there."""
-        ...
 
     @property
     def layout(self) -> Hashable:
         """What decides all it does but values."""
-        ...
 
     def pretend(self, *, is_done: bool) -> None:
         """Say that they are there, or not, whatever is: in a dry run."""
-        ...
 
 
 _NAME = "widen"
@@ -51,9 +47,7 @@ def widening_of(tensor: Tensor) -> Widen | None:
 def widened(weight: Tensor, *, is_read: bool = True) -> Iterator[Tensor]:
     """Yield a weight that has its values inside the context, and again wherever a graph made inside asks for them.
 
-    Args:
-        weight: A parameter, or any tensor without a rule, which passes as it is.
-        is_read: False: only the backward pass looks at the values.
+    A tensor without a rule passes as it is. Not ``is_read``: only the backward pass looks at the values.
     """
     widen = widening_of(weight)
     if widen is None:

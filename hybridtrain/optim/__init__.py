@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Optimizers(Mapping[str, type[Optimizer]]):
-    """The classes of optimizers by ``kind``."""
+    """The classes of optimizers by ``kind``; asking for one imports its file alone."""
 
     def __getitem__(self, kind: str) -> type[Optimizer]:
-        """Return a class, importing its file alone; raises ``KeyError`` for an unknown kind."""
+        """Return a class; raises ``KeyError`` for an unknown kind."""
         found = _optimizer_of(kind) if kind in _files() else None
         if found is None:
             raise KeyError(kind)

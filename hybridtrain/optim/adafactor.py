@@ -6,15 +6,15 @@ The second moment of a matrix (R, C) is kept as its row and column means. fp32 a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.memory.formats import SLICE_ELEMENTS
+from hybridtrain.memory.formats import SLICE_ELEMENTS, parts
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
-from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, faults_of
+from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 _DECAY_POWER = -0.8
 _SMALLEST_SQUARE = 1e-30
@@ -24,28 +24,13 @@ _LARGEST_RMS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adafactor(Elementwise):
+class Adafactor(Optimizer):
     """A second moment of two vectors a matrix, no first one: next to no state, which stays on the device in fp32."""
 
     kind: ClassVar[str] = "adafactor"
 
-    lr: float = 3e-4
-    """Peak learning rate."""
     eps: float = 1e-8
     """Where a move is scaled by the second moment; the update itself adds 1e-30 to squared gradients."""
-    weight_decay: float = 0.1
-    """Decoupled; applied to matrices only, not to norms and biases."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    clip: Literal["exact", "previous"] = "exact"
-    """Only where updates are fused into the backward pass, as for AdamW."""
-
-    def __post_init__(self) -> None:
-        faults = faults_of(self)
-        if self.eps <= 0:
-            faults.append(f"eps: {self.eps} must be above 0")
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:
         """Return row and column means of a matrix, all of a vector."""
@@ -114,8 +99,7 @@ def _direction(rows_RC: Tensor, moments: Sequence[Tensor], part: slice) -> Tenso
 
 
 def _parts(rows_RC: Tensor) -> Iterator[slice]:
-    """Yield ranges of rows whose elements begin at multiples of a quantization group."""
-    count = len(rows_RC)
+    """Return ranges of rows whose elements begin at multiples of a quantization group."""
     multiple = GROUP_SIZE // gcd(GROUP_SIZE, rows_RC.shape[1])
     height = max(1, SLICE_ELEMENTS // rows_RC.shape[1] // multiple) * multiple
-    yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
+    return parts(len(rows_RC), height)

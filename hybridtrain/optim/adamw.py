@@ -6,45 +6,30 @@ float32 value is never made.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_, adamw_int8_rounded_
-from hybridtrain.memory.formats import SLICE_ELEMENTS, DynamicInt8State, weight_part
+from hybridtrain.memory.formats import DynamicInt8State, parts, weight_part
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
-from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of, fused_adamw
+from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig(Elementwise):
+class AdamWConfig(Optimizer):
     """Hyper-parameters of AdamW."""
 
     kind: ClassVar[str] = "adamw"
     offers_groups: ClassVar[bool] = True
 
-    lr: float = 3e-4
-    """Peak learning rate."""
     beta1: float = 0.9
     """Decay of the mean of gradients."""
     beta2: float = 0.95
     """Decay of the mean of their squares."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled; applied to matrices only, not to norms and biases."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    clip: Literal["exact", "previous"] = "exact"
-    """Only where updates are fused into the backward pass. exact: a second pass finds the norm first. previous: the
-    norm of the step before is taken; the first step is exact."""
-
-    def __post_init__(self) -> None:
-        faults = faults_of(self) + decay_faults(beta1=self.beta1, beta2=self.beta2)
-        if self.eps <= 0:
-            faults.append(f"eps: {self.eps} must be above 0")
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:  # noqa: ARG002  the same for all
         """Return first and second moment."""
@@ -68,13 +53,10 @@ class AdamWConfig(Elementwise):
         first.store(first_P)
         second.store(second_P)
 
-    def _update_rounded(
-        self, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice], step: UpdateStep
-    ) -> None:
+    def _update_rounded(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
         """Update stored weights directly: bfloat16, or int8 codes and scales; slices share seeds wherever they live."""
-        for start in range(0, grad_P.numel(), SLICE_ELEMENTS):
-            part = slice(start, min(start + SLICE_ELEMENTS, grad_P.numel()))
-            part_P = grad_P if part == slice(0, grad_P.numel()) else grad_P[part]
+        for part in parts(grad.numel()):
+            part_P = grad if part == slice(0, grad.numel()) else grad[part]
             (m_codes, m_scale), (v_codes, v_scale) = (moment.part(part).stored for moment in state)
             adamw_int8_rounded_(
                 weight_part(weight.stored, part), part_P, (m_codes, m_scale, v_codes, v_scale), lr=step.lr,
@@ -100,3 +82,16 @@ class AdamWConfig(Elementwise):
     def correction(self, number: int) -> float:
         """Return 1 - b2^t."""
         return 1 - float(self.beta2) ** number
+
+
+def fused_adamw(
+    values: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+    step: UpdateStep, *, betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """Update float32 tensors by torch's fused AdamW, nothing temporary; gradients and moments are float32 too."""
+    step_count = torch.full((), float(step.number), dtype=torch.float32, device=values[0].device)
+    torch._fused_adamw_(
+        list(values), list(grads), list(firsts), list(seconds), [], [step_count] * len(values),
+        lr=step.lr, beta1=betas[0], beta2=betas[1], weight_decay=step.weight_decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ class AdEMAMix(AdamWConfig):
     @classmethod
     def beside(cls, adamw: AdamWConfig, slow: SlowMomentum) -> "AdEMAMix":
         """Return AdamW with a slow average."""
-        return cls(**{one.name: getattr(adamw, one.name) for one in fields(adamw)}, slow=slow)
+        return cls(**{field.name: getattr(adamw, field.name) for field in fields(adamw)}, slow=slow)
 
     def step_hook(self, number: int, total_steps: int) -> SlowStep:
         """Return the average's decay, and the move."""

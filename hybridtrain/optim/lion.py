@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
-from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of
+from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lion(Elementwise):
+class Lion(Optimizer):
     """c = b1 m + (1 - b1) g;  w = w (1 - lr d) - lr sign(c);  m = b2 m + (1 - b2) g. 4 bytes a parameter in fp32."""
 
     kind: ClassVar[str] = "lion"
@@ -24,15 +24,6 @@ class Lion(Elementwise):
     """Decay of the momentum."""
     weight_decay: float = 1.0
     """Decoupled; applied to matrices only, not to norms and biases."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    clip: Literal["exact", "previous"] = "exact"
-    """Only where updates are fused into the backward pass, as for AdamW."""
-
-    def __post_init__(self) -> None:
-        faults = faults_of(self) + decay_faults(beta1=self.beta1, beta2=self.beta2)
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:  # noqa: ARG002  the same for all
         """Return the momentum."""

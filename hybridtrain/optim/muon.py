@@ -12,7 +12,7 @@ from torch.optim._muon import muon  # the function behind torch.optim.Muon, whic
 
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 from hybridtrain.optim.adamw import AdamWConfig
-from hybridtrain.optim.optimizer import Elementwise, Role, UpdateStep, decay_faults, faults_of
+from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS, _NUM_ITERATIONS = 1e-7, 5
@@ -20,13 +20,11 @@ _EPS, _NUM_ITERATIONS = 1e-7, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Muon(Elementwise):
+class Muon(Optimizer):
     """One momentum for a matrix of a block, 4 bytes a parameter in fp32; AdamW's two moments elsewhere."""
 
     kind: ClassVar[str] = "muon"
 
-    lr: float = 3e-4
-    """Peak learning rate, of AdamW's part too."""
     momentum: float = 0.95
     """Decay of a block matrix' momentum."""
     nesterov: bool = True
@@ -38,17 +36,6 @@ class Muon(Elementwise):
     """Of AdamW's part."""
     beta2: float = 0.95
     """Of AdamW's part."""
-    weight_decay: float = 0.1
-    """Decoupled; applied to matrices only, not to norms and biases."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    clip: Literal["exact", "previous"] = "exact"
-    """Only where updates are fused into the backward pass, as for AdamW."""
-
-    def __post_init__(self) -> None:
-        faults = faults_of(self) + decay_faults(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
-        if faults:
-            raise ValueError("\n".join(faults))
 
     @property
     def _rest(self) -> AdamWConfig:

@@ -1,22 +1,22 @@
-"""What an optimizer is: the state it keeps of a parameter, and the update of a slice. P elements of a slice.
+"""Base of optimizers: the state of a parameter, and the update of a slice. P elements of a slice.
 
 Where state and weights live and how they are stored is the memory plan's business: an optimizer loads float32 values,
 changes them and stores them back, and so runs resident, streamed or on the host, in any format.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from hybridtrain.config.rules import refuse
 from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an optimizer may want to know of a parameter."""
+    """Place and shape of a parameter, for an optimizer."""
 
     shape: tuple[int, ...]
     in_block: bool
@@ -40,45 +40,43 @@ class UpdateStep:
     """Whether the exact new value is needed after the update, which then must not round it."""
 
 
-class Optimizer(Protocol):
-    """A frozen dataclass of hyper-parameters with the arithmetic that they belong to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """Hyper-parameters with the arithmetic that they belong to; as it stands, slice by slice, without second moment.
 
-    def __init__(
-        self, *, lr: float = ..., weight_decay: float = ..., max_grad_norm: float = ...,
-        clip: Literal["exact", "previous"] = ...,
-    ) -> None: ...  # fmt: skip
+    Raises:
+        ValueError: a setting of a name in ``_RULES`` is out of its range.
+    """
 
     kind: ClassVar[str]
-    offers_groups: ClassVar[bool]
+    offers_groups: ClassVar[bool] = False
     """Whether ``update_group`` is there."""
 
-    @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-        ...
+    lr: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled; applied to matrices only, not to norms and biases."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    clip: Literal["exact", "previous"] = "exact"
+    """Only where updates are fused into the backward pass. exact: a second pass finds the norm first. previous: the
+    norm of the step before is taken; the first step is exact."""
 
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled; applied to matrices only, not to norms and biases."""
-        ...
-
-    @property
-    def max_grad_norm(self) -> float:
-        """Gradients are scaled down to this global norm; 0 turns clipping off."""
-        ...
-
-    @property
-    def clip(self) -> Literal["exact", "previous"]:
-        """Where updates are fused into the backward pass. exact: a second pass finds the norm first."""
-        ...
+    def __post_init__(self) -> None:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        refuse(
+            f"{name}: {values[name]} must be {words}"
+            for name, words in _RULES.items()
+            if name in values and not _ALLOWED[words](values[name])
+        )
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:
         """Return the state of a parameter, zero before the first update."""
-        ...
+        raise NotImplementedError
 
-    def needs_whole(self, role: Role) -> bool:
+    def needs_whole(self, role: Role) -> bool:  # noqa: ARG002
         """Return whether ``update`` must see a parameter in one piece; else it is cut into flat slices."""
-        ...
+        return False
 
     def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
         """Update a slice in place.
@@ -89,35 +87,52 @@ class Optimizer(Protocol):
             state: In the order of ``state``; to be loaded and stored.
             step: Learning rate, decay, number.
         """
-        ...
+        raise NotImplementedError
 
     def update_group(
         self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
     ) -> None:
-        """Update whole float32 tensors in one call with nothing temporary."""
-        ...
+        """Update whole float32 tensors in one call with nothing temporary; the caller asks ``offers_groups`` first."""
+        raise NotImplementedError
 
     def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:
         """Return the (P,) float32 second moment of a range of a parameter, without bias correction."""
-        ...
+        raise NotImplementedError
 
     @property
     def second_moment_names(self) -> tuple[str, ...]:
         """The state that ``second_moment`` reads; empty where there is no second moment."""
-        ...
+        return ()
 
     @property
     def eps(self) -> float:
         """Added to the root of the second moment."""
-        ...
+        return 0.0
 
-    def correction(self, number: int) -> float:
-        """Return what the second moment is divided by after ``number`` updates."""
-        ...
+    def correction(self, number: int) -> float:  # noqa: ARG002
+        """Return the divisor of the second moment after ``number`` updates."""
+        return 1.0
 
-    def step_hook(self, number: int, total_steps: int) -> "StepHook | None":
-        """Return what is done to every slice after its update, beside the update; None: nothing."""
-        ...
+    def step_hook(self, number: int, total_steps: int) -> "StepHook | None":  # noqa: ARG002
+        """Return the work on every slice right after its update; None: none."""
+        return None
+
+
+_RULES = {
+    "lr": "above 0",
+    "weight_decay": "at least 0",
+    "max_grad_norm": "at least 0",
+    "momentum": "in [0, 1)",
+    "beta1": "in [0, 1)",
+    "beta2": "in [0, 1)",
+    "eps": "above 0",
+}
+"""Ranges of settings by their names, whichever optimizer has them."""
+_ALLOWED = {
+    "above 0": lambda value: value > 0,
+    "at least 0": lambda value: value >= 0,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+}
 
 
 class StepHook(Protocol):
@@ -126,7 +141,6 @@ class StepHook(Protocol):
     @property
     def moves_weights(self) -> bool:
         """Whether it changes values, which are then not rounded before."""
-        ...
 
     def __call__(
         self, optimizer: Optimizer, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice],
@@ -143,71 +157,3 @@ class StepHook(Protocol):
             part: Range of the parameter's elements.
             step: Of the update.
         """
-        ...
-
-
-class Elementwise:
-    """What most optimizers have in common: they work slice by slice, without a second moment, and do nothing else."""
-
-    __slots__ = ()
-    offers_groups: ClassVar[bool] = False
-
-    def needs_whole(self, role: Role) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def update_group(
-        self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
-    ) -> None:
-        """Raise: the caller asks ``offers_groups`` first."""
-        raise AssertionError(f"{self} updates one by one: {len(values)}, {len(grads)}, {len(state)}, {step}")
-
-    def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:
-        """Raise: the caller asks ``second_moment_names`` first."""
-        raise AssertionError(f"{type(self).__name__} keeps no second moment ({len(state)} tensors, {part})")
-
-    @property
-    def second_moment_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    @property
-    def eps(self) -> float:
-        """0."""
-        return 0.0
-
-    def correction(self, number: int) -> float:  # noqa: ARG002
-        """Return 1."""
-        return 1.0
-
-    def step_hook(self, number: int, total_steps: int) -> StepHook | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-
-def faults_of(optimizer: Optimizer) -> list[str]:
-    """Return what is wrong with the settings that every optimizer has, one sentence each."""
-    rules = (
-        (optimizer.lr > 0, f"lr: {optimizer.lr} must be above 0"),
-        (optimizer.weight_decay >= 0, f"weight_decay: {optimizer.weight_decay} must be at least 0"),
-        (optimizer.max_grad_norm >= 0, f"max_grad_norm: {optimizer.max_grad_norm} must be at least 0"),
-    )
-    return [fault for holds, fault in rules if not holds]
-
-
-def decay_faults(**decays: float) -> list[str]:
-    """Return a sentence for each decay outside of [0, 1)."""
-    return [f"{name}: {value} must be in [0, 1)" for name, value in decays.items() if not 0 <= value < 1]
-
-
-def fused_adamw(
-    values: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
-    step: UpdateStep, *, betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    """Update float32 tensors by torch's fused AdamW, nothing temporary; gradients and moments are float32 too."""
-    step_count = torch.full((), float(step.number), dtype=torch.float32, device=values[0].device)
-    torch._fused_adamw_(
-        list(values), list(grads), list(firsts), list(seconds), [], [step_count] * len(values),
-        lr=step.lr, beta1=betas[0], beta2=betas[1], weight_decay=step.weight_decay, eps=eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip

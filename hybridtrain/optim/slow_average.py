@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hybridtrain.config.rules import broken, refuse
 from hybridtrain.memory.slices import StateSlice, WeightSlice
 from hybridtrain.optim.optimizer import Optimizer, UpdateStep
 
@@ -34,13 +35,11 @@ class SlowMomentum:
     """Predicted steps per true step, reached at the end of the ramp."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.beta is not None and not 0 < self.beta < 1:
-            faults.append(f"beta: {self.beta} must be in (0, 1)")
-        if not 0 <= self.alpha < math.inf:
-            faults.append(f"alpha: {self.alpha} must be a finite number of at least 0")
-        if faults:
-            raise ValueError("\n".join(faults))
+        rules = {
+            f"beta: {self.beta} must be in (0, 1)": self.beta is None or 0 < self.beta < 1,
+            f"alpha: {self.alpha} must be a finite number of at least 0": 0 <= self.alpha < math.inf,
+        }
+        refuse(broken(rules))
 
     def beta_at(self, step: int, total_steps: int, beta1: float) -> float:
         """Return the decay at ``step``: its half-life grows linearly from that of ``beta1``."""

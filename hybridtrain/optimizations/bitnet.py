@@ -1,15 +1,14 @@
 """BitNet b1.58: the blocks' matrices are trained to take three values."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.memory_plan import LinearKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bitnet:
+class Bitnet(Optimization):
     """Multiply by -1, 0 or 1 times a matrix' mean magnitude, and by activations in 8 bits (2402.17764).
 
     Weights are stored and updated as everything else says; they are rounded where they are used, and the gradient
@@ -17,7 +16,4 @@ class Bitnet:
     """
 
     kind: ClassVar[str] = "bitnet"
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claim on how matrices are used."""
-        yield Claim("linear", LinearKind.TERNARY)
+    CELLS: ClassVar = {"linear": LinearKind.TERNARY}

@@ -1,25 +1,16 @@
 """Chunked loss: logits and their gradient exist for a slice of the tokens at a time."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim, setting_claims, setting_faults
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLoss:
+class ChunkedLoss(Optimization):
     """Compute the head's loss and gradients ``loss_chunk_tokens`` tokens at a time."""
 
     kind: ClassVar[str] = "chunked_loss"
+    SWITCH: ClassVar[str] = "loss_chunk_tokens"
 
     loss_chunk_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        faults = setting_faults(self, switch="loss_chunk_tokens")
-        if faults:
-            raise ValueError("\n".join(faults))
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claim on the loss."""
-        return setting_claims(self)

@@ -1,15 +1,14 @@
 """Fused update: each block is updated at the end of its backward visit, and its gradient is never stored."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class FusedUpdate:
+class FusedUpdate(Optimization):
     """Give gradients no place at all; accumulation needs the vertical schedule in one visit.
 
     Exact clipping by the global norm then costs a second forward and backward pass, because no block may be updated
@@ -17,7 +16,4 @@ class FusedUpdate:
     """
 
     kind: ClassVar[str] = "fused_update"
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claim on the gradients' place."""
-        yield Claim("grad.placement", Placement.DROPPED)
+    CELLS: ClassVar = {"grad.placement": Placement.DROPPED}

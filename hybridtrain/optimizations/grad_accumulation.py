@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from hybridtrain.plan.claim import Claim, Presets, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, check_settings, setting_claims
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradAccumulation:
+class GradAccumulation(Optimization):
     """Split a batch into ``grad_accum_steps`` micro-batches; a step's loss is the mean over all targets that count."""
 
     kind: ClassVar[str] = "grad_accumulation"
@@ -34,11 +34,8 @@ class GradAccumulation:
     the larger batch (Goyal et al., 1706.02677)."""
 
     def __post_init__(self) -> None:
-        faults = setting_faults(self)
-        if self.visit_micro_batches and self.schedule == "horizontal":
-            faults.append("visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one")
-        if faults:
-            raise ValueError("\n".join(faults))
+        fault = "visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one"
+        check_settings(self, [fault] if self.visit_micro_batches and self.schedule == "horizontal" else [])
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the step loop and the gradient's storage."""

@@ -5,28 +5,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientCheckpointing:
+class GradientCheckpointing(Optimization):
     """Keep one block input per ``recompute_every`` blocks; costs one more forward pass of every block."""
 
     kind: ClassVar[str] = "gradient_checkpointing"
+    SWITCH: ClassVar[str] = "recompute_every"
     PRESETS: ClassVar[Presets] = {"conservative": {"recompute_every": 8}, "aggressive": {"recompute_every": 1}}
 
     recompute_every: int = 8
     """Blocks per kept boundary. 1 holds the least while a block is recomputed, larger values keep fewer boundaries."""
-
     kept_blocks: int = 0
     """Last blocks that keep everything: their backward pass comes first, so what they hold is the cheapest to hold."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with it; in others everything is kept. PREDICT runs no backward pass and keeps nothing either way."""
-
-    def __post_init__(self) -> None:
-        faults = setting_faults(self, switch="recompute_every") + no_phase_faults(self.active_phases)
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on recomputation."""

@@ -6,13 +6,14 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.memory_plan import DynamicRange, WidenBy
 from hybridtrain.plan.placement import Codec, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8Weights:
+class Int8Weights(Optimization):
     """Store the blocks' matrices in 1.02 bytes a parameter, on the device or wherever weights live.
 
     They are widened to the compute dtype when their block is visited, or matrix by matrix. With a master copy they are
@@ -37,11 +38,6 @@ class Int8Weights:
     """block: once a visit. matrix: one at a time, anew in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""
-
-    def __post_init__(self) -> None:
-        faults = no_phase_faults(self.active_phases)
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' storage."""

@@ -6,14 +6,15 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults
+from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec, Placement
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrecision:
+class MixedPrecision(Optimization):
     """Store and compute weights in 16 bits, and say what the optimizer updates.
 
     float16 has a loss scale that adapts itself; bfloat16, with the range of float32, needs none.
@@ -39,14 +40,13 @@ class MixedPrecision:
     """Likewise of CORRECT."""
 
     def __post_init__(self) -> None:
-        faults = no_phase_faults(self.active_phases)
+        faults = []
         used = {self.dtype_in(phase) for phase in Phase}
         if self.active_phases and used == {"float32"}:
             faults.append("compute_dtype: float32 in every phase is plain training; drop the optimization instead")
         if "float16" in used and self.master != "float32":
             faults.append(f"master: '{self.master}' goes with bfloat16 only; float16 needs 'float32'")
-        if faults:
-            raise ValueError("\n".join(faults))
+        check_settings(self, faults)
 
     def dtype_in(self, phase: Phase) -> ComputeDtype:
         """Return the element type of the arithmetic of a phase."""

@@ -4,12 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybridtrain.config.rules import broken, refuse
 from hybridtrain.plan.claim import Claim, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOffload:
+class OptimizerOffload(Optimization):
     """Stream the optimizer's state through the device, or update where the state lives."""
 
     kind: ClassVar[str] = "optimizer_offload"
@@ -23,15 +25,13 @@ class OptimizerOffload:
     the update."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.update_on == "host" and self.tier == "disk":
-            faults.append("tier: disk needs update_on = 'device'; an update on the host works in host memory")
-        if self.update_on == "host" and not self.offload_grads:
-            faults.append(
-                "offload_grads: false needs update_on = 'device'; an update on the host reads gradients in host memory"
-            )
-        if faults:
-            raise ValueError("\n".join(faults))
+        on_device = self.update_on == "device"
+        needs = "needs update_on = 'device'; an update on the host"
+        rules = {
+            f"tier: disk {needs} works in host memory": on_device or self.tier == "host",
+            f"offload_grads: false {needs} reads gradients in host memory": on_device or self.offload_grads,
+        }
+        refuse(broken(rules))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the place of everything the update reads and writes."""

@@ -1,14 +1,13 @@
 """Pipeline parallelism: the blocks of a model one after the other on several cards (1811.06965, 1806.03377)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Pipeline(Optimization):
     """Let each rank be a stage that holds neighbouring blocks alone; on one card it changes nothing.
 
     In which order micro-batches pass is another's business: the horizontal schedule of grad_accumulation is 1F1B, the
@@ -16,18 +15,11 @@ class Pipeline:
     """
 
     kind: ClassVar[str] = "pipeline"
+    PATHS: ClassVar = {"stages": "pipeline_stages"}
 
     stages: int = 2
     """As many as there are ranks; each has at least one block."""
 
     def __post_init__(self) -> None:
-        faults = (
-            [] if 2 <= self.stages <= 2**16 else
-            [f"stages: {self.stages} must be from 2 to {2**16}; drop the optimization instead"]
-        )  # fmt: skip
-        if faults:
-            raise ValueError("\n".join(faults))
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claim on the stages."""
-        yield Claim("pipeline_stages", self.stages)
+        if not 2 <= self.stages <= 2**16:
+            raise ValueError(f"stages: {self.stages} must be from 2 to {2**16}; drop the optimization instead")

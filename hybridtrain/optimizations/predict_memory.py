@@ -6,14 +6,15 @@ from typing import ClassVar, Literal
 
 from hybridtrain.config.rules import young
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, check_settings, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec, Placement
 
 _ON_HOST = frozenset({"cpu", "pinned"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictMemory:
+class PredictMemory(Optimization):
     """Say where moments and master copy are in PREDICT; they come back, ahead of their first use, when it ends."""
 
     kind: ClassVar[str] = "predict_memory"
@@ -35,7 +36,7 @@ class PredictMemory:
     step, or as many as it has pieces (``monitor = "every_step"``). 0: when PREDICT ends."""
 
     def __post_init__(self) -> None:
-        faults = setting_faults(self)
+        faults = []
         if self.optimizer_state not in _ON_HOST and (self.restore_lookahead or not self.async_restore):
             faults.append(
                 f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' brings nothing back; "
@@ -43,8 +44,7 @@ class PredictMemory:
             )
         if self.restore_lookahead and not self.async_restore:
             faults.append(f"restore_lookahead: {self.restore_lookahead} needs async_restore = true")
-        if faults:
-            raise ValueError("\n".join(faults))
+        check_settings(self, faults)
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the state's place in PREDICT."""

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.plan.claim import Claim
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Codec
 
 _CODECS = {"float32": Codec.FLOAT32, "bfloat16": Codec.BFLOAT16, "int8": Codec.INT8_BLOCKS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictorState:
+class PredictorState(Optimization):
     """Keep what a predictor needs, next to the moments and on their tier: no parameter-size buffer on the device."""
 
     kind: ClassVar[str] = "predictor_state"

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim, Presets, claimed_phases, no_phase_faults, setting_claims, setting_faults
+from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStreaming:
+class WeightStreaming(Optimization):
     """Keep ``max_active_layers`` blocks on the device; embedding and head always stay there."""
 
     kind: ClassVar[str] = "weight_streaming"
@@ -30,11 +31,6 @@ class WeightStreaming:
     """Where weights live."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with streaming; in others weights are on the device."""
-
-    def __post_init__(self) -> None:
-        faults = setting_faults(self) + no_phase_faults(self.active_phases)
-        if faults:
-            raise ValueError("\n".join(faults))
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' place and on the places of active blocks."""

@@ -1,14 +1,14 @@
 """ZeRO: what every rank would hold alike is cut among them (Rajbhandari et al., 1910.02054)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridtrain.plan.claim import Claim
+from hybridtrain.config.rules import broken, refuse
+from hybridtrain.plan.compose import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
+class Zero(Optimization):
     """Let each rank hold its range alone; on one card it changes nothing.
 
     Where a range lives is another's business: with optimizer_offload it waits on the host, and with weight_streaming
@@ -16,6 +16,7 @@ class Zero:
     """
 
     kind: ClassVar[str] = "zero"
+    PATHS: ClassVar = {"stage": "zero_stage", "prefetch": "zero_prefetch"}
 
     stage: int = 2
     """1: optimizer state and master. 2: gradients too, once they are summed. 3: weights of streamed blocks too."""
@@ -23,15 +24,9 @@ class Zero:
     """Blocks of stage 3 gathered ahead of the one at work: each takes a block's memory more until it is used."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if not 1 <= self.stage <= 3:
-            faults.append(f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead")
-        if self.prefetch < 0 or (self.prefetch and self.stage != 3):
-            faults.append(f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0")
-        if faults:
-            raise ValueError("\n".join(faults))
-
-    def claims(self) -> Iterable[Claim]:
-        """Return the claims on the stage, and on what is gathered ahead."""
-        yield Claim("zero_stage", self.stage)
-        yield Claim("zero_prefetch", self.prefetch)
+        may_prefetch = self.prefetch == 0 or (self.prefetch > 0 and self.stage == 3)
+        rules = {
+            f"stage: {self.stage} must be 1, 2 or 3; drop the optimization instead": 1 <= self.stage <= 3,
+            f"prefetch: {self.prefetch} must be 0, or more in stage 3, which gathers weights; set 0": may_prefetch,
+        }
+        refuse(broken(rules))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hybridtrain.config.rules import refuse
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, PlanValue
 
@@ -31,32 +32,25 @@ def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]
             yield Claim(path, setting.read(value), phase)
 
 
-def setting_faults(owner: object, *, switch: str = "") -> list[str]:
-    """Return a fault for each setting of ``owner`` that is below the least or above the largest value of the plan.
-
-    Args:
-        owner: An optimization.
-        switch: The setting whose 0 says in a plan that there is no such optimization.
-    """
-    faults = []
+def check_settings(owner: object, faults: Iterable[str] = ()) -> None:
+    """Raise ``ValueError`` if an optimization found faults, acts in no phase, or has settings out of range."""
+    switch = getattr(owner, "SWITCH", "")
+    found = []
     for path, setting in SETTINGS.items():
         if setting.least is None or (value := getattr(owner, path, None)) is None:
             continue
         least = 1 if path == switch else setting.least
         if value < least:
             advice = "; drop the optimization instead" if path == switch else ""
-            faults.append(f"{path}: {value} must be at least {least}{advice}")
+            found.append(f"{path}: {value} must be at least {least}{advice}")
         if value > setting.most:
-            faults.append(f"{path}: {value} must be at most {setting.most}")
-    return faults
+            found.append(f"{path}: {value} must be at most {setting.most}")
+    if getattr(owner, "active_phases", tuple(Phase)) == ():
+        found.append("active_phases: empty; name at least one phase or drop the optimization")
+    refuse([*found, *faults])
 
 
 def claimed_phases(active: Iterable[Phase]) -> list[Phase | None]:
     """Return the phases that an optimization claims for: None alone where it acts in every one."""
     chosen = [phase for phase in Phase if phase in set(active)]
     return [None] if len(chosen) == len(Phase) else list(chosen)
-
-
-def no_phase_faults(active: Iterable[Phase]) -> list[str]:
-    """Return the fault of an optimization that acts nowhere."""
-    return [] if list(active) else ["active_phases: empty; name at least one phase or drop the optimization"]

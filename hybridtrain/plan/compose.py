@@ -1,23 +1,39 @@
 """A stack of optimizations becomes one memory plan. The order of the stack never matters."""
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from hybridtrain.errors import PlanConflictError
 from hybridtrain.phase import Phase
-from hybridtrain.plan.claim import Claim
-from hybridtrain.plan.memory_plan import MemoryPlan, PhasePlan, PlanValue, resolve
+from hybridtrain.plan.claim import Claim, check_settings, setting_claims
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan, PhasePlan, PlanValue, resolve
 from hybridtrain.plan.placement import Placement
 
 
-class Optimization(Protocol):
-    """What a stack is made of: a frozen dataclass that turns its settings into claims and knows nothing else."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """An element of a stack: a frozen dataclass that turns its settings into claims and knows nothing else.
+
+    A field that has the name of a setting of the plan claims it, and is checked against its range.
+    """
 
     kind: ClassVar[str]
+    SWITCH: ClassVar[str] = ""
+    """The setting whose 0 says in a plan that there is no such optimization."""
+    CELLS: ClassVar[Mapping[str, PlanValue]] = {}
+    """Values that it always claims, by path."""
+    PATHS: ClassVar[Mapping[str, str]] = {}
+    """Paths of fields that have other names than what they claim."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def claims(self) -> Iterable[Claim]:
-        """Return the cells and settings this optimization asks for."""
-        ...
+        """Yield the cells and settings this optimization asks for."""
+        yield from (Claim(path, value) for path, value in self.CELLS.items())
+        yield from (Claim(path, SETTINGS[path].read(getattr(self, name))) for name, path in self.PATHS.items())
+        yield from setting_claims(self)
 
 
 def compose(stack: Sequence[Optimization]) -> MemoryPlan:

@@ -6,9 +6,10 @@ cannot be made.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter
 from typing import Final, TypeVar, cast
 
@@ -21,9 +22,7 @@ class Schedule(StrEnum):
     """In which order micro-batches and blocks are visited within one optimizer step."""
 
     HORIZONTAL = "horizontal"
-    """Each micro-batch passes all blocks before the next one starts."""
     VERTICAL = "vertical"
-    """All micro-batches pass a block before the next block is touched."""
 
 
 class UpdateDevice(StrEnum):
@@ -37,16 +36,13 @@ class Attention(StrEnum):
     """How attention is computed."""
 
     FLASH = "flash"
-    """By a kernel that never holds the scores of all pairs of tokens."""
     UNFUSED = "unfused"
-    """By plain ops, one of which makes them."""
 
 
 class LinearKind(StrEnum):
     """What the blocks' matrices multiply with."""
 
     FULL = "full"
-    """What they are."""
     TERNARY = "ternary"
     """-1, 0 or 1 times their mean magnitude, and activations in 8 bits (2402.17764)."""
 
@@ -55,9 +51,7 @@ class WidenBy(StrEnum):
     """How much of what is stored as codes has its values at a time."""
 
     BLOCK = "block"
-    """All of a block, once a visit."""
     MATRIX = "matrix"
-    """One matrix, wherever it is used, in the backward pass again."""
 
 
 class DynamicRange(StrEnum):
@@ -93,6 +87,7 @@ class Cell:
 T = TypeVar("T")
 _FLOATS: Final = (Codec.FLOAT32, Codec.BFLOAT16, Codec.FLOAT16)
 _TIERS: Final = (Placement.DEVICE, Placement.HOST, Placement.DISK)
+_ON_DEVICE_OR_HOST: Final = (Placement.DEVICE, Placement.HOST, Placement.DROPPED)
 CODED: Final = frozenset({Codec.INT8_BLOCKS, Codec.NF4})
 """Storage that has to be widened before it is computed with."""
 
@@ -101,10 +96,7 @@ def setting(
     default: T, says: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
     placements: tuple[Placement, ...] = (), is_young: bool = False,
 ) -> T:  # fmt: skip
-    """Declare one field of the plan: its value in plain training, what it means, and what is allowed.
-
-    A young one was not known to the first records, which therefore keep it only where it is not the default.
-    """
+    """Declare one field of the plan: its value in plain training, what it means, and what is allowed."""
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
     return field(
@@ -112,146 +104,78 @@ def setting(
     )
 
 
+added = partial(setting, is_young=True)
+"""Declares a field that the first records did not know, which therefore keep it only where it is not the default."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
     """The whole table for one phase; its defaults are plain fp32 training.
+
+    Codecs of weights, gradients and boundaries are the compute dtype unless claimed.
 
     Raises:
         PlanConflictError: a value is not allowed, or the values together describe nothing that could run.
     """
 
-    weight: Cell = setting(
-        Cell(), "Weights; their codec is the compute dtype unless claimed.",
-        placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4),
-    )  # fmt: skip
+    weight: Cell = setting(Cell(), "Weights.", placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4))
     master: Cell = setting(
         Cell(codec=Codec.ABSENT), "What the update works on where stored weights are less exact than float32.",
         placements=_TIERS, codecs=(Codec.FLOAT32, Codec.SPLIT16, Codec.ABSENT),
     )  # fmt: skip
-    grad: Cell = setting(
-        Cell(), "Gradients that wait for the update; their codec is the compute dtype unless claimed.",
-        placements=(Placement.DEVICE, Placement.HOST, Placement.DROPPED), codecs=_FLOATS,
-    )  # fmt: skip
+    grad: Cell = setting(Cell(), "Gradients that wait for the update.", placements=_ON_DEVICE_OR_HOST, codecs=_FLOATS)
     optim_state: Cell = setting(
-        Cell(), "Moments of the optimizer.",
-        placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
-    )  # fmt: skip
-    boundary: Cell = setting(
-        Cell(), "Block inputs kept for the backward pass; their codec is the compute dtype unless claimed.",
-        placements=tuple(Placement), codecs=_FLOATS,
-    )  # fmt: skip
-    compute_dtype: Codec = setting(
-        Codec.FLOAT32, "Element type of the forward and backward arithmetic.", codecs=_FLOATS
+        Cell(), "Moments.", placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS)
     )
-    recompute_every: int = setting(
-        0, "Keep one boundary per this many blocks and recompute the rest in the backward pass; 0 keeps everything.",
-        least=0,
-    )  # fmt: skip
-    kept_blocks: int = setting(
-        0, "Last blocks whose activations are kept all the same, where the others' are recomputed.", least=0
-    )
+    boundary: Cell = setting(Cell(), "Block inputs kept for the backward.", placements=tuple(Placement), codecs=_FLOATS)
+    compute_dtype: Codec = setting(Codec.FLOAT32, "Element type of forward and backward arithmetic.", codecs=_FLOATS)
+    recompute_every: int = setting(0, "Blocks per kept boundary, the rest is recomputed; 0: all is kept.", least=0)
+    kept_blocks: int = setting(0, "Last blocks whose activations are kept where the others' are recomputed.", least=0)
     grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1, most=2**16)
     schedule: Schedule = setting(
-        Schedule.HORIZONTAL,
-        "horizontal: each micro-batch passes all blocks; vertical: all pass block by block.",
+        Schedule.HORIZONTAL, "horizontal: each micro-batch passes all blocks; vertical: all pass block by block."
     )
-    visit_micro_batches: int = setting(
-        0, "Micro-batches that a vertical schedule takes through a block per visit; 0: all of the step.", least=0
-    )
-    normalize_gradients: bool = setting(
-        default=True, says="Gradients are the mean over a step's tokens; without, the sum of micro-batches' means.",
-        is_young=True,
-    )  # fmt: skip
-    scale_lr: bool = setting(
-        default=False,
-        says="The learning rate is multiplied with the number of micro-batches (1706.02677).",
-        is_young=True,
-    )
+    visit_micro_batches: int = setting(0, "Micro-batches per visit of a vertical schedule; 0: all.", least=0)
+    normalize_gradients: bool = added(True, "Gradients are the mean over a step's tokens; else a sum of means.")
+    scale_lr: bool = added(False, "The learning rate is multiplied with the number of micro-batches (1706.02677).")
     loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
-    max_active_layers: int = setting(
-        2, "Blocks whose weights are on the device at a time, where weights live elsewhere; those on the way included.",
-        least=1,
-    )  # fmt: skip
+    max_active_layers: int = setting(2, "Streamed blocks on the device at a time, those on the way included.", least=1)
     prefetch_distance: int = setting(1, "Blocks fetched ahead of the one at work; below max_active_layers.", least=0)
-    resident_layers: int = setting(
-        0, "Blocks whose weights stay on the device, where the others' live elsewhere.", least=0
-    )
-    widen_by: WidenBy = setting(
-        WidenBy.BLOCK,
-        "How much of coded weights has its values at a time: block, once a visit; matrix: less memory, widened anew "
-        "in the backward pass.",
-        is_young=True,
-    )
-    static_scales: bool = setting(default=False, says="int8 weights keep the scales of their first values.")
-    symmetric: bool = setting(
-        default=True, says="Ranges of int8 weights are about zero; false: about the middle of their values.",
-        is_young=True,
-    )  # fmt: skip
-    dynamic_range: DynamicRange = setting(
-        DynamicRange.GROUP, "What of int8 weights shares a range: group, 256 elements; tensor, a whole matrix.",
-        is_young=True,
-    )  # fmt: skip
+    resident_layers: int = setting(0, "Blocks whose weights stay on the device where the others' do not.", least=0)
+    widen_by: WidenBy = added(WidenBy.BLOCK, "block: coded weights are widened once a visit; matrix: less memory.")
+    static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
+    symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
+    dynamic_range: DynamicRange = added(DynamicRange.GROUP, "Elements of an int8 range: group, 256; tensor, a matrix.")
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
-    attention: Attention = setting(
-        Attention.FLASH, "flash: a kernel that never holds the scores of all pairs; unfused: plain ops.", is_young=True
+    attention: Attention = added(Attention.FLASH, "flash: never holds the scores of all pairs; unfused: plain ops.")
+    linear: LinearKind = added(
+        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."
     )
-    linear: LinearKind = setting(
-        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where they are used (BitNet).",
-        is_young=True,
+    zero_stage: int = added(0, "Cut among ranks: 1 state, 2 gradients too, 3 weights too; 0: none.", least=0, most=3)
+    zero_prefetch: int = added(0, "Blocks whose cut weights are gathered ahead of the one at work.", least=0)
+    pipeline_stages: int = added(1, "Stages of the model, a rank each; 1: no pipeline.", least=1, most=2**16)
+    history_codec: Codec = added(
+        Codec.ABSENT, "Storage of tensors that remember a weight's trajectory, beside the optimizer state.",
+        codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
     )  # fmt: skip
-    zero_stage: int = setting(
-        0,
-        "What is cut among ranks: 1 optimizer state and master, 2 gradients too, 3 streamed weights too; 0: nothing.",
-        least=0, most=3, is_young=True,
-    )  # fmt: skip
-    zero_prefetch: int = setting(
-        0, "Blocks whose cut weights are gathered from the ranks ahead of the one at work, each beside its place.",
-        least=0, is_young=True,
-    )  # fmt: skip
-    pipeline_stages: int = setting(
-        1, "Stages that the ranks are, each with its blocks of the model; 1: every rank has the whole model.",
-        least=1, most=2**16, is_young=True,
-    )  # fmt: skip
-    history_codec: Codec = setting(
-        Codec.ABSENT, "How tensors that remember a weight's trajectory are stored; they live with the optimizer state.",
-        codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS), is_young=True,
-    )  # fmt: skip
-    history_tensors: int = setting(
-        0, "How many of them a parameter has: 0 without a predictor that needs them.", least=0, most=16, is_young=True
-    )
-    async_restore: bool = setting(
-        default=True, says="State that waited elsewhere in PREDICT comes back beside the next step's passes.",
-        is_young=True,
-    )  # fmt: skip
-    restore_lookahead: int = setting(
-        0, "Predicted steps before the end of PREDICT after which it begins to come back; 0: at the end.",
-        least=0, is_young=True,
-    )  # fmt: skip
-    adapter_rank: int = setting(
-        0, "Rank of what is trained beside frozen matrices of the blocks; 0: all weights are trained.",
-        least=0, most=2**16, is_young=True,
-    )  # fmt: skip
-    adapter_alpha: float = setting(0.0, "Numerator of an adapter's scale.", least=0, is_young=True)
-    adapter_scaling: AdapterScaling = setting(
-        AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).", is_young=True
-    )
-    adapter_dropout: float = setting(0.0, "Odds of an adapter's input to be dropped.", least=0, is_young=True)
-    adapter_targets: str = setting("", "Matrices that have an adapter, by name, separated by commas.", is_young=True)
-    adapter_magnitude: bool = setting(
-        default=False, says="Adapters learn the length of each row of a matrix by itself (DoRA).", is_young=True
-    )
+    history_tensors: int = added(0, "How many of them a parameter has; 0 without a predictor.", least=0, most=16)
+    async_restore: bool = added(True, "State that waits elsewhere in PREDICT comes back beside the next step.")
+    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT at which it comes back.", least=0)
+    adapter_rank: int = added(0, "Rank of adapters beside frozen matrices; 0: all is trained.", least=0, most=2**16)
+    adapter_alpha: float = added(0.0, "Numerator of an adapter's scale.", least=0)
+    adapter_scaling: AdapterScaling = added(AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).")
+    adapter_dropout: float = added(0.0, "Dropout probability of an adapter's input.", least=0)
+    adapter_targets: str = added("", "Matrices that have an adapter, by name, separated by commas.")
+    adapter_magnitude: bool = added(False, "Adapters learn the length of each row of a matrix by itself (DoRA).")
 
     @property
     def adapter_scale(self) -> float:
         """What the output of an adapter is multiplied with."""
-        return self.adapter_alpha / (
-            self.adapter_rank if self.adapter_scaling is AdapterScaling.LORA else math.sqrt(self.adapter_rank)
-        )
+        is_lora = self.adapter_scaling is AdapterScaling.LORA
+        return self.adapter_alpha / (self.adapter_rank if is_lora else math.sqrt(self.adapter_rank))
 
     def __post_init__(self) -> None:
-        faults = [*_value_faults(self), *_contradictions(self), *_adapter_faults(self), *_uncut(self)]
-        if faults:
-            raise PlanConflictError("\n".join(faults))
+        _refuse([*_value_faults(self), *_contradictions(self), *_rank_faults(self)])
 
     def values(self) -> dict[str, PlanValue]:
         """Return every value by its path, in the order of declaration."""
@@ -289,7 +213,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """Return what is allowed, in words."""
+        """Describe the allowed values."""
         if isinstance(self.default, bool):
             return "true or false"
         if type(self.default) is str:
@@ -302,23 +226,14 @@ class Setting:
 def describe_settings() -> Iterator[Setting]:
     """Yield every path of the plan with its default, its meaning and what is allowed."""
     for item in fields(PhasePlan):
-        default = cast("PlanValue | Cell", item.default)
-        columns: dict[str, PlanValue] = {}
-        if isinstance(default, Cell):
-            columns = {"placement": default.placement, "codec": default.codec}
-        else:
-            columns[""] = default
-        for column, value in columns.items():
-            members = type(value) if isinstance(value, StrEnum) else ()
-            yield Setting(
-                path=f"{item.name}.{column}" if column else item.name,
-                default=value,
-                allowed=item.metadata["allowed"][column] or tuple(map(str, members)),
-                least=item.metadata["least"],
-                most=item.metadata["most"],
-                says=item.metadata["says"],
-                is_young=item.metadata["is_young"],
-            )
+        default, declared = cast("PlanValue | Cell", item.default), dict(item.metadata)
+        allowed = declared.pop("allowed")
+        is_cell = isinstance(default, Cell)
+        for column in ("placement", "codec") if is_cell else ("",):
+            value: PlanValue = getattr(default, column) if column else cast("PlanValue", default)
+            members = tuple(map(str, type(value))) if isinstance(value, StrEnum) else ()
+            path = f"{item.name}.{column}" if column else item.name
+            yield Setting(path=path, default=value, allowed=allowed[column] or members, **declared)
 
 
 SETTINGS: Final[Mapping[str, Setting]] = {found.path: found for found in describe_settings()}
@@ -336,11 +251,8 @@ class MemoryPlan:
 
     def __post_init__(self) -> None:
         assert set(self.phases) == set(Phase), "a plan has one table for every phase"
-        faults = [
-            fault for phase in Phase for fault in border_faults(self.phases[Phase.FULL], self.phases[phase], phase)
-        ]
-        if faults:
-            raise PlanConflictError("\n".join(dict.fromkeys(faults)))
+        full = self.phases[Phase.FULL]
+        _refuse(fault for phase in Phase for fault in border_faults(full, self.phases[phase], phase))
 
     def for_phase(self, phase: Phase) -> PhasePlan:
         """Return the table that is in force during ``phase``."""
@@ -357,11 +269,10 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
         PlanConflictError: as ``PhasePlan``.
     """
     values = {path: setting.default for path, setting in SETTINGS.items()} | dict(claims)
-    values["weight.codec"] = claims.get("weight.codec", values["compute_dtype"])
+    for path in ("weight.codec", "grad.codec", "boundary.codec"):
+        values[path] = claims.get(path, values["compute_dtype"])
     is_exact = values["compute_dtype" if values["adapter_rank"] else "weight.codec"] == Codec.FLOAT32
     values["master.codec"] = claims.get("master.codec", Codec.ABSENT if is_exact else Codec.FLOAT32)
-    for path in ("grad.codec", "boundary.codec"):
-        values[path] = claims.get(path, values["compute_dtype"])
     arguments: dict[str, object] = {}
     cells: dict[str, dict[str, PlanValue]] = {}
     for path, setting in SETTINGS.items():
@@ -380,12 +291,11 @@ def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
     most: dict[str, int] = {}
     if plan.recompute_every:
         most |= {"recompute_every": num_blocks, "kept_blocks": num_blocks}
-    is_coded, is_streamed = plan.weight.codec in CODED, plan.weight.placement is not Placement.DEVICE
-    if is_streamed:
+    if plan.weight.placement is not Placement.DEVICE:
         streamed = max(1, num_blocks - plan.resident_layers)
         most |= {"resident_layers": num_blocks, "max_active_layers": streamed}
         most |= {"prefetch_distance": streamed - 1, "zero_prefetch": streamed - 1}
-    if is_coded:  # their values take places of resident blocks too
+    if plan.weight.codec in CODED:  # their values take places of resident blocks too
         most |= {"max_active_layers": num_blocks}
         most.setdefault("prefetch_distance", num_blocks - 1)
     changed = {name: count for name, count in most.items() if getattr(plan, name) > count}
@@ -403,6 +313,11 @@ def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: 
         raise ConfigError(owner, [fault])
 
 
+def _refuse(faults: Iterable[str]) -> None:
+    if lines := list(dict.fromkeys(faults)):
+        raise PlanConflictError("\n".join(lines))
+
+
 def _value_faults(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each value that its declaration does not allow."""
     for path, value in plan.values().items():
@@ -413,6 +328,10 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
             yield f"{path}: {value} must be at least {declared.least}."
         if declared.least is not None and float(value) > declared.most:
             yield f"{path}: {value} must be at most {declared.most}."
+
+
+def _contradictions(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for each combination of values that could not run."""
     if plan.prefetch_distance >= plan.max_active_layers > 0:
         yield (
             f"prefetch_distance: {plan.prefetch_distance} must be below max_active_layers ({plan.max_active_layers}), "
@@ -423,10 +342,29 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
             f"visit_micro_batches: {plan.visit_micro_batches} must be at most grad_accum_steps "
             f"({plan.grad_accum_steps}); lower it, or set 0 for all of a step."
         )
+    if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
+        yield (
+            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
+            "activations inside the blocks stay on the device and nothing would be saved."
+        )
+    in_one_visit = plan.schedule is Schedule.VERTICAL and plan.visit_micro_batches in {0, plan.grad_accum_steps}
+    if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1 and not in_one_visit:
+        yield (
+            f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
+            "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
+        )
+    if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
+        yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
+    if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
+        yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
+    if plan.adapter_rank:
+        yield from _adapter_faults(plan)
+    elif plan.weight.codec is Codec.NF4:
+        yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
 
 
-def _uncut(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for each setting beside which nothing can be cut among ranks."""
+def _rank_faults(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for what cannot be cut among ranks, or into stages."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
     if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
@@ -435,10 +373,7 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
             "int8_weights' dynamic_range = 'group', or drop zero."
         )
     if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:
-        yield (
-            "zero_stage: 3 gathers a block into a slot where it is used; add weight_streaming, whose slots they are, "
-            "or set stage = 2."
-        )
+        yield "zero_stage: 3 gathers a block into a slot; add weight_streaming, whose slots they are, or set stage = 2."
     if plan.zero_prefetch > (plan.prefetch_distance if plan.zero_stage == 3 else 0):
         yield (
             f"zero_prefetch: {plan.zero_prefetch} blocks are gathered ahead, which must be cut (zero's stage = 3) and "
@@ -448,89 +383,52 @@ def _uncut(plan: PhasePlan) -> Iterator[str]:
         yield "zero_prefetch: a file is awaited before it is gathered; set weight_streaming's tier = 'host', or 0."
     if plan.zero_stage == 3 and plan.adapter_rank:
         yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
-    if plan.pipeline_stages > 1 and plan.zero_stage:
-        yield (
-            "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; every rank is a stage. "
-            "Drop zero, or pipeline."
-        )
-    if plan.pipeline_stages > 1 and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
+    is_pipeline = plan.pipeline_stages > 1
+    if is_pipeline and plan.zero_stage:
+        yield "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; drop zero, or pipeline."
+    if is_pipeline and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
         yield (
             f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit, stages wait for each other; "
             "set grad_accumulation's visit_micro_batches to 0, or 1."
         )
-    if plan.pipeline_stages > 1 and plan.grad.placement is Placement.DROPPED:
+    if is_pipeline and plan.grad.placement is Placement.DROPPED:
         yield (
             "pipeline_stages: fused_update changes blocks of one stage before another stage has said whether its "
             "gradients are numbers; drop fused_update, or pipeline."
         )
 
 
-def _contradictions(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for each combination of values that could not run."""
-    if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
-        yield (
-            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
-            "activations inside the blocks stay on the device and nothing would be saved."
-        )
-    if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1:
-        in_one_visit = plan.visit_micro_batches in {0, plan.grad_accum_steps}
-        if plan.schedule is Schedule.HORIZONTAL or not in_one_visit:
-            yield (
-                f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
-                "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
-            )
-    if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
-        yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
-    if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
-        yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
-
-
 def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for what frozen weights and adapters cannot do."""
-    if plan.weight.codec is Codec.NF4 and not plan.adapter_rank:
-        yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
-    if plan.adapter_rank and plan.linear is LinearKind.TERNARY:
+    """Yield a sentence for what adapters cannot do."""
+    if plan.linear is LinearKind.TERNARY:
         yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
-    if plan.adapter_rank and plan.static_scales:
+    if plan.static_scales:
         yield "static_scales: lora freezes the matrices, so that their scales never change; leave static_scales out."
-    if plan.adapter_rank and plan.compute_dtype is Codec.FLOAT32 and plan.master.codec is not Codec.ABSENT:
-        yield (
-            f"master.codec: {plan.master.codec} beside adapters that are float32 themselves; leave master out, or add "
-            "mixed_precision."
-        )
-    if plan.adapter_rank and not plan.adapter_targets:
+    if plan.compute_dtype is Codec.FLOAT32 and plan.master.codec is not Codec.ABSENT:
+        fault = f"master.codec: {plan.master.codec} beside adapters that are float32 themselves"
+        yield f"{fault}; leave master out, or add mixed_precision."
+    if not plan.adapter_targets:
         yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
 
 
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
 
-_ADAPTER = tuple(item.name for item in fields(PhasePlan) if item.name.startswith("adapter_"))
 _SAME_EVERYWHERE = (
-    "grad_accum_steps",
-    "update_on",
-    "linear",
-    "zero_stage",
-    "zero_prefetch",
-    "pipeline_stages",
-    "history_codec",
-    "history_tensors",
-    *_ADAPTER,
-)
+    "grad_accum_steps", "update_on", "linear", "zero_stage", "zero_prefetch", "pipeline_stages", "history_codec",
+    "history_tensors", *(item.name for item in fields(PhasePlan) if item.name.startswith("adapter_")),
+)  # fmt: skip
 _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
 """Of phases with true steps; PREDICT puts optimizer state elsewhere."""
 
 
 def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
-    """Return what decides how weights are stored; at a border where it changes they are stored anew."""
-    is_int8 = plan.weight.codec in CODED
-    is_streamed = plan.weight.placement is not Placement.DEVICE
+    """Return the settings that decide how weights are stored; at a border where they change they are stored anew."""
+    is_coded, is_streamed = plan.weight.codec in CODED, plan.weight.placement is not Placement.DEVICE
     return (
-        plan.weight,
-        plan.master.codec,
-        plan.compute_dtype,
-        plan.max_active_layers if is_int8 or is_streamed else None,
+        *(plan.weight, plan.master.codec, plan.compute_dtype),
+        plan.max_active_layers if is_coded or is_streamed else None,
         (plan.prefetch_distance, plan.resident_layers) if is_streamed else None,
-        (plan.static_scales, plan.symmetric, plan.dynamic_range, plan.widen_by) if is_int8 else None,
+        (plan.static_scales, plan.symmetric, plan.dynamic_range, plan.widen_by) if is_coded else None,
     )
 
 
@@ -573,7 +471,7 @@ def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
 
 
 def _exactness(plan: PhasePlan) -> tuple[tuple[Codec, object], tuple[Codec, object]]:
-    """Return what is kept of matrices and of vectors, and how its ranges are taken."""
+    """Return the codec of exact values of matrices and of vectors, and how ranges are taken."""
     exact: tuple[Codec, object] = (Codec.FLOAT32, None)
     has_master = plan.master.codec is not Codec.ABSENT
     is_int8 = plan.weight.codec is Codec.INT8_BLOCKS

@@ -24,8 +24,8 @@ from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World
 
 _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""

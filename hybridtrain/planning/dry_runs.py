@@ -15,17 +15,16 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StorageLedger
-from hybridtrain.virtual_gpu.links import Collective, World
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.replay import replay_on_card
-from hybridtrain.virtual_gpu.roofline import Bound, StepTime, estimate_step
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, replay_on_card
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
+from hybridtrain.virtual_gpu.cards.links import Collective, World
+from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime, estimate_step
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
     from hybridtrain.hybrid.config import HybridConfig

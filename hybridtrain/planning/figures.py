@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
-from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 
 _TIMELINE_POINTS = 240
 _LARGEST_HOLDERS = 10

@@ -26,11 +26,11 @@ from hybridtrain.planning.candidates import (
 )
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.links import Collective
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.reserved_range import reserved_range
-from hybridtrain.virtual_gpu.roofline import Bound, efficiency_of
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
+from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.cards.links import Collective
+from hybridtrain.virtual_gpu.cards.roofline import Bound, efficiency_of
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")

@@ -14,7 +14,7 @@ from hybridtrain.optim.optimizer import Optimizer, Role
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Attention, Cell, MemoryPlan, PhasePlan, Schedule
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.card import Card, FitVerdict, Host
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 
 _BYTES: dict[Codec, float] = {
     Codec.FLOAT32: 4, Codec.BFLOAT16: 2, Codec.FLOAT16: 2, Codec.INT8_BLOCKS: 1 + 4 / 256,

@@ -14,8 +14,8 @@ from hybridtrain.planning.candidates import LEVELS, Candidate, FitRequest
 from hybridtrain.planning.dry_runs import DryRun
 from hybridtrain.planning.fitting import TrainingOption, confirmed, fit
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 _FREE_SHARE = 0.03
 """Of the card, beside the margin, in short runs: their bytes are extended by arithmetic, reserved ones are no line."""

@@ -27,11 +27,11 @@ from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.planning.plan_bytes import Bytes, bytes_of
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.lean_meta import lean_meta_rules
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.replay import replay_trace
-from hybridtrain.virtual_gpu.roofline import Bound, TimedOp, estimate_step
+from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.allocator.replay import replay_trace
+from hybridtrain.virtual_gpu.cards.roofline import Bound, TimedOp, estimate_step
 
 _BLOCKS = 3
 """Two recomputed ones, and one that keeps its activations."""
@@ -84,7 +84,7 @@ class _Passes:
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
             grads = trainer.executor.grads
             trainer.executor.forward_backward(
-                batches, seed=0, on_block_done=(lambda unit: grads.discard(unit.name)) if self._fuses else None
+                batches, seed=0, on_block_done=(lambda unit: grads.take(unit.name)) if self._fuses else None
             )
         trace, card = ledger.trace(), request.card
         replay = replay_trace(trace, workspace_bytes=card.cublas_workspace_bytes)

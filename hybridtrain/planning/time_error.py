@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 
 _BEFORE_CHANGES = 0.088
 """Of the first cross-validation. Two things were changed with its runs known, so what is told since is flattered

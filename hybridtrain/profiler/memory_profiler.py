@@ -7,7 +7,6 @@ snapshots a step costs a comparison.
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hybridtrain.atomic_write import replace_file
@@ -15,7 +14,6 @@ from hybridtrain.phase import Phase
 from hybridtrain.profiler.memory_history import (
     MemoryHistory,
     MemorySnapshot,
-    ProfilingCost,
     alert_advice,
     memory_report,
     to_csv,
@@ -27,6 +25,7 @@ from hybridtrain.units import GB
 DEFAULT_ALERT_BYTES = 45 * GB
 """For cards of 48 GB."""
 DEFAULT_SPIKE_FRACTION = 0.1
+_MAX_NOTES = 10
 
 
 class MemoryProfiler:
@@ -38,7 +37,7 @@ class MemoryProfiler:
         spike_threshold: Rise over the previous snapshot, as a fraction of it, above which a snapshot is a spike.
         sinks: Receive each snapshot's figures as metrics; whoever made them closes them.
         reader: Reads the memory; None: the card and this process, opened at the start.
-        on_alert: Told the alert and the advice when the use rises above the threshold for the first time.
+        on_alert: Gets the first alert and the advice, at once.
         clock: Returns seconds, monotonic.
 
     Raises:
@@ -62,50 +61,43 @@ class MemoryProfiler:
         if faults:
             raise ValueError("\n".join(faults))
         self.every_n_steps = every_n_steps
-        self._thresholds = (alert_threshold_bytes, spike_threshold)
         self._given_reader = reader
         self._on_alert = on_alert
         self._clock = clock
         self._notes: list[str] = []
         self._sinks = MetricLoggers(sinks, self._notes.append)
-        self._reset()
+        self._reset(alert_threshold_bytes, spike_threshold)
 
-    def _reset(self) -> None:
-        alert_threshold_bytes, spike_threshold = self._thresholds
+    def _reset(self, alert_threshold_bytes: int, spike_threshold: float) -> None:
         self.history = MemoryHistory(alert_threshold_bytes=alert_threshold_bytes, spike_threshold=spike_threshold)
         """Snapshots and what they add up to."""
         self._notes.clear()
         self._reader: MemoryReader | None = None
         self.num_steps = 0
-        """Steps that were told since the start, with a snapshot or without."""
+        """Steps that were recorded since the start, with a snapshot or without."""
         self._seconds = 0.0
         self._begin_s = self._end_s = self._clock()
 
     def start(self) -> None:
         """Begin a new profile; what was recorded before is dropped."""
         self.stop()
-        self._reset()
+        self._reset(self.history.alert_threshold_bytes, self.history.spike_threshold)
         self._reader = self._given_reader or SystemReader()
 
     def record_step(self, step: int, phase: Phase) -> None:
-        """Take a snapshot after a step, if it is due.
-
-        Args:
-            step: Number of the step just done; counted up.
-            phase: Its phase.
-
-        Raises:
-            RuntimeError: the profiler is not running.
-        """
+        """Take a snapshot after ``step``, counted up, if it is due; raises ``RuntimeError`` before ``start``."""
         if self._reader is None:
             raise RuntimeError("the memory profiler is not running; call start() or use it in a with statement")
         self.num_steps += 1
         if step % self.every_n_steps and self.num_steps > 1:
             return
         begin = self._clock()
-        snapshot = self._read(self._reader, step, phase, begin - self._begin_s)
-        if snapshot is not None:
-            self._count(snapshot)
+        try:
+            memory = self._reader()
+        except (OSError, RuntimeError, ValueError) as error:
+            self._note_once(f"the memory could not be read at some steps ({error}); they have no snapshot")
+        else:
+            self._count(MemorySnapshot(step=step, phase=phase, elapsed_s=begin - self._begin_s, memory=memory))
         self._seconds += self._clock() - begin
 
     def stop(self) -> None:
@@ -124,61 +116,33 @@ class MemoryProfiler:
         self.start()
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop."""
         self.stop()
 
     def report(self) -> str:
         """Return the profile as text, while it runs and after."""
-        notes = list(self._notes)
-        running = self._reader is not None
-        if isinstance(self._reader, SystemReader) and self._reader.note:
-            notes.append(self._reader.note)
-        cost = ProfilingCost(
-            every_n_steps=self.every_n_steps, num_steps=self.num_steps, seconds=self._seconds,
-            elapsed_s=(self._clock() if running else self._end_s) - self._begin_s,
-        )  # fmt: skip
-        return memory_report(self.history, cost, notes)
+        note = self._reader.note if isinstance(self._reader, SystemReader) else ""
+        notes = [*self._notes, *([note] if note else [])]
+        elapsed_s = (self._end_s if self._reader is None else self._clock()) - self._begin_s
+        return memory_report(self.history, notes, self.every_n_steps, self.num_steps, self._seconds, elapsed_s)
 
     def write_csv(self, path: Path) -> None:
-        """Write the snapshots to ``path`` in one step; a long run's are thinned.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the snapshots to ``path`` in one step; a long run's are thinned. Raises ``OSError``."""
         replace_file(path, to_csv(self.history.snapshots()).encode())
 
-    def _read(self, reader: MemoryReader, step: int, phase: Phase, elapsed_s: float) -> MemorySnapshot | None:
-        try:
-            reading = reader()
-        except (OSError, RuntimeError, ValueError) as error:
-            self._note_once(f"the memory could not be read at some steps ({error}); they have no snapshot")
-            return None
-        process = reading.process
-        return MemorySnapshot(
-            step=step, phase=phase, elapsed_s=elapsed_s,
-            source=reading.source, used_bytes=reading.used_bytes, total_bytes=reading.total_bytes,
-            allocator=reading.allocator,
-            rss_bytes=None if process is None else process.rss_bytes,
-            peak_rss_bytes=None if process is None else process.peak_rss_bytes,
-        )  # fmt: skip
-
     def _count(self, snapshot: MemorySnapshot) -> None:
-        alert = self.history.add(snapshot)
+        is_alert = self.history.add(snapshot)
         if self._sinks:
             self._sinks.log(snapshot.step, snapshot.as_metrics())
-        if alert is not None and self.history.num_alerts == 1 and self._on_alert is not None:
-            advice = "; ".join(alert_advice(snapshot.source))
+        if is_alert and self.history.num_alerts == 1 and self._on_alert is not None:
+            source = snapshot.memory.source
             self._on_alert(
                 f"memory alert: {snapshot.used_gb:.1f} GB used at step {snapshot.step}, above "
-                f"{self.history.alert_threshold_bytes / GB:.1f} GB ({snapshot.source}). In this order: {advice}"
+                f"{self.history.alert_threshold_bytes / GB:.1f} GB ({source}). In this order: "
+                f"{'; '.join(alert_advice(source))}"
             )
 
     def _note_once(self, note: str) -> None:
         if note and note not in self._notes and len(self._notes) < _MAX_NOTES:
             self._notes.append(note)
-
-
-_MAX_NOTES = 10

@@ -30,14 +30,9 @@ class MetricLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Writes scalars to a TensorBoard event file; see them with ``tensorboard --logdir FOLDER``.
+    """Writes scalars to an event file in ``folder``, made if missing; see them with ``tensorboard --logdir FOLDER``.
 
-    Args:
-        folder: Where the event file goes; made if missing.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-        OSError: the folder cannot be written.
+    Raises ``ConfigError`` if TensorBoard is not installed, ``OSError`` if the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,11 +55,10 @@ class WandbLogger:
     Args:
         project: Name of the project there.
         folder: Where its local files go, in a folder ``wandb``; None: the current folder.
-        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: what WANDB_MODE says, else online.
+        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: that of WANDB_MODE, else online.
         config: Settings that are stored with the run.
 
-    Raises:
-        ConfigError: the package is not installed, or the run cannot be started.
+    Raises ``ConfigError`` if the package is not installed, or the run cannot be started.
     """
 
     def __init__(
@@ -81,10 +75,8 @@ class WandbLogger:
                 project=project, dir=None if folder is None else str(folder), mode=mode, config=dict(config or {})
             )
         except wandb.Error as error:
-            raise ConfigError(
-                "Weights & Biases",
-                [f"the run does not start ({error}); run wandb login, or set WANDB_MODE=offline to sync later"],
-            ) from None
+            fault = f"the run does not start ({error}); run wandb login, or set WANDB_MODE=offline to sync later"
+            raise ConfigError("Weights & Biases", [fault]) from None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""
@@ -98,12 +90,8 @@ class WandbLogger:
 class MlflowLogger:
     """Writes metrics to a run of MLflow in a folder of this machine; see them with ``mlflow ui``.
 
-    Args:
-        folder: MLflow's file store; made if missing.
-        config: Settings that are stored with the run, as a file ``config.json``.
-
-    Raises:
-        ConfigError: the package is not installed, or the store cannot be used.
+    ``config`` is stored with the run as a file ``config.json``; the folder is made if missing. Raises ``ConfigError``
+    if the package is not installed, or the store cannot be used.
     """
 
     def __init__(self, folder: Path, *, config: Mapping[str, object] | None = None) -> None:
@@ -133,19 +121,14 @@ class MlflowLogger:
 
 
 class MetricLoggers:
-    """Several loggers as one. A logger that fails is closed out and the run goes on.
-
-    Args:
-        loggers: Who receives the metrics.
-        on_fault: Told one sentence when a logger is dropped.
-    """
+    """Several loggers as one. A logger that fails is dropped, with a sentence for ``on_fault``, and the run goes on."""
 
     def __init__(self, loggers: Sequence[MetricLogger], on_fault: Callable[[str], None]) -> None:
         self._loggers = list(loggers)
         self._on_fault = on_fault
 
     def __bool__(self) -> bool:
-        """Say whether anyone still listens."""
+        """Return whether any logger is left."""
         return bool(self._loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -159,18 +142,17 @@ class MetricLoggers:
             self._try(logger, "did not close", logger.close)
         self._loggers.clear()
 
-    def _try(self, logger: MetricLogger, what: str, call: Callable[[], None]) -> None:
+    def _try(self, logger: MetricLogger, event: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # noqa: BLE001  whatever a logging service raises, training is worth more
             self._loggers.remove(logger)
-            self._on_fault(f"{type(logger).__name__} {what} ({error}); training goes on without it")
+            self._on_fault(f"{type(logger).__name__} {event} ({error}); training goes on without it")
 
 
 def _import_optional(module: str, name: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            name, [f"it cannot be imported ({error}); install it with: pip install 'hybridtrain[{extra}]'"]
-        ) from None
+        fault = f"it cannot be imported ({error}); install it with: pip install 'hybridtrain[{extra}]'"
+        raise ConfigError(name, [fault]) from None

@@ -7,8 +7,8 @@ from tabulate import tabulate
 from hybridtrain.config.encode import encode
 from hybridtrain.planning.figures import refused_request
 from hybridtrain.units import format_bytes, to_gib
-from hybridtrain.virtual_gpu.allocator import round_size, segment_size
-from hybridtrain.virtual_gpu.card_run import CardRun
+from hybridtrain.virtual_gpu.allocator.allocator_config import round_size, segment_size
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 _HOLDERS_SHOWN = 5
 

@@ -20,10 +20,10 @@ from hybridtrain.reports.phase_table import phase_precision, phase_table
 from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import FitVerdict
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.repeated_step import SETTLING_STEPS
-from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
+from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
 _LOWER = "lower --micro-batch or --seq, or choose a smaller model or a larger card"
 

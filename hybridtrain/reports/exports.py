@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.trace import Counter, Slice, build_trace, write_trace
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 _STREAMS = {lane: number for number, lane in enumerate(Lane)}
 _STREAM_NAMES = {number: lane.value for lane, number in _STREAMS.items()}

@@ -26,8 +26,8 @@ from hybridtrain.stacks import RESULTS, Stack, evidence_folder
 from hybridtrain.trainer_config import LrSchedule
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes, format_count, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
+from hybridtrain.virtual_gpu.cards.links import World
 
 _QUALITY = {
     "exact": "exact: fp32 masters and moments; the yardstick",
@@ -312,7 +312,7 @@ def _write_files(folder: Path, model: str, request: FitRequest, options: Sequenc
         optimizer: Optimizer = OPTIMIZERS[option.candidate.level.optimizer]()
         begins = spec
         if option.method != "full":
-            optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)  # type: ignore[type-var]
+            optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)
             begins = replace(spec, init_from=_weights_folder(model)) if spec.preset is not None else spec
         file = TrainFile(
             model=begins, workload=BatchWorkload(batch_size=request.num_sequences, seq_len=request.seq_len),

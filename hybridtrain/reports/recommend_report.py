@@ -19,9 +19,9 @@ from hybridtrain.reports.reasons import reasons
 from hybridtrain.sizes import parse_size
 from hybridtrain.stacks import Stack
 from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, FitVerdict, Host, find_card
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 131072
 _ADVICE = {

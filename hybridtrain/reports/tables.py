@@ -10,7 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
 TERMINAL, MARKDOWN = "simple", "github"
 _MOST_COLUMNS = 7

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
@@ -13,7 +14,6 @@ from hybridtrain.models.hf_config import is_multimodal, read_hf_config
 from hybridtrain.run.run_folder import CHECKPOINTS, TOKENIZER, open_source, read_run_files, trains_adapters
 from hybridtrain.run.train import open_trainer
 from hybridtrain.run.train_log import Say
-from hybridtrain.train_state import load_train_state
 from hybridtrain.weights.adapters import export_adapter
 from hybridtrain.weights.export import export_folder
 
@@ -71,7 +71,7 @@ def export_run(
         trainer = open_trainer(file, transfer, source=weights)
         # What remembers the trajectory is saved and loaded with it; nothing asks for a batch here.
         cycle = None if file.hybrid is None else HybridTrainer(trainer, file.hybrid, lambda _: [])
-        load_train_state(trainer, folder / CHECKPOINTS, cycle, data, say)
+        load_checkpoint(trainer, folder / CHECKPOINTS, cycle, data, say)
         if keeps_adapters:
             files = export_adapter(trainer, target, base=str(file.model.init_from or ""), tokenizer_folder=tokenizer)
         else:

@@ -15,6 +15,10 @@ from typing import Self
 import torch
 
 from hybridtrain.atomic_write import remove_partials
+from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
+from hybridtrain.checkpoint.generations import generations, newest_generation
+from hybridtrain.checkpoint.identity import settings_of
+from hybridtrain.checkpoint.parts import state_bytes
 from hybridtrain.config.encode import JsonMapping, encode, flat_settings, to_json
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.data.corpus import Corpus
@@ -59,15 +63,11 @@ from hybridtrain.run.train_log import (
     trim_log,
 )  # fmt: skip
 from hybridtrain.sampling import sample_text
-from hybridtrain.train_state import StateSaver, load_train_state
-from hybridtrain.train_state.generations import generations, newest_generation
-from hybridtrain.train_state.identity import settings_of
-from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torchrun, or whoever else starts ranks, gives each of them."""
@@ -144,7 +144,7 @@ class _Run:
     data: RunData
     ledger: TrafficLedger
     monitor: RunMonitor
-    saver: StateSaver
+    saver: CheckpointSaver
     guard: RunGuard
     say: Say
     savings: tuple[tuple[str, str, float | None], ...]
@@ -161,7 +161,7 @@ class _Run:
         self.wait_for_ranks()
         folder, data = self.saver.folder, self.data.settings
         with self.ledger:
-            found = load_train_state(self.trainer, folder, self.cycle, data, self.say, allowed)
+            found = load_checkpoint(self.trainer, folder, self.cycle, data, self.say, allowed)
             now = settings_of(self.trainer, self.cycle, data)
             self.guard.load(found.extra)
             if now["workload.batch_size"] != found.settings["workload.batch_size"]:
@@ -348,7 +348,7 @@ def _open_run(
     ):  # fmt: skip
         say(f"not as asked: {change}")
     cycle = HybridTrainer(trainer, file.hybrid, data.load_probe)
-    saver = StateSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
+    saver = CheckpointSaver(states, keep_last=file.keep_last, keep_hourly=file.keep_hourly)
     guard = RunGuard(file.guard, out / FAULTS, say)
     saver.require_room(trainer, len(generations(states)))
     advice = precision_advice(trainer.memory_plan, device_capability())

@@ -18,16 +18,16 @@ from hybridtrain.reports.card_report import (
 )
 from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.basis import Basis, growth_text
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.estimate import by_module
-from hybridtrain.virtual_gpu.launchers import python_command
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.stand_in import StandIn
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.estimate import by_module
+from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
+from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _MODULES_SHOWN = 8
 _STAND_INS_SHOWN = 8
@@ -187,9 +187,7 @@ def run_script(
     """
     command = python_command([script, *arguments])
     if command is None:
-        fault = "-m: says no module; give its name after it." if script == "-m" else (
-            f"script '{script}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
-        )  # fmt: skip
+        fault = "-m: says no module; give its name after it." if script == "-m" else missing_script(script)
         raise ConfigError("virtual", [fault])
     allocator = AllocatorConfig(expandable_segments=expandable_segments)
     try:

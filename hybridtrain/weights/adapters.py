@@ -16,16 +16,17 @@ from hybridtrain.config.encode import JsonMapping, JsonValue
 from hybridtrain.data.tokenizer_files import copy_tokenizer
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.errors import ConfigError
+from hybridtrain.memory.block_places import Visit
 from hybridtrain.memory.weight_slots import block_number
-from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.adapter import Adapter, is_adapter, without_adapters
-from hybridtrain.models.hf_import import hf_weight
+from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.widening import widened
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import AdapterScaling
 from hybridtrain.tensor_file import DTYPES, TensorFileWriter, open_tensor_file
 from hybridtrain.trainer import Trainer
+from hybridtrain.weights.disk_names import disk_weight
 from hybridtrain.weights.exact_values import exact_values
 
 _FILE, _CONFIG, _PICKLE = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
@@ -71,10 +72,10 @@ def merged_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
 
 def _trained_values(trainer: Trainer) -> dict[str, Tensor]:
     """Return the exact values of all adapters, flat, on the device: small beside what is frozen."""
-    found: dict[str, list[Tensor]] = {}
+    parts_by_name: dict[str, list[Tensor]] = {}
     for name, _, value_P in exact_values(trainer):
-        found.setdefault(name, []).append(value_P.detach().reshape(-1).clone())
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        parts_by_name.setdefault(name, []).append(value_P.detach().reshape(-1).clone())
+    return {name: torch.cat(parts) for name, parts in parts_by_name.items()}
 
 
 def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter:
@@ -87,16 +88,13 @@ def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter
 def export_adapter(
     trainer: Trainer, folder: Path, *, base: str, tokenizer_folder: Path | None = None
 ) -> list[Path]:  # fmt: skip
-    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them.
+    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them, and return the files.
 
     Args:
         trainer: Whose adapters.
         folder: Absent or empty.
         base: Name or folder of the model that they belong to, which PEFT loads beside them.
-        tokenizer_folder: Whose tokenizer and chat template they were trained with, which is written too.
-
-    Returns:
-        The files.
+        tokenizer_folder: Whose tokenizer and chat template are written too.
 
     Raises:
         ConfigError: there are no adapters, or the folder holds something.
@@ -123,7 +121,7 @@ def _places(trainer: Trainer) -> dict[str, tuple[str, tuple[int, ...]]]:
     for name, parameter in trainer.model.named_unit_parameters():
         if is_adapter(name):
             matrix, _, part = name.partition(_MIDDLE)
-            theirs = hf_weight(trainer.model.config, f"{matrix}.weight").names[0].removesuffix(".weight")
+            theirs = disk_weight(trainer.model.config, f"{matrix}.weight").names[0].removesuffix(".weight")
             places[name] = (f"{_PREFIX}{theirs}.{_PEFT_NAMES[part]}", tuple(parameter.shape))
     return places
 
@@ -136,13 +134,10 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def load_adapter(trainer: Trainer, folder: Path) -> None:
-    """Give adapters the values that PEFT, or ``export_adapter``, wrote into a folder.
+    """Give adapters, before the first step, the values that PEFT, or ``export_adapter``, wrote into a folder.
 
-    They come to the bit where adapters are float32 or have masters; without one they are rounded to nearest.
-
-    Args:
-        trainer: Before its first step. Its plan has adapters of the same kind; dropout may differ.
-        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``. Nothing is unpickled.
+    They come to the bit where adapters are float32 or have masters; else they are rounded to nearest. The plan has
+    adapters of the same kind; dropout may differ. Nothing is unpickled.
 
     Raises:
         ConfigError: files are missing, damaged or pickled, or of other adapters; every difference is a fault.
@@ -153,19 +148,16 @@ def load_adapter(trainer: Trainer, folder: Path) -> None:
     if not (folder / _FILE).is_file():
         raise ConfigError(str(folder), [_no_adapter(folder)])
     places = _places(trainer)
-    faults = list(_config_faults(trainer, _read_config(folder / _CONFIG)))
+    faults = list(_config_faults(trainer, read_json(folder / _CONFIG, "save the adapter again")))
     tensors = open_tensor_file(folder / _FILE).tensors
-    wanted, found = _modules(name for name, _ in places.values()), _modules(tensors)
-    if set(wanted) != set(found):
-        faults.append(
-            f"adapters of {', '.join(sorted(found))}, those here are of {', '.join(sorted(wanted))}; set lora's targets"
-        )
+    shapes = dict(places.values())
+    wanted, present = sorted(_modules(shapes)), sorted(_modules(tensors))
+    if wanted != present:
+        faults.append(f"adapters of {', '.join(present)}, those here are of {', '.join(wanted)}; set lora's targets")
     else:
-        known = {theirs for theirs, _ in places.values()}
-        faults += [
-            f"{name}: no adapter of this model; take the model that it was made for" for name in {*tensors} - known
-        ]
-        for theirs, shape in places.values():
+        strange = {*tensors} - {*shapes}
+        faults += [f"{name}: no adapter of this model; take the model that it was made for" for name in strange]
+        for theirs, shape in shapes.items():
             tensor = tensors.get(theirs)
             if tensor is None:
                 faults.append(f"{theirs}: missing; it must be there with shape {shape}: save the adapter again")
@@ -202,16 +194,6 @@ def _no_adapter(folder: Path) -> str:
     return f"holds no {_FILE}; it must be a folder that PEFT's save_pretrained wrote: check the path"
 
 
-def _read_config(path: Path) -> Mapping[str, JsonValue]:
-    try:
-        content = json.loads(path.read_bytes())
-        if isinstance(content, dict):
-            return content
-    except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(str(path), [f"cannot be read ({error}); save the adapter again"]) from error
-    raise ConfigError(str(path), ["no table; save the adapter again"])
-
-
 def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield a sentence for each setting that makes another adapter than the plan's."""
     plan = trainer.plan
@@ -223,9 +205,9 @@ def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterato
         "use_dora": (plan.adapter_magnitude, "set lora's magnitude"),
     }
     for name, (value, remedy) in wanted.items():
-        found = config.get(name, False if isinstance(value, bool) else None)
-        if found != value:
-            yield f"{name}: {json.dumps(found)}, the plan has {json.dumps(value)}; {remedy}"
+        given = config.get(name, False if isinstance(value, bool) else None)
+        if given != value:
+            yield f"{name}: {json.dumps(given)}, the plan has {json.dumps(value)}; {remedy}"
     for name in _UNKNOWN:
         if config.get(name) not in (None, False, "none", [], {}):
             yield f"{name}: {json.dumps(config[name])} is not known here; it must be off: train an adapter without it"

@@ -1,4 +1,4 @@
-"""Where a folder holds each parameter: under which names, in which shapes, turned or cut into pieces."""
+"""Where a folder of transformers holds each parameter: under which names, in which shapes, turned or in pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from math import prod
 
 from hybridtrain.models.adapter import is_adapter
 from hybridtrain.models.block_model import BlockModel
-from hybridtrain.models.hf_import import hf_weight
+from hybridtrain.models.families import FAMILIES, WEIGHT_NAMES, Family
+from hybridtrain.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +15,11 @@ class DiskWeight:
     """The tensors of one parameter."""
 
     names: tuple[str, ...]
-    """One after the other they are the parameter: the experts, or a single one."""
+    """One after the other they are the parameter: the experts, which our parameter stacks, or a single one."""
     shape: tuple[int, ...]
     """Of each of them."""
     is_transposed: bool
-    """The parameter is the transpose of its only tensor."""
+    """The parameter is the transpose of its only tensor: GPT-2's Conv1D layers are kept as (in, out)."""
 
     def pieces(self, part: slice) -> Iterator[tuple[str, slice]]:
         """Yield the tensors, and the ranges of their elements, that a range of the parameter's is made of."""
@@ -30,11 +31,34 @@ class DiskWeight:
 
 def disk_weights(model: BlockModel) -> dict[str, DiskWeight]:
     """Return the place of every parameter but adapters'; only shapes are looked at."""
-    found = {}
-    for name, parameter in model.named_unit_parameters():
-        if is_adapter(name):
-            continue
-        kept, shape = hf_weight(model.config, name), tuple(parameter.shape)
-        shape = shape[1:] if kept.is_stacked else shape[::-1] if kept.is_transposed else shape
-        found[name] = DiskWeight(kept.names, shape, kept.is_transposed)
-    return found
+    named = ((name, parameter) for name, parameter in model.named_unit_parameters() if not is_adapter(name))
+    return {name: disk_weight(model.config, name, tuple(parameter.shape)) for name, parameter in named}
+
+
+def disk_weight(config: ModelConfig, name: str, shape: tuple[int, ...] = ()) -> DiskWeight:
+    """Return the place of a parameter by its qualified name and its shape."""
+    hf = config.architecture.hf
+    names, block, path = {**WEIGHT_NAMES, **hf.weights}, "", name
+    if name.startswith("block."):
+        _, block, path = name.split(".", 2)
+    layer, part = (path, "weight") if path in names else path.rsplit(".", 1)
+    theirs = f"{hf.block_prefix.format(block=block) if block else ''}{names[layer]}.{part}"
+    if "{expert}" in theirs:
+        assert config.experts is not None, f"{config.family} has experts, its shape says how many"
+        return DiskWeight(
+            tuple(theirs.format(expert=expert) for expert in range(config.experts.count)), shape[1:], False
+        )
+    is_transposed = config.family == "gpt2" and bool(block) and part == "weight" and not layer.endswith("norm")
+    return DiskWeight((theirs,), shape[::-1] if is_transposed else shape, is_transposed)
+
+
+def hf_text_name(family: Family, name: str) -> str | None:
+    """Return the name in a checkpoint of the text model alone; None: the tensor is of a part beside the text model.
+
+    ``name`` is that in a checkpoint of the text model, or of a multimodal one that has it.
+    """
+    whole = FAMILIES[family].hf.multimodal
+    if whole is not None and name.startswith(whole.beside):
+        return None
+    prefixes = {} if whole is None else whole.prefixes
+    return next((theirs + name.removeprefix(old) for old, theirs in prefixes.items() if name.startswith(old)), name)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.copy_engine import CopyEngine
-from hybridtrain.memory.formats import SLICE_ELEMENTS, weight_part
-from hybridtrain.memory.tier_tensor import Stored
-from hybridtrain.memory.weight_store import Visit
+from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.formats import parts, weight_part
+from hybridtrain.memory.tier_tensor import read_slice
 from hybridtrain.phase import Phase
 from hybridtrain.trainer import Trainer
 
@@ -35,17 +34,7 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     for unit in units:
         stored = weights.acquire_stored(unit.name, unit.tensors, reads=True)
         for (name, parameter), weight, state in zip(unit.parameters, stored, states.settled(unit.name), strict=True):
-            storage, count = states.formats.of(weight), parameter.numel()
-            for start in range(0, count, SLICE_ELEMENTS):
-                part = slice(start, min(start + SLICE_ELEMENTS, count))
-                companion_P = None if state.companion is None else _read(state.companion, part, trainer.copies)
+            storage, companion = states.formats.of(weight), state.companion
+            for part in parts(parameter.numel()):
+                companion_P = None if companion is None else read_slice(companion, part, trainer.copies)
                 yield name, part, storage.load(weight_part(weight, part), companion_P)
-
-
-def _read(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:
-    if isinstance(stored, Tensor):
-        return stored.view(-1)[part]
-    value_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=copies.transfer.device)
-    offset = stored.offset + part.start * stored.dtype.itemsize
-    copies.wait(copies.fetch(value_P, stored.buffer, offset, [copies.mark()]))
-    return value_P

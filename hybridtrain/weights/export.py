@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from math import prod
 from pathlib import Path
@@ -28,6 +28,7 @@ _GENERATION = "generation_config.json"
 
 Shard = list[tuple[str, tuple[int, ...]]]
 """Names and shapes of a file's tensors."""
+Values = Iterator[tuple[str, slice, Tensor]]
 
 
 def export_folder(
@@ -39,22 +40,18 @@ def export_folder(
     tokenizer_folder: Path | None = None,
     max_shard_bytes: int = 5 * GB,
 ) -> list[Path]:
-    """Write a model's exact values as safetensors, with config.json and what else a folder of transformers holds.
+    """Write a model's exact values as safetensors with config.json and tokenizer, and return the files.
 
     Values go to the files slice by slice: no shard, and no tensor but a transposed one, is in memory whole. The folder
     appears when it is complete.
 
     Args:
-        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes
-            FULL.
+        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes FULL.
         folder: Absent or empty.
         dtype: float32, which is exact, or float16 or bfloat16, rounded to nearest.
         source_folder: The one that the model began with: its config.json and tokenizer are copied.
         tokenizer_folder: Where the tokenizer is, if elsewhere, and the ids of special tokens that a run took instead.
         max_shard_bytes: Of one file, unless a single tensor is larger.
-
-    Returns:
-        The files.
 
     Raises:
         ConfigError: the folder holds something.
@@ -64,25 +61,28 @@ def export_folder(
     require_free(folder)
     weights = disk_weights(trainer.model)
     shards = _plan_shards([(n, w.shape) for w in weights.values() for n in w.names], dtype.itemsize, max_shard_bytes)
-    _require_space(folder, sum(_shard_bytes(shard, dtype) for shard in shards))
+    num_bytes = sum(prod(shape) for shard in shards for _, shape in shard) * dtype.itemsize
+    _require_space(folder, num_bytes)
     with new_folder(folder) as partial:
-        names = _shard_names(len(shards))
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = names if len(shards) > 1 else [ONE_FILE]
         with ExitStack() as stack:
             writers: dict[str, TensorFileWriter] = {}
             for name, shard in zip(names, shards, strict=True):
                 heads = [(*head, dtype) for head in shard]
                 writer = stack.enter_context(closing(TensorFileWriter(partial / name, heads)))
                 writers |= dict.fromkeys((tensor for tensor, _ in shard), writer)
-            writing = _Writing(weights, writers, dtype)
             values = merged_values(trainer) if has_adapters(trainer) else exact_values(trainer)
-            for our_name, part, exact_P in values:
-                writing.write(our_name, part, exact_P)
+            _write_values(values, weights, writers, dtype)
         if len(shards) > 1:
-            _write_json(partial / INDEX, _index(names, shards, dtype))
+            places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
+            _write_json(partial / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": {**places}})
         config = _config(trainer, source_folder, dtype)
-        generation = {} if source_folder is None else _read_json(source_folder / _GENERATION)
+        generation: JsonMapping = {}
+        if source_folder is not None and (source_folder / _GENERATION).is_file():
+            generation = json.loads((source_folder / _GENERATION).read_bytes())
         if tokenizer := tokenizer_folder or source_folder:
-            config, generation = (with_token_ids(one, tokenizer) for one in (config, generation))
+            config, generation = (with_token_ids(table, tokenizer) for table in (config, generation))
             copy_tokenizer(tokenizer, partial)
         _write_json(partial / _CONFIG, config)
         if generation:
@@ -90,48 +90,33 @@ def export_folder(
     return sorted(folder.iterdir())
 
 
-class _Writing:
-    """The files of an export, and what waits for a whole tensor."""
-
-    def __init__(
-        self, weights: Mapping[str, DiskWeight], writers: Mapping[str, TensorFileWriter], dtype: torch.dtype
-    ) -> None:
-        self._weights = weights
-        self._writers = writers
-        self._dtype = dtype
-        self._whole = torch.empty(0)
-        """Of a transposed parameter, whose slices come in order."""
-
-    def write(self, name: str, part: slice, exact_P: Tensor) -> None:
-        """Write a range of a parameter's elements where it belongs."""
-        weight, value_P = self._weights[name], exact_P.reshape(-1).to("cpu", self._dtype)
+def _write_values(
+    values: Values, weights: Mapping[str, DiskWeight], writers: Mapping[str, TensorFileWriter], dtype: torch.dtype
+) -> None:
+    """Write ranges of parameters, which come in order, where they belong; a transposed one with its last range."""
+    whole = torch.empty(0)
+    for name, part, exact_P in values:
+        weight, value_P, place = weights[name], exact_P.reshape(-1).to("cpu", dtype), part
         if not bool(value_P.isfinite().all()):
             raise DivergenceError(
-                f"{name}: holds values that are no finite numbers of {self._dtype}; a model must have none. Export "
-                f"float32, or an older saved state."
+                f"{name}: holds values that are no finite numbers of {dtype}; a model must have none. Export float32, "
+                "or an older checkpoint."
             )
         if weight.is_transposed:
-            self._write_transposed(weight, part, value_P)
-            return
+            size = prod(weight.shape)
+            whole = torch.empty(size, dtype=dtype) if part.start == 0 else whole
+            whole[part] = value_P
+            if part.stop < size:
+                continue
+            value_P, place = whole.view(weight.shape[::-1]).t().reshape(-1), slice(0, size)
         done = 0
-        for disk_name, inner in weight.pieces(part):
+        for disk_name, inner in weight.pieces(place):
             count = inner.stop - inner.start
-            self._writers[disk_name].write(disk_name, inner.start, value_P[done : done + count])
+            writers[disk_name].write(disk_name, inner.start, value_P[done : done + count])
             done += count
-
-    def _write_transposed(self, weight: DiskWeight, part: slice, value_P: Tensor) -> None:
-        """Gather a parameter and write it with its last slice."""
-        size = prod(weight.shape)
-        if part.start == 0:
-            self._whole = torch.empty(size, dtype=self._dtype)
-        self._whole[part] = value_P
-        if part.stop == size:
-            turned = self._whole.view(weight.shape[::-1]).t().reshape(-1)
-            self._writers[weight.names[0]].write(weight.names[0], 0, turned)
 
 
 def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, most_bytes: int) -> list[Shard]:
-    """Fill one file after the other."""
     shards: list[Shard] = [[]]
     size = 0
     for name, shape in tensors:
@@ -144,31 +129,14 @@ def _plan_shards(tensors: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, 
     return shards
 
 
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [ONE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _shard_bytes(shard: Shard, dtype: torch.dtype) -> int:
-    return sum(prod(shape) for _, shape in shard) * dtype.itemsize
-
-
 def _require_space(folder: Path, num_bytes: int) -> None:
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if num_bytes > free:
         raise DiskSpaceError(
             f"{folder}: the weights need {format_bytes(num_bytes)}, {format_bytes(free)} are free; nothing was "
-            f"written. Make room, choose another disk, or a dtype of 16 bits."
+            "written. Make room, choose another disk, or a dtype of 16 bits."
         )
-
-
-def _index(names: Sequence[str], shards: Sequence[Shard], dtype: torch.dtype) -> JsonMapping:
-    return {
-        "metadata": {"total_size": sum(_shard_bytes(shard, dtype) for shard in shards)},
-        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard},
-    }
 
 
 def _config(trainer: Trainer, source_folder: Path | None, dtype: torch.dtype) -> JsonMapping:
@@ -180,11 +148,6 @@ def _config(trainer: Trainer, source_folder: Path | None, dtype: torch.dtype) ->
         content.pop("quantization_config", None)
     content.pop("torch_dtype", None)  # what older versions call it
     return content | {"dtype": str(dtype).removeprefix("torch.")}
-
-
-def _read_json(path: Path) -> JsonMapping:
-    """Return a file's content, nothing of one that is not there."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _write_json(path: Path, content: JsonMapping) -> None:

@@ -1,9 +1,6 @@
 """A model's first values from tensors under transformers' names. P elements of a flat slice."""
 
-import json
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -12,13 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.build import build_model
-from hybridtrain.models.hf_import import hf_text_name
+from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.tensor_file import DTYPES, NAMES, SourceTensor, TensorFile, open_tensor_file
+from hybridtrain.tensor_file import DTYPES, FileTensor, TensorFile, open_tensor_file
 from hybridtrain.units import format_bytes
-from hybridtrain.weights.disk_names import DiskWeight, disk_weights
+from hybridtrain.weights.disk_names import DiskWeight, disk_weights, hf_text_name
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,25 +26,17 @@ _COMPARED_ELEMENTS = 1 << 23
 
 
 class HfSource:
-    """Weights of a model, by our names for them, from tensors under transformers' names.
+    """Weights of a model, by our names for them, from ``tensors`` under transformers' names.
 
-    Everything is checked when it is made: nothing is missing, misshapen or left over.
-
-    Args:
-        origin: Named at the head of errors.
-        tensors: By their names there.
-        config: Shape of the model.
-        digest: Tells these weights from others.
-
-    Raises:
-        ConfigError: with every fault.
+    ``origin`` heads the message of the ``ConfigError`` that names every tensor that is missing, misshapen or left over;
+    ``digest`` tells these weights from others.
     """
 
-    def __init__(self, origin: str, tensors: Mapping[str, SourceTensor], config: ModelConfig, digest: str = "") -> None:
+    def __init__(self, origin: str, tensors: Mapping[str, FileTensor], config: ModelConfig, digest: str = "") -> None:
         self.digest = digest
         self._whole: tuple[str, Tensor] | None = None
         self._weights = disk_weights(build_model(config, torch.float32, torch.device("meta")))
-        self._left_out = {name: each for name, each in tensors.items() if hf_text_name(config.family, name) is None}
+        self._left_out = {name: tensor for name, tensor in tensors.items() if hf_text_name(config.family, name) is None}
         self._tensors = self._with_prefix(_text_part(config, tensors))
         faults = [fault for weight in self._weights.values() for fault in self._weight_faults(weight)]
         faults += self._surplus_faults(is_tied=config.tied)
@@ -60,16 +48,15 @@ class HfSource:
         """What a multimodal model has beside the text model, in a sentence; empty: nothing."""
         if not self._left_out:
             return ""
-        num_bytes = sum(_num_bytes(tensor) for tensor in self._left_out.values())
+        num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in self._left_out})
-        told = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
-        return f"the text part alone is read; left out: {told}"
+        summary = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
+        return f"the text part alone is read; left out: {summary}"
 
     def read(self, name: str, part: slice) -> Tensor:
         """Return elements ``part`` of a parameter, flat, as ``WeightSource`` says.
 
-        Only these elements are read, but of a transposed tensor, which is read whole and kept until another is asked
-        for.
+        No others are read, but those of a transposed tensor, which is kept until another parameter is asked for.
         """
         weight = self._weights[name]
         if self._whole is not None and self._whole[0] != name:
@@ -82,7 +69,7 @@ class HfSource:
         pieces = [self._tensors[disk_name].read(inner) for disk_name, inner in weight.pieces(part)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _with_prefix(self, tensors: Mapping[str, SourceTensor]) -> Mapping[str, SourceTensor]:
+    def _with_prefix(self, tensors: Mapping[str, FileTensor]) -> Mapping[str, FileTensor]:
         """Return the tensors as a model with an output has them; one saved without has names without its prefix."""
         prefix = self._weights["embedding.token"].names[0].partition(".")[0] + "."
         if any(name.startswith(prefix) for name in tensors):
@@ -111,7 +98,7 @@ class HfSource:
             elif not self._equals_embedding(tensor):
                 yield f"{name}: must equal the embedding where tie_word_embeddings is true; set it to false"
 
-    def _equals_embedding(self, output: SourceTensor) -> bool:
+    def _equals_embedding(self, output: FileTensor) -> bool:
         embedding = self._tensors.get(self._weights["embedding.token"].names[0])
         if embedding is None or embedding.dtype_name not in DTYPES:  # told already
             return True
@@ -122,85 +109,37 @@ class HfSource:
         return all(torch.equal(output.read(part), embedding.read(part)) for part in parts)
 
 
-def _text_part(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def _text_part(config: ModelConfig, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return the tensors of the text model, as a checkpoint of it alone names them."""
-    found: dict[str, SourceTensor] = {}
+    text: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         text_name = hf_text_name(config.family, name)
         if text_name is not None:
-            found[name if text_name in found else text_name] = tensor  # of two, one stays and is surplus
-    return found
-
-
-def _num_bytes(tensor: SourceTensor) -> int:
-    """Return the size of a tensor of any type: its name has the bits of an element, but for BOOL, which has a byte."""
-    bits = re.search(r"\d+", tensor.dtype_name)
-    return prod(tensor.shape) * (int(bits[0]) if bits else 8) // 8
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldTensor:
-    """A tensor of a state dict."""
-
-    values: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        return NAMES.get(self.values.dtype, str(self.values.dtype))
-
-    def read(self, part: slice) -> Tensor:
-        return self.values.detach().reshape(-1)[part]
-
-
-@torch.no_grad()
-def load_hf_weights(model: BlockModel, source: "HfSource | Mapping[str, Tensor]") -> None:
-    """Copy weights into a model that has its parameters in memory.
-
-    Args:
-        model: Filled.
-        source: An opened folder, or the state dict of a model of transformers.
-
-    Raises:
-        ConfigError: with every missing, misshapen or surplus weight of a state dict.
-    """
-    if not isinstance(source, HfSource):
-        held = {name: _HeldTensor(values) for name, values in source.items()}
-        source = HfSource("transformers weights", held, model.config)
-    for name, parameter in model.named_unit_parameters():
-        parameter.copy_(source.read(name, slice(0, parameter.numel())).view(parameter.shape))
+            text[name if text_name in text else text_name] = tensor  # of two, one stays and is surplus
+    return text
 
 
 def open_folder(path: Path, config: ModelConfig) -> HfSource:
     """Open a folder's safetensors files as the first values of a model; headers are read, values when asked for.
 
-    Nothing is unpickled, whatever the folder holds.
-
-    Args:
-        path: With ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        config: Shape of the model.
+    It holds ``model.safetensors``, or shards and ``model.safetensors.index.json``. Nothing is unpickled.
 
     Raises:
         ConfigError: files are missing, damaged or pickled, or weights missing, misshapen or of another model.
     """
     if (path / ONE_FILE).is_file():
         files = {ONE_FILE: open_tensor_file(path / ONE_FILE)}
-        tensors: dict[str, SourceTensor] = dict(files[ONE_FILE].tensors)
+        tensors: dict[str, FileTensor] = dict(files[ONE_FILE].tensors)
     elif (path / INDEX).is_file():
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
-        absent = [name for name, shard in shards.items() if name not in files[shard].tensors]
-        if absent:
-            raise ConfigError(
-                str(path / INDEX),
-                [
-                    f"{name}: said to be in {shards[name]}, which has none; take the index of these shards"
-                    for name in absent
-                ],
-            )
+        faults = [
+            f"{name}: said to be in {shard}, which has none; take the index of these shards"
+            for name, shard in shards.items()
+            if name not in files[shard].tensors
+        ]
+        if faults:
+            raise ConfigError(str(path / INDEX), faults)
         tensors = {name: files[shard].tensors[name] for name, shard in shards.items()}
     else:
         raise ConfigError(str(path), [_no_weights(path)])
@@ -221,26 +160,19 @@ def _no_weights(path: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the shard of each tensor."""
-    try:
-        shards = json.loads((path / INDEX).read_bytes())["weight_map"]
-        if all(isinstance(shard, str) and Path(shard).name == shard for shard in shards.values()):
-            return dict(shards)
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            str(path / INDEX), [f"damaged ({type(error).__name__}: {error}); copy or download it again"]
-        ) from error
-    raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+    shards = read_json(path / INDEX, "copy or download it again").get("weight_map")
+    if not isinstance(shards, dict) or any(not isinstance(x, str) or Path(x).name != x for x in shards.values()):
+        raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+    return {name: str(shard) for name, shard in shards.items()}
 
 
 def _open_shards(path: Path, names: list[str]) -> dict[str, TensorFile]:
-    """Return all shards; every one that cannot be opened is a fault."""
-    found, faults = {}, []
+    shards, faults = {}, []
     for name in names:
         try:
-            found[name] = open_tensor_file(path / name)
+            shards[name] = open_tensor_file(path / name)
         except ConfigError as error:
             faults += [f"{name}: {fault}" for fault in error.faults]
     if faults:
         raise ConfigError(str(path), faults)
-    return found
+    return shards

@@ -6,27 +6,22 @@ Needs triton, which carries NVIDIA's assembler; no card, driver or toolkit.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hybridkernels.compile_case import SHARED_MEMORY_BYTES, CompileCase
-
 KERNELS = (
-    "adamw_int8",
-    "flash_attention",
-    "geglu",
-    "int8_quantize",
-    "linear_cross_entropy",
-    "nf4",
-    "rssm_gru",
-    "state_encoding",
-    "swiglu",
-)
-"""Folders with a ``compile_cases`` module."""
+    "adamw_int8", "flash_attention", "geglu", "int8_quantize", "linear_cross_entropy", "nf4", "rssm_gru",
+    "state_encoding", "swiglu",
+)  # fmt: skip
+"""Folders whose ``triton_kernel`` has ``compile_cases(capability)``."""
+CAPABILITIES = (80, 86, 89, 90, 120)
+"""Compute capabilities of the cards: A100, RTX 30xx, RTX 40xx, H100 and H200, RTX 50xx."""
+SHARED_MEMORY_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}
+"""Most shared memory of one block (CUDA C++ Programming Guide, table of compute capabilities: 163, 99, 99, 227 and 99
+KiB)."""
 
 _FIRST_BLACKWELL = 100
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -34,8 +29,34 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCase:
+    """One specialization of one Triton kernel: the arguments and the configuration that its launcher gives it."""
+
+    name: str
+    """Unique, as ``flash_attention/forward/bf16/head64``."""
+    kernel: Any
+    """The ``triton.jit`` function."""
+    arguments: Mapping[str, str]
+    """Triton types of the run-time arguments by name, as ``*bf16``, ``i32``, ``fp32``."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the ``tl.constexpr`` arguments by name."""
+    unaligned: frozenset[str] = frozenset()
+    """Arguments of which Triton must not assume a multiple of 16; scalars of floating point never are."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def of(
+        cls, name: str, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
+    ) -> "CompileCase":
+        """Return a case whose arguments are those without a constant; one whose type is not given is a ``*fp32``."""
+        arguments = {key: types.get(key, "*fp32") for key in kernel.arg_names if key not in constants}
+        return cls(name=name, kernel=kernel, arguments=arguments, constants=constants, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResources:
-    """What one compiled kernel takes."""
+    """Resources of one compiled kernel."""
 
     registers: int
     """Per thread."""
@@ -50,7 +71,7 @@ class KernelResources:
 def compile_cases(capability: int, kernels: tuple[str, ...] = KERNELS) -> Iterator[CompileCase]:
     """Yield the cases of every kernel for a compute capability, as 90."""
     for kernel in kernels:
-        yield from import_module(f"hybridkernels.{kernel}.compile_cases").compile_cases(capability)
+        yield from import_module(f"hybridkernels.{kernel}.triton_kernel").compile_cases(capability)
 
 
 def compile_ahead(case: CompileCase, capability: int) -> KernelResources:
@@ -60,52 +81,37 @@ def compile_ahead(case: CompileCase, capability: int) -> KernelResources:
         RuntimeError: it takes more shared memory than a block of such a card may.
         triton.CompilationError: the kernel is at fault.
     """
-    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: PLC0415  optional
+    import triton  # noqa: PLC0415  optional
     from triton import knobs  # noqa: PLC0415
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    names = case.kernel.arg_names
-    signature = {name: case.arguments.get(name, "constexpr") for name in names}
+    signature = {name: case.arguments.get(name, "constexpr") for name in case.kernel.arg_names}
     aligned = [
-        position
-        for position, name in enumerate(names)
-        if name not in case.unaligned and signature[name].startswith(("*", "i"))
+        (position,)
+        for position, (name, kind) in enumerate(signature.items())
+        if name not in case.unaligned and kind.startswith(("*", "i"))
     ]
     source = ASTSource(
         fn=case.kernel,
         signature=signature,
         constexprs=dict(case.constants),
-        attrs={(position,): [["tt.divisibility", 16]] for position in aligned},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
-    with _no_line_information(knobs):
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # paths of source files, on which the size of the code would depend
         options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _resources(case.name, built, capability, Path(triton.__file__).parent)
-
-
-@contextmanager
-def _no_line_information(knobs: Any) -> Iterator[None]:
-    """Leave paths of source files out of the code, whose size would depend on them."""
-    before = knobs.compilation.disable_line_info
-    knobs.compilation.disable_line_info = True
-    try:
-        yield
-    finally:
-        knobs.compilation.disable_line_info = before
-
-
-def _resources(name: str, built: Any, capability: int, triton_folder: Path) -> KernelResources:
     shared: int = built.metadata.shared
     if shared > SHARED_MEMORY_BYTES[capability]:
         raise RuntimeError(
-            f"{name}: takes {shared:,} B of shared memory, a block on sm_{capability} may take "
+            f"{case.name}: takes {shared:,} B of shared memory, a block on sm_{capability} may take "
             f"{SHARED_MEMORY_BYTES[capability]:,}; use smaller blocks or fewer stages there"
         )
-    log = _assemble(built.asm["ptx"], capability, triton_folder)
+    log = _assemble(built.asm["ptx"], capability, Path(triton.__file__).parent)
     spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
     if spills is None or registers is None:
-        raise RuntimeError(f"{name}: the assembler's report is not understood: {log}")
+        raise RuntimeError(f"{case.name}: the assembler's report is not understood: {log}")
     return KernelResources(
         registers=int(registers[1]),
         spill_bytes=int(spills[2]) + int(spills[3]),
@@ -124,7 +130,6 @@ def _assemble(ptx: str, capability: int, triton_folder: Path) -> str:
         source.write_text(ptx, encoding="utf-8")
         command = [str(triton_folder / "backends/nvidia/bin" / tool), "-v", f"--gpu-name={target[1]}", str(source)]
         done = subprocess.run(  # noqa: S603  a program of the triton package
-            [*command, "-o", str(Path(folder) / "kernel.cubin")], capture_output=True, text=True, check=True
+            [*command, "-o", str(source.with_suffix(".cubin"))], capture_output=True, text=True, check=True
         )
-    report: str = done.stdout + done.stderr
-    return report
+    return f"{done.stdout}{done.stderr}"

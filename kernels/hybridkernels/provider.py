@@ -1,4 +1,4 @@
-"""Which implementation of an op runs on this card: what was measured to be fastest there, else a stated order.
+"""Which implementation of an op runs on this card: the one measured to be fastest there, else a stated order.
 
 ``choices.toml`` holds one row per op and card, written by ``hybridtrain bench kernels --choose`` from measurements. An
 op without a row for the card at hand takes the first implementation of its own order that can run: well-kept
@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 
 import torch
+
+from hybridkernels.triton_launch import cuda_backend
 
 _forced: dict[str, str] = {}
 
@@ -34,6 +36,15 @@ def chosen_provider(op: str, available: Sequence[str], device: torch.device) -> 
         return forced
     measured = _choices().get((op, torch.cuda.get_device_name(device)))
     return measured if measured is not None and measured in available else available[0]
+
+
+def takes_triton(op: str, device: torch.device, *, fits: bool = True) -> bool:
+    """Return whether an op with a Triton kernel and a version in torch's own ops runs the former on a CUDA device.
+
+    ``fits`` says whether the kernel takes these inputs at all.
+    """
+    available = ("triton", "torch") if fits and cuda_backend() == "triton" else ("torch",)
+    return chosen_provider(op, available, device) == "triton"
 
 
 @contextmanager

@@ -16,9 +16,9 @@ def cuda_backend() -> str:
     if find_spec("triton") is None or not torch.cuda.is_available():
         return "torch"
     try:
-        from hybridkernels.trial_kernel import fill_ones  # noqa: PLC0415  Triton is optional
+        from hybridkernels.swiglu.triton_kernel import launch, swiglu_kernel  # noqa: PLC0415  Triton is optional
 
-        fill_ones(torch.empty(16, dtype=torch.bfloat16, device="cuda"))
+        launch(swiglu_kernel, *torch.zeros(3, 16, dtype=torch.bfloat16, device="cuda"))
     except Exception as error:  # noqa: BLE001  compilers, headers and drivers fail in many ways; training goes on
         warnings.warn(
             f"Triton cannot run kernels here ({error}); training goes on with torch's own ops, more slowly; "
@@ -34,3 +34,9 @@ def compute_capability(device: torch.device) -> int:
     """Return 90 for a card of compute capability 9.0, and so on."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the card has; of the interpreter, which has none, one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -32,10 +32,10 @@ from hybridtrain.plan.memory_plan import DynamicRange, UpdateDevice
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, find_peak
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.replay import replay_trace
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.replay import replay_trace
 from stacks import ADAFACTOR, settings_of
 from tiny_models import FAMILIES, GPT2_ODD, GPT2_TIED_DROPOUT, LLAMA_GROUPED, LLAMA_ODD, random_steps
 

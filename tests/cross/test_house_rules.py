@@ -9,7 +9,7 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING
 from hybridvalidation.pictures import png
 from hybridvalidation.pictures.picture import Picture

@@ -13,7 +13,7 @@ from hybridkernels.grouped_linear import grouped_linear
 from hybridkernels.layer_norm import layer_norm
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
 from hybridkernels.rms_norm import rms_norm
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 
 B, T, N, K, H = 2, 33, 4, 2, 16
 M, D, V, E, F = 12, 16, 70, 3, 24

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.step_visit import DeviceBatch
 from hybridtrain.memory.copy_engine import CopyEngine
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.build import build_model
@@ -18,8 +19,8 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optimizations import GradAccumulation, GradientCheckpointing, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger, holders
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger, holders
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import plan_of
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
@@ -65,8 +66,8 @@ def executor_peak(config: ModelConfig, stack: Sequence[Optimization]) -> int:
     with ledger:
         model = build_model(config, torch.float32, META)
         plan, copies = plan_of(stack), CopyEngine(VirtualTransfer(), ledger)
-        weights = WeightStore(model, plan, copies, ledger)
-        executor = Executor(model, weights, plan, wants_norm=False, copies=copies, observer=ledger)
+        weights = WeightStore(model, plan, Shards(copies))
+        executor = Executor(model, weights, plan, Shards(copies), wants_norm=False)
         executor.forward_backward([meta_batch()], seed=0)
     return ledger.peak_bytes
 

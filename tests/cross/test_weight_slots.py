@@ -23,8 +23,8 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, holders
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, holders
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MODELS = {

@@ -20,8 +20,8 @@ from faults.campaigns import (
 )
 from faults.disk_log import Act, image_of
 from faults.runs import TOLD, Run, ended, fork, number_of, telling
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import MANIFEST
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import MANIFEST
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_a_run_survives(tmp_path: Path, name: str, count: int) -> None:
 
 
 def test_a_state_that_is_accepted_though_damaged_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridtrain.train_state.generations.verify", lambda _: None)
+    monkeypatch.setattr("hybridtrain.checkpoint.generations.verify", lambda _: None)
     tally = flips._flip(Order(seed=0, count=8, folder=tmp_path))
     assert tally.counts["plain"]["accepted"] == tally.num_faults > 0
 

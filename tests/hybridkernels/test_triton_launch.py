@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,38 +35,27 @@ def test_without_triton_the_backend_is_torch(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there is a card and a triton; its tensors are the processor's."""
-    empty = torch.empty
+    zeros = torch.zeros
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton_launch, "find_spec", lambda _name: "found")
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))  # noqa: ARG005
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))  # noqa: ARG005
 
 
 @pytest.mark.usefixtures("card")
 def test_a_triton_that_cannot_run_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hybridkernels.trial_kernel", None)
-    with pytest.warns(
-        UserWarning, match="Triton cannot run kernels here .*trial_kernel.*; training goes on with torch"
-    ):
+    monkeypatch.setitem(sys.modules, "hybridkernels.swiglu.triton_kernel", None)
+    with pytest.warns(UserWarning, match="Triton cannot run kernels here .*swiglu.*; training goes on with torch"):
         assert cuda_backend() == "torch"
-
-
-class TrialKernel:
-    """Stands in for the module of the trial launch."""
-
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def fill_ones(self, out: torch.Tensor) -> None:
-        self.launches += 1
-        out.fill_(1)
 
 
 @pytest.mark.usefixtures("card")
 def test_one_launch_that_works_makes_the_backend_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = TrialKernel()
-    monkeypatch.setitem(sys.modules, "hybridkernels.trial_kernel", trial)
+    launches = []
+    trial = SimpleNamespace(swiglu_kernel="kernel", launch=lambda *arguments: launches.append(arguments))
+    monkeypatch.setitem(sys.modules, "hybridkernels.swiglu.triton_kernel", trial)
     assert [cuda_backend(), cuda_backend()] == ["triton", "triton"]
-    assert trial.launches == 1
+    ((kernel, *tensors),) = launches
+    assert (kernel, [tensor.shape for tensor in tensors]) == ("kernel", [(16,)] * 3)
 
 
 def test_the_compute_capability_is_asked_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,17 +70,3 @@ def test_the_compute_capability_is_asked_once_per_device(monkeypatch: pytest.Mon
     found = [compute_capability(torch.device("cuda", index)) for index in (0, 1, 0)]
     assert found == [89, 120, 89]
     assert asked == [0, 1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-def test_the_trial_kernel_fills_what_it_is_given_on_a_card() -> None:
-    if cuda_backend() != "triton":
-        pytest.skip("Triton cannot run here")
-    from hybridkernels.trial_kernel import fill_ones  # noqa: PLC0415  optional
-
-    for length in (1, 16, 64):
-        buffer = torch.zeros(100, device="cuda")
-        fill_ones(buffer[10 : 10 + length])
-        assert buffer[10 : 10 + length].eq(1).all()
-        assert buffer.sum().item() == length

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.errors import DivergenceError
 from hybridtrain.optimizations import FusedUpdate, GradAccumulation, Int8Optimizer, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from tiny_models import LLAMA_GROUPED, random_steps
 from training_history import fresh_trainer
@@ -95,9 +96,9 @@ def test_it_doubles_after_two_thousand_good_steps() -> None:
 
 def test_the_scale_is_saved(tmp_path: Path) -> None:
     _, _, trainer = train([HALF], first_scale=2.0**30)
-    save_train_state(trainer, tmp_path / "state.pt")
+    save_checkpoint(trainer, tmp_path / "state.pt")
     again = fresh_trainer(LLAMA_GROUPED, [HALF])
-    load_train_state(again, tmp_path / "state.pt")
+    load_checkpoint(again, tmp_path / "state.pt")
     assert again.loss_scale == trainer.loss_scale != LossScale()
 
 

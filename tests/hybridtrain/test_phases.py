@@ -14,7 +14,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from tiny_models import GPT2_UNTIED, random_steps
 
 BASES: dict[str, list[Optimization]] = {"fp32": [], "mixed": [MixedPrecision()], "int8": [Int8Optimizer()]}

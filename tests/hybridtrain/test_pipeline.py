@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -30,10 +31,9 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import Stage
+from hybridtrain.virtual_gpu.account.observer import Stage
 from rank_runs import MICRO_BATCHES, MODELS, VERTICAL, Case, contents, new_trainer, run, train, weights_of
 from ranks import CPU, on_ranks
 from tiny_models import random_steps
@@ -138,7 +138,7 @@ def test_a_plan_of_no_stages_is_refused(part: Optimization, reason: str) -> None
         compose([Pipeline(), part])
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize(
     ("name", "copies_to_host"), [("tied-4", False), ("streamed", True), ("all-away", False), ("int8-weights", True)]
 )
@@ -148,7 +148,7 @@ def test_stages_save_what_one_process_saves_and_others_go_on(name: str, copies_t
     def save(group: Group | None, folder: Path) -> None:
         trainer = new_trainer(staged(case), group, tmp_path)
         train(trainer, slice(3))
-        saver = StateSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
+        saver = CheckpointSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
         saver.require_room(trainer, 0)
         saver.save(trainer)
         saver.finish()
@@ -156,7 +156,7 @@ def test_stages_save_what_one_process_saves_and_others_go_on(name: str, copies_t
 
     def go_on(case: Case, group: Group | None) -> tuple[object, dict[str, str]]:
         trainer = new_trainer(case, group, tmp_path)
-        load_train_state(trainer, tmp_path / "stages")
+        load_checkpoint(trainer, tmp_path / "stages")
         found = train(trainer, slice(3, None)), weights_of(trainer)
         trainer.transfer.close()
         return found

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridtrain.checkpoint import CheckpointSaver, load_checkpoint
 from hybridtrain.errors import ConfigError, PlanConflictError, RankError
 from hybridtrain.memory.group import DirectGroup, Group, TorchGroup, VirtualGroup
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
@@ -32,11 +33,10 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.train_state import StateSaver, load_train_state
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer
@@ -146,13 +146,13 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     def save(group: Group, folder: Path) -> None:
         trainer = new_trainer(case, group)
         train(trainer, slice(3))
-        saver = StateSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
+        saver = CheckpointSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
         saver.save(trainer)
         saver.finish()
 
     def go_on(group: Group) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
         trainer = new_trainer(case, group)
-        load_train_state(trainer, tmp_path / "ranks")
+        load_checkpoint(trainer, tmp_path / "ranks")
         return train(trainer, slice(3, None)), weights_of(trainer)
 
     on_ranks(2, lambda group: save(group, tmp_path / "ranks"))

@@ -34,8 +34,8 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from numerics import assert_bitwise
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 from training_history import CONFIG, NUM_STEPS, SEQ_LEN, fresh_trainer, plain_loss, plain_optimizer, trained_history

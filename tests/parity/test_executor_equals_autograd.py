@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybridkernels.flash_attention.unfused import unfused_attention
-from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import ModelConfig
@@ -35,20 +34,20 @@ def executor_history(
 ) -> History:
     """Train under ``stack``, and look at the gradients on their way."""
     seen: list[dict[str, Tensor]] = []
-    norm = ParameterPass.norm
+    norm = GradStore.norm
 
-    def keep_then_norm(update: ParameterPass, grads: GradStore) -> Tensor:
+    def keep_then_norm(grads: GradStore) -> Tensor:
         seen.append(
             {
                 name: grad.clone()
-                for unit in update.units
+                for unit in grads._units.values()
                 for (name, _), grad in zip(unit.parameters, grads._grads[unit.name], strict=True)
             }
         )
-        return norm(update, grads)
+        return norm(grads)
 
     with monkeypatch.context() as patches:
-        patches.setattr(ParameterPass, "norm", keep_then_norm)
+        patches.setattr(GradStore, "norm", keep_then_norm)
         history = trained_history(config, stack, accum_steps)
     history.grads = seen
     return history

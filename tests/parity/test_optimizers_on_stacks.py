@@ -22,8 +22,8 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import find_card
 from stacks import ACCUM_STEPS, BASE, GPT2, LLAMA, WithOptimizer
 from tiny_models import GPT2_TIED_DROPOUT, random_steps
 from training_history import (

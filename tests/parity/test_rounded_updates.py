@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import save_checkpoint
 from hybrid_runs import SETTINGS, everything, fresh_hybrid, hybrid_config, remembers
-from hybridtrain.engine import parameter_pass
+from hybridtrain.checkpoint import load_checkpoint
+from hybridtrain.engine import update
+from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.optim import adamw
 from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision, OptimizerOffload
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from stacks import ACCUM_STEPS, BASE, GPT2, PLACES
 from tiny_models import random_steps
@@ -48,12 +49,11 @@ def resident_in_slices(storage: str, *, on_host: bool) -> History:
 def test_slices_of_two_lengths_draw_the_same_numbers(
     storage: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 1536)
-    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 3072)
-    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", 1536)
+    monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", 3072)
+    monkeypatch.setattr(formats, "SLICE_ELEMENTS", 1536)
     resident = resident_in_slices(storage, on_host="on-host" in place)
     if place == ON_DEVICE:
-        monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 1536)
+        monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", 1536)
     moved = trained_history(GPT2, stack_of(storage, place), ACCUM_STEPS, disk_folder=tmp_path)
     assert moved.losses == resident.losses
     assert_all_bitwise(moved.weights, resident.weights, "weight ")
@@ -74,8 +74,8 @@ def test_a_resumed_run_goes_on_bit_equal_whatever_the_random_state_outside(
     whole, resumed = new("whole"), new("resumed")
     for step in steps[:2]:
         whole.step(step)
-    save_train_state(whole, tmp_path / "state.pt")
-    load_train_state(resumed, tmp_path / "state.pt")
+    save_checkpoint(whole, tmp_path / "state.pt")
+    load_checkpoint(resumed, tmp_path / "state.pt")
     results = []
     for trainer, seed in ((resumed, 99), (whole, 3)):
         torch.manual_seed(seed)

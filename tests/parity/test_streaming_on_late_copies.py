@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from checkpoints import save_checkpoint
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.errors import DivergenceError
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket
-from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer import Trainer
 from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
 from stacks import ACCUM_STEPS, BASE, GPT2, MODELS, PLACES, STORAGE, STREAMING_STACKS, build
@@ -84,8 +85,8 @@ def test_a_state_saved_and_loaded_between_late_copies_continues_to_the_bit(stack
     resumed = fresh_trainer(GPT2_TIED_DROPOUT, build(stack, 3), LazyTransfer(disk_folder=tmp_path / "resumed"))
     for step in steps[:2]:
         whole.step(step)
-    save_train_state(whole, tmp_path / "state.pt")
-    load_train_state(resumed, tmp_path / "state.pt")
+    save_checkpoint(whole, tmp_path / "state.pt")
+    load_checkpoint(resumed, tmp_path / "state.pt")
     assert [resumed.step(step) for step in steps[2:]] == [whole.step(step) for step in steps[2:]]
     for trainer in (whole, resumed):
         assert isinstance(trainer.transfer, LazyTransfer)

@@ -16,7 +16,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.ledger import holders
+from hybridtrain.virtual_gpu.account.ledger import holders
 from numerics import assert_bitwise
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 from training_history import trained_history

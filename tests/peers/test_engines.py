@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.engines.task import Task
 from hybridvalidation.peers import run as peer_run
 

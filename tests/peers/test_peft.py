@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_folders import FAMILY_MODELS, load_model, save_model, transformers_model
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.hf_import import hf_weight
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.models.widening import widened
 from hybridtrain.optim import AdamWConfig
@@ -22,6 +21,7 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.weights.adapters import export_adapter, load_adapter
+from hybridtrain.weights.disk_names import disk_weight
 from hybridtrain.weights.hf_source import open_folder
 from tiny_models import random_steps
 
@@ -122,7 +122,7 @@ def test_losses_over_4_bits_are_those_of_peft_and_bitsandbytes(tmp_path: Path) -
         _, block, path = name.split(".", 2)
         with widened(trainer.weights.acquire(int(block)).get_parameter(path)) as weight:
             ours = weight.detach().clone()
-        theirs = base.get_parameter(hf_weight(LLAMA, name).names[0])
+        theirs = base.get_parameter(disk_weight(LLAMA, name).names[0])
         expected: Tensor = functional_4bit.dequantize_4bit(theirs.data, theirs.quant_state)
         assert torch.equal(ours, expected)
     compare_training(trainer, base, tmp_path / "adapter")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hybridtrain.run.environment import read_environment
+from hybridvalidation.kernel_bench.bench import Bench
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Setup
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult
-from hybridvalidation.kernel_bench.run import Bench
 from hybridvalidation.kernel_bench.timing import Stopwatch, Times
 from hybridvalidation.records.outcome import Evidence, Outcome
 
@@ -90,7 +90,7 @@ def bench(
 
     plain = Bench(
         device=CPU, card="a processor", driver="", triton="", environment=ENVIRONMENT, on_record=on_record,
-        say=lambda _: None, now=stopwatch.clock, stopwatch=make,
+        log=lambda _: None, now=stopwatch.clock, stopwatch=make,
     )  # fmt: skip
     return replace(plain, **changes)
 

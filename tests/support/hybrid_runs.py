@@ -18,8 +18,8 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 from stacks import settings_of
 from tiny_models import random_steps
 from training_history import SEQ_LEN, assert_all_bitwise, read_stored, stored_state, stored_weights

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hybridtrain.memory.tier import Bytes, DiskBytes
+from hybridtrain.memory.disk_tier import DiskFile
+from hybridtrain.memory.tier import Bytes
 from hybridtrain.memory.transfer import DirectTransfer
 
 
@@ -354,7 +355,7 @@ class LazyTransfer(DirectTransfer):
             copy = self._pending_out.popleft()
             self._check_unchanged(copy)
             self._unwritten.append(copy)
-            if not isinstance(copy.buffer, DiskBytes):
+            if not isinstance(copy.buffer, DiskFile):
                 self._write(copy)
         while self._pending_in and self._pending_in[0].number <= until.copies_in:
             copy = self._pending_in.popleft()
@@ -364,7 +365,7 @@ class LazyTransfer(DirectTransfer):
             memory = bytes_at(copy.device)
             if not copy.follows and (memory != _GARBAGE).any():
                 self._report("someone wrote to memory that a copy in was filling")
-            if isinstance(copy.buffer, DiskBytes):
+            if isinstance(copy.buffer, DiskFile):
                 self._write_files()
             with _disable_current_modes():
                 copy.buffer.read(copy.offset, torch.from_numpy(memory))

@@ -9,7 +9,7 @@ from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.virtual_gpu.observer import MemoryObserver, NullObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver
 
 
 def direct() -> DirectTransfer:

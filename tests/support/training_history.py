@@ -22,7 +22,7 @@ from hybridtrain.optimizations import OptimizerOffload
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 from lazy_transfer import LazyTransfer
 from numerics import assert_bitwise
 from stacks import ACCUM_STEPS, BASE, ROUNDS_BY_CHANCE, STORAGE, settings_of

@@ -10,19 +10,19 @@ from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.step import StepSettings
+from hybridtrain.memory.block_places import Visit
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import StoredWeight, WeightFormats, weight_formats
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.state_store import StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.memory.transfer import Transfer
-from hybridtrain.memory.weight_store import Visit
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim import AdamWConfig, Optimizer
 from hybridtrain.optim.optimizer import Role
 from hybridtrain.plan.memory_plan import Cell
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.observer import NullObserver
 from memory_parts import new_copies, plan_of
 
 CONFIG = AdamWConfig()
@@ -74,26 +74,24 @@ class UnitUpdates:
         optimizer: Optimizer = CONFIG,
     ) -> None:
         compute = Codec.FLOAT32 if weight is Codec.INT8_BLOCKS else weight
-        self.formats: WeightFormats = weight_formats(weight, master, compute, static_scales=static_scales)
         dtype = to_torch_dtype(compute)
         self.unit = Unit("unit", tuple(("name", nn.Parameter(torch.empty_like(v, dtype=dtype))) for v in initial))
         is_int8 = weight is Codec.INT8_BLOCKS
         self.weights = PlainWeights([_stored(parameter, is_int8=is_int8) for parameter in self.unit.tensors])
         plan = replace(
-            plan_of([]),
-            optim_state=Cell(placement=placement, codec=moments),
-            master=Cell(placement=placement, codec=master),
-        )
+            plan_of([]), weight=Cell(codec=weight), compute_dtype=compute, static_scales=static_scales,
+            optim_state=Cell(placement=placement, codec=moments), master=Cell(placement=placement, codec=master),
+            grad=Cell(placement=placement),
+        )  # fmt: skip
+        self.formats: WeightFormats = weight_formats(plan)
         self.copies: CopyEngine = new_copies(transfer)
-        self.states = StateStore(plan, self.formats, self.copies, NullObserver())
+        shards = Shards(self.copies)
+        self.states = StateStore(plan, self.formats, shards)
         for parameter, value, stored in zip(self.unit.tensors, initial, self.weights.stored, strict=True):
             role = Role(tuple(parameter.shape), in_block=False)
             self.states.initialize("unit", parameter, value.clone(), stored, optimizer.state(role))
-        self.grads = GradStore(
-            [self.unit], sum_dtype=torch.float32, kept_dtype=torch.float32, placement=placement, wants_norm=False,
-            copies=self.copies, observer=NullObserver(),
-        )  # fmt: skip
-        self.parameters = ParameterPass([self.unit], self.weights, self.states, optimizer, self.copies, NullObserver())
+        self.grads = GradStore([self.unit], plan, shards, wants_norm=False)
+        self.parameters = ParameterPass([self.unit], self.weights, self.states, optimizer)
         self.factor = None if clip_factor is None else torch.tensor(clip_factor)
         self.steps_done = 0
 

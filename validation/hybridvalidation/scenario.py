@@ -9,8 +9,8 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.stacks import name_faults
-from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue, find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 
 BASELINE_STACK = "vanilla"
 """What savings and quality are told against, unless a target names another stack."""

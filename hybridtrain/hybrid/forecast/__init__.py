@@ -8,10 +8,7 @@ from hybridtrain.hybrid.forecast.power_law import PowerLawForecaster
 from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 
 FORECASTERS: dict[str, type[Forecaster]] = {
-    EmaForecaster.kind: EmaForecaster,
-    PowerLawForecaster.kind: PowerLawForecaster,
-    MlpForecaster.kind: MlpForecaster,
-    RssmForecaster.kind: RssmForecaster,
+    found.kind: found for found in (EmaForecaster, PowerLawForecaster, MlpForecaster, RssmForecaster)
 }
 
 DEFAULT_FORECASTER = PowerLawForecaster.kind
@@ -19,11 +16,7 @@ DEFAULT_FORECASTER = PowerLawForecaster.kind
 
 
 def make_forecaster(kind: str, *, seed: int, budget_mib: float, total_steps: int | None = None) -> Forecaster:
-    """Return a new forecaster; the arguments are those of ``Forecaster``.
-
-    Raises:
-        ValueError: the name is unknown, or the forecaster does not fit the budget.
-    """
+    """Return a new forecaster, as ``Forecaster`` says; raises ``ValueError`` if the name is unknown."""
     if kind not in FORECASTERS:
         raise ValueError(unknown_name("forecaster", kind, FORECASTERS))
     return FORECASTERS[kind](seed=seed, budget_mib=budget_mib, total_steps=total_steps)

@@ -1,4 +1,4 @@
-"""What every loss forecaster hears, says and shares: signals, forecasts, intervals that learn from past errors.
+"""What all loss forecasters share: signals, forecasts, intervals that learn from past errors.
 
 A forecast is never of the next raw loss but of a block mean: the mean training loss over the last ``window`` steps of
 the horizon. The learning rates of those steps are known in advance and given.
@@ -26,23 +26,8 @@ _SMALLEST_SCALE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentStatistics:
-    """Means over all elements of the optimizer's moments."""
-
-    m_mean: float
-    m_rms: float
-    v_mean: float
-    """Of the second moment, already a square: its root compares with ``m_rms``."""
-    v_rms: float
-    slow_rms: float = 0.0
-    """Of the slow gradient average; 0 where there is none."""
-    slow_cosine: float = 0.0
-    """Cosine between first moment and slow average; 0 where there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSignal:
-    """What one true optimizer step tells: scalars only."""
+    """The scalars of one true optimizer step."""
 
     step: int
     """Counted from 1."""
@@ -54,37 +39,29 @@ class TrainingSignal:
     phase: Phase
     predicted_steps: float = 0.0
     """Steps jumped right after this one."""
-    moments: MomentStatistics | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossForecast:
-    """Of the mean loss over a window ending some steps ahead; everything but ``entropy`` in nats per token."""
-
-    mean: float
-    low: float
-    """Lower end of the calibrated 90 % interval."""
-    high: float
-    aleatoric: float
-    """Standard deviation that the model ascribes to noise in the data."""
-    epistemic: float
-    """Standard deviation over what the model could be: spread of an ensemble or of fits."""
-    entropy: float | None
-    """Of the categorical state, nats per categorical, 0 (sure) to ln of its classes; None where there is none."""
+    moments: Sequence[float] | None = None
+    """The six statistics of ``hybridkernels.state_encoding.moments_of_sums``: means over all elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawForecast:
-    """A model's own words, before calibration; nats per token."""
+    """Of the mean loss over a window ending some steps ahead, before calibration; nats per token."""
 
     mean: float
     aleatoric: float
+    """Standard deviation that the model ascribes to noise in the data."""
     epistemic: float
+    """Standard deviation over what the model could be: spread of an ensemble or of fits."""
     entropy: float | None = None
+    """Of the categorical state, nats per categorical, 0 (sure) to ln of its classes; None where there is none."""
 
 
-def _bucket(horizon: int) -> int:
-    return round(math.log2(horizon))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossForecast(RawForecast):
+    """A forecast with its calibrated 90 % interval."""
+
+    low: float
+    high: float
 
 
 @dataclass(slots=True)
@@ -98,7 +75,7 @@ class _Pending:
     scale: float
     horizon: int
     lr_sum: float
-    """Of the learning rates it was told."""
+    """Of the learning rates that were given."""
     seen_lr_sum: float = 0.0
     loss_sum: float = 0.0
 
@@ -111,7 +88,7 @@ class IntervalCalibrator(Stateful):
     where q is the (1 - alpha)(n + 1)/n empirical quantile of the latest scores of its bucket (Vovk et al.; Angelopoulos
     and Bates 2107.07511, section 1). Scores are of the latest ``_NUM_SCORES`` forecasts, so that the interval follows a
     changing run; overlapping forecasts are dependent, so coverage is approximate. A forecast whose steps were trained
-    with other learning rates than it was told says nothing and is dropped.
+    with other learning rates than were given is dropped.
     """
 
     _state = ("_pending", "_scores")
@@ -131,17 +108,12 @@ class IntervalCalibrator(Stateful):
                 pending.loss_sum += loss
             if step < pending.last_step:
                 still.append(pending)
-            else:
-                self._score(pending)
+            elif abs(pending.seen_lr_sum - pending.lr_sum) <= _LR_TOLERANCE * abs(pending.lr_sum):
+                actual = pending.loss_sum / (pending.last_step - pending.first_step + 1)
+                scores = self._scores.setdefault(_bucket(pending.horizon), [])
+                scores.append(abs(actual - pending.mean) / pending.scale)
+                del scores[:-_NUM_SCORES]
         self._pending = still
-
-    def _score(self, pending: _Pending) -> None:
-        if abs(pending.seen_lr_sum - pending.lr_sum) > _LR_TOLERANCE * abs(pending.lr_sum):
-            return
-        actual = pending.loss_sum / (pending.last_step - pending.first_step + 1)
-        scores = self._scores.setdefault(_bucket(pending.horizon), [])
-        scores.append(abs(actual - pending.mean) / pending.scale)
-        del scores[:-_NUM_SCORES]
 
     def factor(self, horizon: int) -> float:
         """Return how many of the model's standard deviations cover 90 % at this horizon."""
@@ -156,27 +128,22 @@ class IntervalCalibrator(Stateful):
     def remember(self, step: int, mean: float, scale: float, future_lrs: Sequence[float], window: int) -> None:
         """Keep a forecast made after ``step`` until it can be scored."""
         last = step + len(future_lrs)
-        self._pending.append(
-            _Pending(last - window + 1, last, mean, scale, len(future_lrs), sum(future_lrs)),
-        )
+        self._pending.append(_Pending(last - window + 1, last, mean, scale, len(future_lrs), sum(future_lrs)))
 
     def drop_pending(self) -> None:
         """Forget forecasts whose steps are not over: something happened that no forecast is about."""
         self._pending = []
 
 
+def _bucket(horizon: int) -> int:
+    return round(math.log2(horizon))
+
+
 class Forecaster(Stateful, ABC):
     """Learns online from one signal per true step: a model plus an ``IntervalCalibrator``.
 
-    Signals whose loss is not finite are not learned from.
-
-    Args:
-        seed: Of the model's own random numbers; the global random streams are never touched.
-        budget_mib: Most memory it may hold.
-        total_steps: Of the run, by which a model that is trained begins with it; None: not known.
-
-    Raises:
-        ValueError: it does not fit the budget.
+    ``seed`` is of the model's own random numbers; the global random streams are never touched. A short run, of
+    ``total_steps``, begins to train a model earlier. One that needs more than ``budget_mib`` raises ``ValueError``.
     """
 
     kind: ClassVar[str]
@@ -201,10 +168,8 @@ class Forecaster(Stateful, ABC):
     def forecast(self, future_lrs: Sequence[float], window: int) -> LossForecast | None:
         """Forecast the mean loss of the last ``window`` of the next ``len(future_lrs)`` steps; None at first.
 
-        The forecast is remembered until its steps are seen: its error calibrates later intervals.
-
-        Raises:
-            ValueError: the window is empty or longer than the horizon.
+        The forecast is remembered until its steps are seen: its error calibrates later intervals. Raises ``ValueError``
+        if the window is empty or longer than the horizon.
         """
         horizon = len(future_lrs)
         if not 1 <= window <= horizon:
@@ -225,11 +190,7 @@ class Forecaster(Stateful, ABC):
         return {"kind": self.kind} | super().state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Take up ``state`` of a forecaster made with the same arguments.
-
-        Raises:
-            ValueError: it is the state of another kind, or damaged.
-        """
+        """Restore the state of a forecaster made with the same arguments; raises ``ValueError`` for another kind's."""
         if state.get("kind") != self.kind:
             raise ValueError(
                 f"kind: the state is of forecaster '{state.get('kind')}'; '{self.kind}' is wanted: resume with "

@@ -26,30 +26,25 @@ class EmaForecaster(Forecaster):
     """Four numbers of state. Calibrated as all are (base.py); its own scale grows with the root of h."""
 
     kind: ClassVar[str] = "ema"
-    _state = ("_count", "_level", "_trend", "_variance")
+    _state = ("_count", "level", "trend", "_variance")
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
-        self._count = 0.0
-        self._level = 0.0
-        self._trend = 0.0
-        self._variance = 0.0
-
-    def level_and_trend(self) -> tuple[float, float]:
-        """Return the level and its change per step, in nats per token."""
-        return self._level, self._trend
+        self._count = self._variance = 0.0
+        self.level = self.trend = 0.0
+        """In nats per token, and its change per step."""
 
     def _learn(self, signal: TrainingSignal) -> None:
         self._count += 1
         if self._count == 1:
-            self._level = signal.loss
+            self.level = signal.loss
             return
         # Plain averages until there are 1 / rate samples.
         level_rate, trend_rate = max(_LEVEL_RATE, 1 / self._count), max(_TREND_RATE, 1 / self._count)
-        expected = self._level + _DAMPING * self._trend
+        expected = self.level + _DAMPING * self.trend
         error = signal.loss - expected
-        before, self._level = self._level, expected + level_rate * error
-        self._trend = trend_rate * (self._level - before) + (1 - trend_rate) * _DAMPING * self._trend
+        before, self.level = self.level, expected + level_rate * error
+        self.trend = trend_rate * (self.level - before) + (1 - trend_rate) * _DAMPING * self.trend
         self._variance += max(_NOISE_RATE, 1 / self._count) * (error * error - self._variance)
 
     def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
@@ -59,7 +54,7 @@ class EmaForecaster(Forecaster):
         reach = sum(damped_reach(h) for h in range(horizon - window + 1, horizon + 1)) / window
         noise = math.sqrt(self._variance)
         return RawForecast(
-            mean=self._level + self._trend * reach,
+            mean=self.level + self.trend * reach,
             aleatoric=noise / math.sqrt(window),
             epistemic=noise * _LEVEL_RATE * math.sqrt(horizon),
         )

@@ -1,16 +1,22 @@
-"""An ensemble's weights as one flat vector, with its own Adam and its own random numbers.
+"""An ensemble's weights as one flat vector, with its own Adam and its own random numbers; and a forecaster with one.
 
 Every weight has a leading dimension of members, so that the ensemble is one batched product, not a loop. E members,
 B rows, I inputs, O outputs. Adam after Kingma and Ba (1412.6980), gradients scaled down to a global norm.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast
+from hybridtrain.hybrid.forecast.ticks import GAIN, REPLAY_BYTES, TICK_STEPS, TickReplay
 from hybridtrain.hybrid.stateful import Stateful
+from hybridtrain.units import MIB
 
 BYTES_PER_WEIGHT = 32
 """Float32 weight, running mean, first and second moment, root of the second, and the gradient: in one, in parts, and
@@ -21,11 +27,10 @@ _BETAS = (0.9, 0.99)
 _EPS = 1e-8
 _MAX_NORM = 10.0
 _WEIGHT_DECAY = 1.0
-
-
-def linear(inputs_EBI: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the affine map ``name`` of every member: (E, B, O)."""
-    return torch.baddbmm(weights[f"{name}.bias"], inputs_EBI, weights[f"{name}.weight"])
+_TICKS_BEFORE_TRAINING, _FEWEST_TICKS, _SHARE_OF_RUN = 8, 4, 4
+"""8, a quarter of a short run's, at least 4."""
+_ZERO_LAYER = "head"
+"""A new model answers 0."""
 
 
 def gaussian_loss(mean: Tensor, log_variance: Tensor, target: Tensor) -> Tensor:
@@ -38,37 +43,12 @@ def bounded(log_variance: Tensor) -> Tensor:
     return 5 * torch.tanh(log_variance / 5) - 1
 
 
-def require_budget(kind: str, needed_bytes: int, budget_mib: float) -> None:
-    """Refuse a forecaster that does not fit.
-
-    Raises:
-        ValueError: it needs more than the budget.
-    """
-    needed = needed_bytes / 2**20
-    if needed > budget_mib:
-        raise ValueError(
-            f"budget_mib: {budget_mib} is too little for forecaster '{kind}'; at least {math.ceil(needed)} is allowed; "
-            "raise the budget or take 'power_law', which needs next to nothing"
-        )
-
-
 class Ensemble(Stateful):
-    """Weights, Adam and random numbers of several affine maps.
-
-    Args:
-        layers: Name to (inputs, outputs).
-        zero: Names of maps that start at zero.
-        num_members: E.
-        seed: Of weights and of everything drawn from ``generator``.
-        lr: Of Adam.
-    """
+    """Weights, Adam of rate ``lr`` and random numbers of affine maps, by name of (inputs, outputs)."""
 
     _state = ("_flat", "_mean", "_m", "_v", "num_updates", "generator")
 
-    def __init__(
-        self, layers: Mapping[str, tuple[int, int]], zero: Sequence[str], *, num_members: int, seed: int, lr: float
-    ) -> None:
-        self.num_members = num_members
+    def __init__(self, layers: Mapping[str, tuple[int, int]], *, num_members: int, seed: int, lr: float) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self._lr = lr
         self._shapes: dict[str, tuple[int, int, int]] = {}
@@ -76,41 +56,29 @@ class Ensemble(Stateful):
             self._shapes[f"{name}.weight"] = (num_members, num_inputs, num_outputs)
             self._shapes[f"{name}.bias"] = (num_members, 1, num_outputs)
         self._flat = torch.zeros(sum(math.prod(shape) for shape in self._shapes.values()))
-        self._mean = torch.zeros_like(self._flat)
-        self._m, self._v = torch.zeros_like(self._flat), torch.zeros_like(self._flat)
+        self._mean, self._m, self._v = (torch.zeros_like(self._flat) for _ in range(3))
         self.num_updates = 0
-        for name, weight in self.weights().items():
-            if name.endswith(".weight") and name.removesuffix(".weight") not in zero:
+        for name, weight in self._views(self._flat).items():
+            if name.endswith(".weight") and name != f"{_ZERO_LAYER}.weight":
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=self.generator)
-
-    @staticmethod
-    def num_bytes(layers: Mapping[str, tuple[int, int]], num_members: int) -> int:
-        """Return the bytes of weights, gradients and moments."""
-        return num_members * sum((inputs + 1) * outputs for inputs, outputs in layers.values()) * BYTES_PER_WEIGHT
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights in training by name: views."""
-        return self._views(self._flat)
 
     def mean_weights(self) -> dict[str, Tensor]:
         """Return the running mean of the weights by name: views."""
         return self._views(self._mean)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(flat, sizes)
+        parts = torch.split(flat, [math.prod(shape) for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
-    def update(self, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> float:
-        """Take one step of Adam down ``loss_of(weights)``; return the loss before it."""
+    def update(self, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        """Take one step of Adam down ``loss_of(weights)``; none where its gradient is not finite."""
         with torch.enable_grad():
             self._flat.requires_grad_(True)
-            loss = loss_of(self.weights())
-            (grad,) = torch.autograd.grad(loss, self._flat)
+            (grad,) = torch.autograd.grad(loss_of(self._views(self._flat)), self._flat)
         self._flat.requires_grad_(False)
         norm = float(grad.norm())
         if not math.isfinite(norm):
-            return math.nan
+            return
         if norm > _MAX_NORM:
             grad.mul_(_MAX_NORM / norm)
         self.num_updates += 1
@@ -120,4 +88,47 @@ class Ensemble(Stateful):
         self._flat.mul_(1 - self._lr * _WEIGHT_DECAY)
         self._flat.addcdiv_(self._m, root, value=-self._lr / (1 - _BETAS[0] ** self.num_updates))
         self._mean.lerp_(self._flat, max(1 / _MEAN_UPDATES, 1 / self.num_updates))
-        return float(loss.detach())
+
+
+class EnsembleForecaster(Forecaster):
+    """Corrects the exponential baseline by an ensemble that is trained online on the run's own past, in ticks."""
+
+    _state: ClassVar[tuple[str, ...]] = ("_replay", "_ensemble")
+    layers: ClassVar[Mapping[str, tuple[int, int]]]
+    num_members: ClassVar[int]
+    lr: ClassVar[float]
+    scratch_bytes: ClassVar[int]
+    """Of one update."""
+
+    def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
+        super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
+        needed_mib = self.num_bytes() / MIB
+        if needed_mib > budget_mib:
+            raise ValueError(
+                f"budget_mib: {budget_mib} is too little for forecaster '{self.kind}'; at least "
+                f"{math.ceil(needed_mib)} is allowed; raise the budget or take 'power_law', which needs next to nothing"
+            )
+        self._replay = TickReplay()
+        self._ensemble = Ensemble(self.layers, num_members=self.num_members, seed=seed, lr=self.lr)
+        share = _TICKS_BEFORE_TRAINING if total_steps is None else total_steps // TICK_STEPS // _SHARE_OF_RUN
+        self._fewest_ticks = min(_TICKS_BEFORE_TRAINING, max(_FEWEST_TICKS, share))
+        """Before it is trained."""
+
+    @classmethod
+    def num_bytes(cls) -> int:
+        """Return the most memory it holds, in bytes."""
+        weights = cls.num_members * sum((inputs + 1) * outputs for inputs, outputs in cls.layers.values())
+        return weights * BYTES_PER_WEIGHT + REPLAY_BYTES + cls.scratch_bytes
+
+    @torch.no_grad()
+    def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
+        base = self._replay.base._predict(future_lrs, window)
+        if base is None or not self._ensemble.num_updates:
+            return base
+        num_ticks = max(1, round((len(future_lrs) - window / 2) / TICK_STEPS + 0.5))
+        y, unit = self._correct(self._replay.future_actions(future_lrs, num_ticks)), self._replay.base.level / GAIN
+        return replace(y, mean=base.mean + unit * y.mean, aleatoric=unit * y.aleatoric, epistemic=unit * y.epistemic)
+
+    @abstractmethod
+    def _correct(self, planned_SA: Tensor) -> RawForecast:
+        """Return y (ticks.py) at the end of the planned ticks."""

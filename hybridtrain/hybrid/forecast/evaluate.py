@@ -1,7 +1,7 @@
 """Prequential scores of forecasters: forecast, let the run go on, compare; nothing is seen before it happens."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -30,63 +30,13 @@ class ForecastScore:
     """Processor time of observing and forecasting, over all horizons, divided by the steps of the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A forecast and what came of it."""
-
-    horizon: int
-    forecast: LossForecast
-    actual: float
-
-
-def _run(forecaster: Forecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int) -> \
-        Iterable[_Made]:  # fmt: skip
-    for index, signal in enumerate(signals, start=1):
-        forecaster.observe(signal)
-        if index < FIRST_STEP or index % EVERY:
-            continue
-        for horizon in horizons:
-            future = signals[index : index + horizon]
-            if len(future) < horizon:
-                continue
-            forecast = forecaster.forecast([each.lr for each in future], window)
-            if forecast is not None:
-                yield _Made(horizon, forecast, sum(each.loss for each in future[-window:]) / window)
-
-
-def _score(kind: str, horizon: int, made: Sequence[_Made], cpu_s_per_step: float) -> ForecastScore:
-    count = len(made)
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / count if count else nan
-
-    return ForecastScore(
-        kind=kind,
-        horizon=horizon,
-        num_forecasts=count,
-        mean_absolute_error=mean(abs(each.forecast.mean - each.actual) for each in made),
-        mean_width=mean(each.forecast.high - each.forecast.low for each in made),
-        coverage=mean(float(each.forecast.low <= each.actual <= each.forecast.high) for each in made),
-        cpu_s_per_step=cpu_s_per_step,
-    )
-
-
 def evaluate_forecasters(
     signals: Sequence[TrainingSignal], kinds: Sequence[str], horizons: Sequence[int], window: int, seed: int
 ) -> tuple[ForecastScore, ...]:
-    """Score forecasters on one run, each new and with the same seed; all but processor time repeats exactly.
+    """Score new forecasters of ``FORECASTERS`` on the consecutive steps of one run.
 
-    Forecasts are made after every 50th step from step 300 on, with the learning rates the run then took.
-
-    Args:
-        signals: Of consecutive steps of one run.
-        kinds: Names of ``FORECASTERS``.
-        horizons: Steps ahead.
-        window: Steps that a forecast averages over.
-        seed: Of the forecasters.
-
-    Returns:
-        One score per kind and horizon, in the order given.
+    Forecasts of the mean of ``window`` losses are made after every 50th step from step 300 on, with the learning rates
+    the run then took. All but processor time repeats exactly. Returns one score per kind and horizon, in their order.
     """
     scores = []
     for kind in kinds:
@@ -94,8 +44,36 @@ def evaluate_forecasters(
         start = time.process_time()
         made = list(_run(forecaster, signals, horizons, window))
         cpu_s_per_step = (time.process_time() - start) / max(1, len(signals))
-        scores += [
-            _score(kind, horizon, [each for each in made if each.horizon == horizon], cpu_s_per_step)
-            for horizon in horizons
-        ]
+        for horizon in horizons:
+            of_it = [(forecast, actual) for asked, forecast, actual in made if asked == horizon]
+            scores.append(
+                ForecastScore(
+                    kind=kind,
+                    horizon=horizon,
+                    num_forecasts=len(of_it),
+                    mean_absolute_error=_mean(abs(forecast.mean - actual) for forecast, actual in of_it),
+                    mean_width=_mean(forecast.high - forecast.low for forecast, _ in of_it),
+                    coverage=_mean(float(forecast.low <= actual <= forecast.high) for forecast, actual in of_it),
+                    cpu_s_per_step=cpu_s_per_step,
+                )
+            )
     return tuple(scores)
+
+
+def _run(
+    forecaster: Forecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int
+) -> Iterator[tuple[int, LossForecast, float]]:
+    """Yield the horizon of each forecast, it, and what came of it."""
+    for index, signal in enumerate(signals, start=1):
+        forecaster.observe(signal)
+        if index < FIRST_STEP or index % EVERY:
+            continue
+        for horizon in horizons:
+            future = signals[index : index + horizon]
+            if len(future) == horizon and (forecast := forecaster.forecast([step.lr for step in future], window)):
+                yield horizon, forecast, sum(step.loss for step in future[-window:]) / window
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else nan

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import add
 from typing import ClassVar
 
 import numpy as np
@@ -67,16 +68,6 @@ class _LrSums:
         self.last_lr = lr
 
 
-@dataclass(frozen=True, slots=True)
-class _Fits:
-    """All fits of the grid."""
-
-    coefficients_GJ: Array
-    weights_G: Array
-    variance_GJJ: Array
-    """Of the coefficients."""
-
-
 class PowerLawForecaster(Forecaster):
     """Refits at every forecast. Scale: noise and spread of the fits, calibrated as all are (base.py)."""
 
@@ -109,11 +100,11 @@ class PowerLawForecaster(Forecaster):
         self._sums.step(signal.lr, 1.0)
         row = [1.0, float(self._count), signal.loss, self._sums.s1, *self._sums.s2]
         if self._blocks and self._blocks[-1][0] < self._block_steps:
-            self._blocks[-1] = _added(self._blocks[-1], row)
+            self._blocks[-1] = list(map(add, self._blocks[-1], row))
         else:
             if len(self._blocks) == _MAX_BLOCKS:
                 pairs = zip(self._blocks[::2], self._blocks[1::2], strict=True)
-                self._blocks = [_added(first, second) for first, second in pairs]
+                self._blocks = [list(map(add, first, second)) for first, second in pairs]
                 self._block_steps *= 2
             self._blocks.append(row)
         self._sums.s1 += signal.lr * signal.predicted_steps * _PREDICTED_WORTH
@@ -127,8 +118,11 @@ class PowerLawForecaster(Forecaster):
             for s2 in s2_L
         ])  # fmt: skip
 
-    def _fit(self, design_GBJ: Array, loss_B: Array, weights_B: Array) -> _Fits:
-        """Solve every subset of coefficients for every grid point; keep the best that is nowhere negative."""
+    def _fit(self, design_GBJ: Array, loss_B: Array, weights_B: Array) -> tuple[Array, Array, Array]:
+        """Solve every subset of coefficients for every grid point; keep the best that is nowhere negative.
+
+        Returns coefficients (G, J), weights of the fits (G,), variances of the coefficients (G, J, J).
+        """
         level = float(loss_B[-1])
         noise = max(self._noise, 1e-10)
         weights_B = weights_B / noise
@@ -153,7 +147,7 @@ class PowerLawForecaster(Forecaster):
             cleared[rows] = inverse
             variance_GJJ[taken] = cleared[taken]
         weights_G = np.exp(-0.5 * (best_G - best_G.min()))
-        return _Fits(coefficients_GJ, weights_G / weights_G.sum(), variance_GJJ)
+        return coefficients_GJ, weights_G / weights_G.sum(), variance_GJJ
 
     def _asked(self, future_lrs: Sequence[float], window: int) -> Array:
         """Return the mean design over the window: (G, J)."""
@@ -172,17 +166,15 @@ class PowerLawForecaster(Forecaster):
         count_B, means = sums[:, 0], sums[:, 1:] / sums[:, :1]
         loss_B = means[:, 1]
         design_GBJ = self._design(means[:, 2], means[:, 3:].T)
-        fits = self._fit(design_GBJ, loss_B, count_B * (means[:, 0] / self._count) ** _RECENCY)
+        coefficients_GJ, weights_G, variance_GJJ = self._fit(
+            design_GBJ, loss_B, count_B * (means[:, 0] / self._count) ** _RECENCY
+        )
         asked_GJ = self._asked(future_lrs, window)
-        residual_GB = loss_B - np.einsum("gbj,gj->gb", design_GBJ, fits.coefficients_GJ)
+        residual_GB = loss_B - np.einsum("gbj,gj->gb", design_GBJ, coefficients_GJ)
         recent_B = count_B * (means[:, 0] > self._count - _LEVEL_STEPS)
         pull_G = _LEVEL_PULL * (residual_GB * recent_B).sum(1) / recent_B.sum()
-        forecast_G = (asked_GJ * fits.coefficients_GJ).sum(1) + pull_G
-        mean = float(fits.weights_G @ forecast_G)
-        own_G = np.einsum("gj,gjk,gk->g", asked_GJ, fits.variance_GJJ, asked_GJ)
-        spread = float(fits.weights_G @ ((forecast_G - mean) ** 2 + own_G))
+        forecast_G = (asked_GJ * coefficients_GJ).sum(1) + pull_G
+        mean = float(weights_G @ forecast_G)
+        own_G = np.einsum("gj,gjk,gk->g", asked_GJ, variance_GJJ, asked_GJ)
+        spread = float(weights_G @ ((forecast_G - mean) ** 2 + own_G))
         return RawForecast(mean=mean, aleatoric=math.sqrt(self._noise / window), epistemic=math.sqrt(max(spread, 0.0)))
-
-
-def _added(first: list[float], second: list[float]) -> list[float]:
-    return [one + other for one, other in zip(first, second, strict=True)]

@@ -15,7 +15,6 @@ from hybridtrain.hybrid.stateful import State, Stateful
 TEMPERATURE = 0.5
 """In squared standard deviations: entries one apart in every feature weigh exp(-2), an eighth. Two random states are 2
 apart in the mean, so near ones decide and no single one does."""
-
 _SMALLEST_SPREAD = 1e-9
 """Relative to the feature; below it is rounding."""
 _FARTHEST = 1e6
@@ -25,29 +24,16 @@ Array = npt.NDArray[np.float64]
 
 
 class ResidualStore(Stateful):
-    """The latest pairs of state and residual; a new one takes the place of the oldest.
-
-    Args:
-        max_entries: Its budget.
-        temperature: Smaller: only the most similar states count. Infinite: all count alike.
-
-    Raises:
-        ValueError: the budget or the temperature is not positive.
-    """
+    """The latest ``max_entries`` pairs of state and residual; a new one takes the place of the oldest."""
 
     _state = ("_features_NF", "_residuals_N", "_next")
 
-    def __init__(self, max_entries: int, temperature: float = TEMPERATURE) -> None:
-        faults = []
-        if max_entries < 1:
-            faults.append(f"max_entries: {max_entries} must be at least 1")
-        if not temperature > 0:
-            faults.append(f"temperature: {temperature} must be above 0")
-        if faults:
-            raise ValueError("\n".join(faults))
+    def __init__(self, max_entries: int, num_features: int) -> None:
+        self.num_bytes = 8 * max_entries * (num_features + 1)
+        """Of a full store."""
         self._max_entries = max_entries
-        self._temperature = temperature
-        self._features_NF: Array = np.zeros((0, 0))
+        self._num_features = num_features
+        self._features_NF: Array = np.zeros((0, num_features))
         self._residuals_N: Array = np.zeros(0)
         self._next = 0
         """Row of the next entry."""
@@ -56,64 +42,41 @@ class ResidualStore(Stateful):
         """Return how many entries are stored."""
         return len(self._residuals_N)
 
-    @staticmethod
-    def num_bytes(max_entries: int, num_features: int) -> int:
-        """Return what a full store takes."""
-        return 8 * max_entries * (num_features + 1)
-
     def add(self, features: Sequence[float], residual: float) -> None:
-        """Store what a forecast made in this state missed; left out if any of it is not finite.
-
-        Args:
-            features: (F,), as many as ever.
-            residual: What came minus what was forecast.
-        """
-        row_F = self._row(features)
+        """Store the residual, truth minus forecast, of a state; left out if any of it is not finite."""
+        row_F = np.array(features, dtype=np.float64)
         if not (math.isfinite(residual) and np.isfinite(row_F).all()):
             return
         if len(self) < self._max_entries:
-            shape = (len(self), row_F.size)
-            self._features_NF = np.vstack([self._features_NF.reshape(shape), row_F])
+            self._features_NF = np.vstack([self._features_NF, row_F])
             self._residuals_N = np.append(self._residuals_N, residual)
         else:
             self._features_NF[self._next], self._residuals_N[self._next] = row_F, residual
         self._next = (self._next + 1) % self._max_entries
 
     def correction(self, features: Sequence[float]) -> float:
-        """Return the mean residual of the stored states, weighted by similarity to this one; 0 if there are none.
+        """Return the mean residual, weighted by similarity to this state; 0 if there are none.
 
-        Args:
-            features: (F,); one that is not finite is not compared.
+        A feature that is not finite is not compared.
         """
-        row_F = self._row(features)
         if not len(self):
             return 0.0
+        row_F = np.array(features, dtype=np.float64)
         spread_F = self._features_NF.std(0)
         least_F = _SMALLEST_SPREAD * np.abs(self._features_NF).max(0)
         compared_F = (spread_F > least_F) & np.isfinite(row_F)  # what never differed tells no states apart
         scaled_NF = (self._features_NF[:, compared_F] - row_F[compared_F]) / spread_F[compared_F]
         scaled_NF = scaled_NF.clip(-_FARTHEST, _FARTHEST)
         distance_N = (scaled_NF**2).sum(1) / max(1, int(compared_F.sum()))
-        weight_N = np.exp((distance_N.min() - distance_N) / self._temperature)
+        weight_N = np.exp((distance_N.min() - distance_N) / TEMPERATURE)
         return float(weight_N @ self._residuals_N / weight_N.sum())
 
     def load_state_dict(self, state: State) -> None:
-        """Take up the state of a store with the same budget.
-
-        Raises:
-            ValueError: it holds more than the budget, or is damaged.
-        """
+        """Restore a store of the same size; raises ``ValueError`` where it holds more, or other features."""
         super().load_state_dict(state)
-        if len(self) > self._max_entries:
+        if len(self) > self._max_entries or self._features_NF.size != len(self) * self._num_features:
             raise ValueError(
-                f"residuals: {len(self)} entries are too many; at most {self._max_entries} are allowed here: "
-                "resume with the budget that was saved"
+                f"residuals: {len(self)} entries, {self._features_NF.size} features; at most {self._max_entries} of "
+                f"{self._num_features} features are allowed here: resume with the budget that was saved"
             )
-
-    def _row(self, features: Sequence[float]) -> Array:
-        row_F = np.array(features, dtype=np.float64)
-        if len(self) and row_F.shape != self._features_NF.shape[1:]:
-            raise ValueError(
-                f"features: {row_F.size} numbers; {self._features_NF.shape[1]} are allowed, as many as are stored"
-            )
-        return row_F
+        self._features_NF = self._features_NF.reshape(-1, self._num_features)

@@ -16,7 +16,6 @@ E members, B windows or samples, T ticks of a window.
 """
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -24,54 +23,38 @@ from torch import Tensor
 
 from hybridkernels.rssm_gru import rssm_rollout
 from hybridtrain.hybrid.forecast import rssm_cell as cell
-from hybridtrain.hybrid.forecast.base import Forecaster, RawForecast, TrainingSignal
-from hybridtrain.hybrid.forecast.ensemble import Ensemble, bounded, gaussian_loss, require_budget
-from hybridtrain.hybrid.forecast.ticks import GAIN, TICK_STEPS, TickReplay, ticks_before_training
+from hybridtrain.hybrid.forecast.base import RawForecast, TrainingSignal
+from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster, bounded, gaussian_loss
+from hybridtrain.hybrid.forecast.ticks import TICK_STEPS
 
 NUM_MEMBERS = 3
 _SEEN_TICKS = 3
 _UNSEEN_TICKS = 16
 _BATCH = 6
 _SAMPLES = 8
-_LR = 1e-4
 _KL_WEIGHT = 0.1
 _TRAIN_EVERY = 10
 """Steps between updates; an update cost about 90 ms of one shared core."""
 _FEATURE_NOISE = 0.3
 """Deviation added to features in training, which are of unit size: a run has too few ticks to learn them by heart."""
-_SCRATCH_BYTES = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
-"""Activations of one update: about 12 tensors of the stochastic state's size a tick."""
 
 
-class RssmForecaster(Forecaster):
-    """An ensemble of 3, GRU state 256, categorical state 32 x 32.
-
-    Args:
-        seed: Of weights and samples.
-        budget_mib: Most memory for weights, optimizer, replay and activations.
-        total_steps: Of the run; a short one's training begins earlier.
-
-    Raises:
-        ValueError: the budget is too little.
-    """
+class RssmForecaster(EnsembleForecaster):
+    """An ensemble of 3, GRU state 256, categorical state 32 x 32."""
 
     kind: ClassVar[str] = "rssm"
-    _state = ("_replay", "_ensemble", "_steps_until_training")
+    _state = ("_steps_until_training",)
+    layers = cell.LAYERS
+    num_members = NUM_MEMBERS
+    lr = 1e-4
+    scratch_bytes = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
+    """About 12 tensors of the stochastic state's size a tick."""
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
-        require_budget(self.kind, self.num_bytes(), budget_mib)
         self._seed = seed
-        self._replay = TickReplay()
-        self._ensemble = Ensemble(cell.LAYERS, cell.ZERO_LAYERS, num_members=NUM_MEMBERS, seed=seed, lr=_LR)
         self._steps_until_training = _TRAIN_EVERY
-        self._fewest_ticks = ticks_before_training(total_steps)
         self.steps_before_training = _TRAIN_EVERY * math.ceil(self._fewest_ticks * TICK_STEPS / _TRAIN_EVERY)
-
-    @staticmethod
-    def num_bytes() -> int:
-        """Return the most memory it holds, in bytes."""
-        return Ensemble.num_bytes(cell.LAYERS, NUM_MEMBERS) + TickReplay.capacity_bytes() + _SCRATCH_BYTES
 
     def _learn(self, signal: TrainingSignal) -> None:
         self._replay.observe(signal)
@@ -85,8 +68,7 @@ class RssmForecaster(Forecaster):
         """Take one update on windows drawn from the replay."""
         generator, shape = self._ensemble.generator, (NUM_MEMBERS, _BATCH)
         origins = self._replay.draw_origins(shape, generator)
-        seen = origins[..., None] + torch.arange(1 - _SEEN_TICKS, 1)
-        features = self._replay.features_TF[seen]
+        features = self._replay.features_TF[origins[..., None] + torch.arange(1 - _SEEN_TICKS, 1)]
         features = features + _FEATURE_NOISE * torch.randn(features.shape, generator=generator)
         first = origins[..., None] - _SEEN_TICKS
         elapsed = torch.cat([torch.zeros(_SEEN_TICKS), torch.arange(1.0, _UNSEEN_TICKS + 1)]).expand(*shape, -1)
@@ -94,7 +76,7 @@ class RssmForecaster(Forecaster):
         targets, over = self._replay.targets(origins, _UNSEEN_TICKS)
 
         def loss_of(weights: dict[str, Tensor]) -> Tensor:
-            latent, surprise = self._see(features, actions, weights, generator)
+            latent, surprise = _see(features, actions, weights, generator)
             losses = []
             for tick in range(_UNSEEN_TICKS):
                 hidden = cell.advance(latent, actions[:, :, _SEEN_TICKS + tick], None, weights)
@@ -107,48 +89,38 @@ class RssmForecaster(Forecaster):
 
         self._ensemble.update(loss_of)
 
-    @staticmethod
-    def _see(
-        features_EBTF: Tensor, actions_EBTA: Tensor, weights: dict[str, Tensor], generator: torch.Generator
-    ) -> tuple[cell.Latent, Tensor]:
-        """Follow seen ticks; return the state and the mean divergence in nats."""
-        latent, surprise = cell.initial(*features_EBTF.shape[:2]), torch.zeros(())
-        for tick in range(features_EBTF.shape[2]):
-            hidden = cell.advance(latent, actions_EBTA[:, :, tick], features_EBTF[:, :, tick], weights)
-            probabilities = cell.posterior(hidden, features_EBTF[:, :, tick], weights)
-            surprise = surprise + cell.divergence(probabilities, cell.prior(hidden, weights)).mean()
-            latent = cell.Latent(hidden, cell.sample(probabilities, generator))
-        return latent, surprise / features_EBTF.shape[2]
-
-    @torch.no_grad()
-    def _predict(self, future_lrs: Sequence[float], window: int) -> RawForecast | None:
-        base = self._replay.base._predict(future_lrs, window)
-        if base is None or self._ensemble.num_updates == 0:
-            return base
+    def _correct(self, planned_SA: Tensor) -> RawForecast:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._step)
         weights = self._ensemble.mean_weights()
-        rows = (NUM_MEMBERS, _SAMPLES)
-        last = len(self._replay) - 1
-        seen = torch.arange(last + 1 - _SEEN_TICKS, last + 1)
-        features = self._replay.features_TF[seen].expand(*rows, -1, -1)
+        rows, last = (NUM_MEMBERS, _SAMPLES), len(self._replay) - 1
+        features = self._replay.features_TF[torch.arange(last + 1 - _SEEN_TICKS, last + 1)].expand(*rows, -1, -1)
         ticks = torch.arange(last - _SEEN_TICKS, last + 1)
         actions = self._replay.past_actions(ticks, torch.zeros(_SEEN_TICKS)).expand(*rows, -1, -1)
-        latent, _ = self._see(features, actions, weights, generator)
-        num_ticks = max(1, round((len(future_lrs) - window / 2) / TICK_STEPS + 0.5))
-        planned_SA = self._replay.future_actions(future_lrs, num_ticks)
+        latent, _ = _see(features, actions, weights, generator)
         rollout = rssm_rollout(
             weights,
             latent.hidden_EBH,
             cell.classes_of(latent.sample_EBZ),
             planned_SA[:, None, None].expand(-1, *rows, -1),
-            torch.rand(num_ticks, *rows, cell.NUM_CATEGORICALS, generator=generator),
+            torch.rand(len(planned_SA), *rows, cell.NUM_CATEGORICALS, generator=generator),
         )
         mean_EB, log_variance_EB = rollout.means_SEB[-1], rollout.log_variances_SEB[-1]
-        unit = self._replay.base.level_and_trend()[0] / GAIN
-        variance = bounded(log_variance_EB).exp().mean() + mean_EB.var(1).mean()
         return RawForecast(
-            mean=base.mean + unit * float(mean_EB.mean()),
-            aleatoric=unit * math.sqrt(float(variance)),
-            epistemic=unit * float(mean_EB.mean(1).std()),
+            mean=float(mean_EB.mean()),
+            aleatoric=math.sqrt(float(bounded(log_variance_EB).exp().mean() + mean_EB.var(1).mean())),
+            epistemic=float(mean_EB.mean(1).std()),
             entropy=float(cell.entropy(cell.probabilities_of(rollout.logits_EBZ))),
         )
+
+
+def _see(
+    features_EBTF: Tensor, actions_EBTA: Tensor, weights: dict[str, Tensor], generator: torch.Generator
+) -> tuple[cell.Latent, Tensor]:
+    """Follow seen ticks; return the state and the mean divergence in nats."""
+    latent, surprise = cell.initial(*features_EBTF.shape[:2]), torch.zeros(())
+    for tick in range(features_EBTF.shape[2]):
+        hidden = cell.advance(latent, actions_EBTA[:, :, tick], features_EBTF[:, :, tick], weights)
+        probabilities = cell.posterior(hidden, features_EBTF[:, :, tick], weights)
+        surprise = surprise + cell.divergence(probabilities, cell.prior(hidden, weights)).mean()
+        latent = cell.Latent(hidden, cell.sample(probabilities, generator))
+    return latent, surprise / features_EBTF.shape[2]

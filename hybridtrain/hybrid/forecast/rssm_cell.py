@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hybridkernels.rssm_gru import draw_classes, gru_cell, unimix
+from hybridkernels.rssm_gru.reference import draw_classes, gru_cell, linear, unimix
 from hybridkernels.state_encoding import NUM_FEATURES
-from hybridtrain.hybrid.forecast.ensemble import linear
 from hybridtrain.hybrid.forecast.ticks import NUM_ACTIONS
 
 HIDDEN = 256
@@ -43,8 +42,6 @@ LAYERS = {
     "head_hidden": (HIDDEN + STOCHASTIC, _WIDTH),
     "head": (_WIDTH, 2),
 }
-ZERO_LAYERS = ("head",)
-"""A new model answers 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +72,12 @@ def probabilities_of(logits_EBZ: Tensor) -> Tensor:
 
 
 def prior(hidden_EBH: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return what the next state may be, unseen."""
+    """Return the probabilities of the next state, unseen."""
     return probabilities_of(linear(hidden_EBH, weights, "prior"))
 
 
 def posterior(hidden_EBH: Tensor, features_EBF: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return what the state may be, its features seen."""
+    """Return the probabilities of the state, its features seen."""
     seen = silu(linear(features_EBF, weights, "encoder"))
     return probabilities_of(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
 

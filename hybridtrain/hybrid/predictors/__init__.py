@@ -10,5 +10,5 @@ PREDICTORS: dict[str, type[WeightPredictor]] = {Linear.kind: Linear, SlowGradien
 
 
 def make_predictor(config: HybridConfig, trainer: Trainer) -> WeightPredictor:
-    """Return the one that a configuration asks for."""
-    return PREDICTORS[SlowGradient.kind if config.follows_slow else config.predictor].of(config, trainer)
+    """Return the predictor of a configuration."""
+    return PREDICTORS[SlowGradient.kind if config.follows_slow else config.predictor](config, trainer)

@@ -1,39 +1,32 @@
 """A jump along the line from the weights K steps ago: cheap, and harmful at a tuned learning rate (measured)."""
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.hybrid.config import HybridConfig
-from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.optim.slow_average import MoveNorm
 from hybridtrain.trainer import Trainer
 
 
 class Linear(WeightPredictor):
-    """w = w + a (w - anchor); the anchor's place keeps the move, so that it can be taken back.
+    """w = w + a (w - anchor), a in units of the last K steps' displacement.
 
-    Args:
-        trainer: Whose weights move; its stack keeps the anchor.
-        strength: a, in units of the last K steps' displacement.
+    The anchor's place keeps the move, so that it can be taken back.
     """
 
     kind: ClassVar[str] = "linear"
     _state = ("_has_anchor", "_full_steps", "_num_pieces")
 
-    def __init__(self, trainer: Trainer, strength: float) -> None:
-        self._trainer = trainer
-        self._strength = strength
+    def __init__(self, config: HybridConfig, trainer: Trainer) -> None:
+        super().__init__(config, trainer)
+        self._strength = config.strength
         self._has_anchor = False
         self._full_steps = 1
         self._num_pieces = 0
-        """How often the move in the anchor's place was made."""
-
-    @classmethod
-    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
-        """Return it."""
-        return cls(trainer, config.strength)
+        """Of the jump whose move is in the anchor's place."""
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return a K; 0 before there is an anchor."""
@@ -66,10 +59,8 @@ class Linear(WeightPredictor):
             swept.weight.value.add_(moved_P)
 
         visit_with(rollback, self._trainer, work, self._settings(writes_weights=True, writes_extra=is_first))
-        moved = read_rms(self._trainer, norm)
-        rms = moved / lr if lr else 0.0
         self._has_anchor = False
-        return Jump(self._trainer.steps_done, predicted_steps, lr, rms)
+        return Jump(self._trainer.steps_done, predicted_steps, lr, self._rms(norm) / lr if lr else 0.0)
 
     def undo(self, jump: Jump) -> None:
         """Subtract the kept move."""

@@ -1,15 +1,16 @@
 """A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
 
 import math
-from typing import ClassVar, Self
+from functools import partial
+from typing import ClassVar
 
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.hybrid.config import HybridConfig
-from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor, read_rms
+from hybridtrain.hybrid.predictors.weight_predictor import Jump, WeightPredictor
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.hybrid.stateful import State
-from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowMomentum, SlowStep, move
+from hybridtrain.optim.slow_average import LARGEST_RATIO, MoveNorm, SlowStep, move
 from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
@@ -27,23 +28,19 @@ class SlowGradient(WeightPredictor):
 
     Where the plan drops v in PREDICT, s averages gradients that were divided already, and w = w - lr P s.
 
-    Args:
-        trainer: Whose weights move; its stack keeps the slow average.
-        slow: Decay and alpha.
-        max_move: Largest root mean square of a jump after at least 10 true steps, at the end of the ramp, in learning
-            rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good ones.
-        max_relative_move: The same over the root mean square of the weights: a learning rate that is too high makes
-            jumps larger than good ones too.
+    ``max_move`` bounds the root mean square of a jump after at least 10 true steps, at the end of the ramp, in learning
+    rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good ones.
+    ``max_relative_move`` does the same over the root mean square of the weights, against too high learning rates.
     """
 
     kind: ClassVar[str] = "slow_gradient"
     _state = ("_rms_of_one", "_weight_rms")
 
-    def __init__(self, trainer: Trainer, slow: SlowMomentum, max_move: float, max_relative_move: float) -> None:
-        self._trainer = trainer
-        self._slow = slow
-        self._max_move = max_move
-        self._max_relative_move = max_relative_move
+    def __init__(self, config: HybridConfig, trainer: Trainer) -> None:
+        super().__init__(config, trainer)
+        self._total_steps = trainer.config.schedule.total_steps
+        self._slow = config.slow.within_bounds(self._total_steps) if config.guard else config.slow
+        self._max_move, self._max_relative_move = config.max_move, config.max_relative_move
         self._weight_rms = 0.0
         """Before the last jump; 0 before the first."""
         self._rms_of_one = _FIRST_RMS
@@ -54,25 +51,15 @@ class SlowGradient(WeightPredictor):
         in_predict = trainer.memory_plan.for_phase(Phase.PREDICT)
         self._normalizes = in_predict.optim_state.placement is Placement.DROPPED
 
-    @classmethod
-    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
-        """Return it; the guard bounds its decay."""
-        total = trainer.config.schedule.total_steps
-        slow = config.slow.within_bounds(total) if config.guard else config.slow
-        return cls(trainer, slow, config.max_move, config.max_relative_move)
-
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
         """Return the decay of the step, and the fused jump."""
-        total = self._trainer.config.schedule.total_steps
         beta1: float = getattr(self._trainer.config.optimizer, "beta1", _BETA1)
-        beta = self._slow.beta_at(number, total, beta1)
-        if not predicted_steps:
-            return SlowStep(beta, normalizes=self._normalizes)
-        return SlowStep(beta, predicted_steps, self._new_norm(), self._new_norm())
+        beta = self._slow.beta_at(number, self._total_steps, beta1)
+        return self._step(beta, predicted_steps) if predicted_steps else SlowStep(beta, normalizes=self._normalizes)
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
         """Return alpha K, shortened where the last jump says that the weights would move too far."""
-        total = self._trainer.config.schedule.total_steps
+        total = self._total_steps
         steps = full_steps * self._slow.alpha_at(number, total)
         limit = self._max_move * min(1.0, number / total) * min(full_steps, _FULL_MOVE_STEPS) / _FULL_MOVE_STEPS
         lr = self._trainer.lr_at(number)
@@ -82,7 +69,7 @@ class SlowGradient(WeightPredictor):
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights in one pass over weights, second moment and slow average."""
-        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
+        step = self._step(0.0, predicted_steps)
         self._piece = self._piece + 1 if self._jumped_at == self._trainer.steps_done else 0
         self._jumped_at = self._trainer.steps_done
         self._pass(predicted_steps * lr, step, rollback)
@@ -101,36 +88,27 @@ class SlowGradient(WeightPredictor):
         optimizer, updates = trainer.config.optimizer, trainer.steps_done - trainer.states.born_after
         correction = optimizer.correction(updates)
 
+        displacement = partial(
+            move, correction=correction, eps=optimizer.eps, lr_steps=lr_steps, largest_ratio=LARGEST_RATIO
+        )
+
         def work(swept: ParameterSlice) -> None:
-            value_P, slow_P = swept.weight.value, swept.extra[0].load()
-            moved_P = move(
-                slow_P,
-                swept.second_P,
-                correction=correction,
-                eps=optimizer.eps,
-                lr_steps=lr_steps,
-                largest_ratio=LARGEST_RATIO,
-            )
+            value_P = swept.weight.value
+            moved_P = displacement(swept.extra[0].load(), swept.second_P)
             if step is not None:
                 step.count(value_P, moved_P)
             value_P.add_(moved_P)
 
         seed = random_key(trainer.border_key(trainer.steps_done), self._piece)
-        settings = PassSettings(
-            reads_second_moment=not self._normalizes, rounds_to_nearest=step is None, seed=seed
-        )  # fmt: skip
+        settings = PassSettings(reads_second_moment=not self._normalizes, rounds_to_nearest=step is None, seed=seed)
         visit_with(rollback, trainer, work, settings)
 
     def state_dict(self) -> State:
-        """Return the state, and what the average is of where that is not plain gradients."""
+        """Return the state, and whether the average is of divided gradients."""
         return super().state_dict() | ({"normalizes": True} if self._normalizes else {})
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved predictor was.
-
-        Raises:
-            ValueError: a value is missing, or the saved average is of other gradients.
-        """
+        """Go on where a saved predictor was; raises ``ValueError`` where its average is of other gradients."""
         if bool(state.get("normalizes")) is not self._normalizes:
             kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
             raise ValueError(
@@ -139,13 +117,15 @@ class SlowGradient(WeightPredictor):
             )
         super().load_state_dict(state)
 
-    def _new_norm(self) -> MoveNorm:
-        return MoveNorm.zero(self._trainer.transfer.device)
+    def _step(self, beta: float, predicted_steps: float) -> SlowStep:
+        """Return a jump that counts its size and that of the weights."""
+        device = self._trainer.transfer.device
+        return SlowStep(beta, predicted_steps, MoveNorm.zero(device), MoveNorm.zero(device))
 
     def _made(self, step: SlowStep, lr: float) -> Jump:
         assert step.norm is not None, "a jump counts its size"
         assert step.weight_norm is not None, "and that of the weights"
-        moved, weights = read_rms(self._trainer, step.norm), read_rms(self._trainer, step.weight_norm)
+        moved, weights = self._rms(step.norm), self._rms(step.weight_norm)
         rms = moved / lr if lr else 0.0
         if math.isfinite(rms):
             self._rms_of_one, self._weight_rms = rms / step.predicted_steps, weights

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
@@ -26,23 +26,17 @@ class Jump:
     """Forward passes on probe batches between its pieces."""
 
 
-def read_rms(trainer: Trainer, norm: MoveNorm) -> float:
-    """Return the root mean square over all weights of what was counted; waits for the device, NaN in a dry run."""
-    return norm.rms(trainer.transfer.read(norm.on_device), trainer.model.config.num_params)
-
-
 class WeightPredictor(Stateful, ABC):
-    """Remembers the trajectory and moves along it."""
+    """Remembers the trajectory in what the trainer's stack keeps for it, and moves along it."""
 
     kind: ClassVar[str]
 
-    @classmethod
     @abstractmethod
-    def of(cls, config: HybridConfig, trainer: Trainer) -> Self:
-        """Return the predictor that a configuration asks for; the trainer's stack keeps what it remembers."""
+    def __init__(self, config: HybridConfig, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
-        """Return what the update of true step ``number`` does for the predictor, the jump included; None: nothing."""
+        """Return the predictor's part of the update of true step ``number``, the jump included; None: it has none."""
         assert not predicted_steps, f"step {number}: a jump of '{self.kind}' is no part of an update"
         return None
 
@@ -64,3 +58,7 @@ class WeightPredictor(Stateful, ABC):
     @abstractmethod
     def undo(self, jump: Jump) -> None:
         """Take the last jump back, before another true step."""
+
+    def _rms(self, norm: MoveNorm) -> float:
+        """Return the root mean square over all weights; waits for the device, NaN in a dry run."""
+        return norm.rms(self._trainer.transfer.read(norm.on_device), self._trainer.model.config.num_params)

@@ -1,24 +1,56 @@
-"""AdamW with 8-bit moments as an in-place op: a library or Triton on CUDA, a compiled loop on the CPU, nothing on meta.
+"""AdamW with 8-bit moments as in-place ops: of float32 weights, and of weights that have no float32 copy.
 
-On CUDA bitsandbytes runs where it can be imported, else Triton, else the reference.
+On CUDA bitsandbytes runs where it can be imported (for float32 weights), else Triton, else the reference; on the CPU a
+compiled loop. Weights of fewer bits are updated in float32 and rounded stochastically, with the same random words
+everywhere. P parameters, G = ceil(P / 256) groups; ``state`` is the four tensors of moments, lr, both betas, eps,
+weight decay and step.
 """
 
 import ctypes
 import math
 from functools import cache
 from importlib.util import find_spec
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8.cpu_build import find_compiler, load_cpu_kernel
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, QUANT_GROUP_SIZE, map_values
-from hybridkernels.adamw_int8.reference import adamw_int8_reference
-from hybridkernels.provider import chosen_provider
+from hybridkernels.adamw_int8.reference import adamw_int8_reference, load_weight, store_weight
+from hybridkernels.define_op import define_op
+from hybridkernels.int8_quantize.philox import random_seed, random_words
+from hybridkernels.int8_quantize.reference import num_groups
+from hybridkernels.provider import chosen_provider, takes_triton
 from hybridkernels.triton_launch import cuda_backend
 
+Moments = tuple[Tensor, Tensor, Tensor, Tensor]
+"""m_codes, m_scale, v_codes, v_scale: codes uint8 (256 * G,), scales float32 (G,)."""
+
+
+class Settings(TypedDict):
+    """Of one update."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled, multiplied by ``lr``."""
+    step: int
+    """From 1."""
+
+
+_STATE = ("m_codes", "m_scale", "v_codes", "v_scale")
+_SCHEMA = (
+    "Tensor grad, Tensor(c!) m_codes, Tensor(d!) m_scale, Tensor(e!) v_codes, Tensor(f!) v_scale, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay, SymInt step"
+)
 _SLICE_GROUPS = 2**12
 """The reference makes a dozen float32 temporaries: 4 MiB each."""
+_SLICE_ELEMENTS = 2**18
+"""A multiple of the group size. Float32 values and int64 random words of a slice stay in the processor's cache."""
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cpu_backend() -> str:
@@ -28,71 +60,36 @@ def cpu_backend() -> str:
 
 def _compiled_update(tensors: list[Tensor], hyper: Tensor) -> bool:
     """Update whole groups in place; False where there is no kernel for this machine or dtype."""
-    library = load_cpu_kernel()
-    param_GS, grad_GS, *moments = tensors
+    library, (param_GS, grad_GS, *_) = load_cpu_kernel(), tensors
     if library is None or grad_GS.dtype not in {torch.float32, torch.bfloat16}:
         return False
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (param_GS, grad_GS, *moments)]
     borders = torch.tensor(BORDERS[True] + BORDERS[False])
-    library.adamw_int8(
-        *pointers[:2], ctypes.c_int(grad_GS.dtype == torch.bfloat16), *pointers[2:],
-        ctypes.c_int64(len(param_GS)), ctypes.c_void_p(borders.data_ptr()), ctypes.c_void_p(hyper.data_ptr()),
-    )  # fmt: skip
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, borders, hyper)]
+    is_narrow, num_groups_here = ctypes.c_int(grad_GS.dtype == torch.bfloat16), ctypes.c_int64(len(param_GS))
+    library.adamw_int8(*pointers[:2], is_narrow, *pointers[2:6], num_groups_here, *pointers[6:])
     return True
 
 
-@torch.library.custom_op(
-    "hybridkernels::adamw_int8_",
-    mutates_args=("param", "m_codes", "m_scale", "v_codes", "v_scale"),
-    device_types="cpu",
-)
-def _adamw_int8(
-    param: Tensor,
-    grad: Tensor,
-    m_codes: Tensor,
-    m_scale: Tensor,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    update_plain(param, grad, (m_codes, m_scale, v_codes, v_scale), (lr, beta1, beta2, eps, weight_decay), step)
-
-
-def update_plain(
-    param: Tensor,
-    grad: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor, Tensor],
-    settings: tuple[float, float, float, float, float],
-    step: int,
-) -> None:
+def _update(param: Tensor, grad: Tensor, *state: Any) -> None:
     """Update whole groups by the compiled loop where there is one, else and a short group by the reference."""
-    _, beta1, beta2, _, _ = settings
-    hyper = torch.tensor([*settings, 1 - beta1**step, math.sqrt(1 - beta2**step), 0.0])
+    m_codes, m_scale, v_codes, v_scale, *settings, step = state
+    hyper = torch.tensor([*settings, 1 - settings[1] ** step, math.sqrt(1 - settings[2] ** step), 0.0])
     if param.is_cuda:  # from pinned memory, for the host not to wait
         hyper = hyper.pin_memory().to(param.device, non_blocking=True)
-    m_codes, m_scale, v_codes, v_scale = moments
     groups = [m_codes.view(-1, QUANT_GROUP_SIZE), m_scale, v_codes.view(-1, QUANT_GROUP_SIZE), v_scale]
     whole = param.numel() // QUANT_GROUP_SIZE
     end = whole * QUANT_GROUP_SIZE
     if whole:
-        body = [
-            param[:end].view(whole, -1),
-            grad[:end].contiguous().view(whole, -1),
-            *(part[:whole] for part in groups),
-        ]
+        body = [param[:end].view(whole, -1), grad[:end].contiguous().view(whole, -1)]
+        body += [part[:whole] for part in groups]
         if param.is_cuda or not _compiled_update(body, hyper):
             for parts in zip(*(torch.split(tensor, _SLICE_GROUPS) for tensor in body), strict=True):
-                adamw_int8_reference(*[*parts, hyper])
+                adamw_int8_reference(parts[0], parts[1], parts[2:], hyper)
     if end < param.numel():
         padding = (0, QUANT_GROUP_SIZE - (param.numel() - end))
-        tail = [torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad)]
-        adamw_int8_reference(*[*tail, *(part[whole:] for part in groups), hyper])
-        param[end:].copy_(tail[0][0, : param.numel() - end])
+        param_tail, grad_tail = (torch.nn.functional.pad(part[end:], padding)[None] for part in (param, grad))
+        adamw_int8_reference(param_tail, grad_tail, [part[whole:] for part in groups], hyper)
+        param[end:].copy_(param_tail[0, : param.numel() - end])
 
 
 def _loads_bitsandbytes() -> bool:
@@ -108,86 +105,125 @@ def _loads_bitsandbytes() -> bool:
 
 @cache
 def _cuda_providers() -> tuple[str, ...]:
-    """Return what can run on this machine's card, in the order to take."""
+    """Return the implementations that can run on this machine's card, in the order to take."""
     library = ("bitsandbytes",) if _loads_bitsandbytes() else ()
     return (*library, *(("triton",) if cuda_backend() == "triton" else ()), "torch")
 
 
-@_adamw_int8.register_kernel("cuda")
-def _adamw_int8_cuda(
-    param: Tensor,
-    grad: Tensor,
-    m_codes: Tensor,
-    m_scale: Tensor,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
+def _update_cuda(param: Tensor, grad: Tensor, *state: Any) -> None:
     provider = chosen_provider("adamw_int8", _cuda_providers(), param.device)
-    moments = (m_codes, m_scale, v_codes, v_scale)
     if provider == "torch":
-        update_plain(param, grad, moments, (lr, beta1, beta2, eps, weight_decay), step)
+        _update(param, grad, *state)
+    elif provider == "triton":
+        _triton_update((param,), grad, *state)
+    else:
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise  # noqa: PLC0415  an extra: CUDA only
+
+        m_codes, m_scale, v_codes, v_scale, lr, beta1, beta2, eps, weight_decay, step = state
+        signed, unsigned = (map_values(param.device, signed=signed) for signed in (True, False))
+        optimizer_update_8bit_blockwise(
+            "adam", grad.to(param.dtype), param, m_codes, v_codes, beta1, beta2, 0.0, 0.0, eps, step, lr,
+            signed, unsigned, m_scale, v_scale, weight_decay,
+        )  # fmt: skip
+
+
+def _triton_update(weight: tuple[Tensor, ...], grad: Tensor, *state: Any, seed: Tensor | None = None) -> None:
+    from hybridkernels.adamw_int8.triton_kernel import adamw_int8_triton  # noqa: PLC0415  Triton is optional
+
+    lr, *betas, eps, weight_decay, step = state[4:]
+    settings = Settings(lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, step=step)
+    adamw_int8_triton(weight, grad, state[:4], seed=seed, **settings)
+
+
+def _update_rounded(values: Tensor, scales: Tensor | None, grad: Tensor, *state_seed: Any) -> None:
+    weight, (*state, seed) = (values,) if scales is None else (values, scales), state_seed
+    seed = random_seed(values.device) if seed is None else seed
+    if values.is_cuda and takes_triton("adamw_int8_rounded", values.device):
+        _triton_update(weight, grad, *state, seed=seed)
         return
-    if provider == "triton":
-        from hybridkernels.adamw_int8.triton_kernel import adamw_int8_triton  # noqa: PLC0415  Triton is optional
-
-        adamw_int8_triton(
-            (param,), grad, moments, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, step=step
-        )
-        return
-    from bitsandbytes.functional import optimizer_update_8bit_blockwise  # noqa: PLC0415  an extra: CUDA only
-
-    optimizer_update_8bit_blockwise(
-        "adam", grad.to(param.dtype), param, m_codes, v_codes, beta1, beta2, 0.0, 0.0, eps, step, lr,
-        map_values(param.device, signed=True), map_values(param.device, signed=False), m_scale, v_scale, weight_decay,
-    )  # fmt: skip
+    for start in range(0, len(grad), _SLICE_ELEMENTS):
+        end = min(start + _SLICE_ELEMENTS, len(grad))
+        groups = slice(start // QUANT_GROUP_SIZE, num_groups(end))
+        whole = slice(start, groups.stop * QUANT_GROUP_SIZE)
+        part = tuple(tensor[elements] for tensor, elements in zip(weight, (slice(start, end), groups), strict=False))
+        moments = (tensor[elements] for tensor, elements in zip(state[:4], (whole, groups) * 2, strict=True))
+        value = load_weight(part)
+        _update(value, grad[start:end], *moments, *state[4:])
+        store_weight(value, part, random_words(seed, end - start, start))
 
 
-@_adamw_int8.register_fake
-def _adamw_int8_fake(
-    param: Tensor,
+_OF_FLOATS = f"(Tensor(a!) param, {_SCHEMA}) -> ()"
+_ROUNDED = f"(Tensor(a!) values, Tensor(b!)? scales, {_SCHEMA}, Tensor? seed) -> ()"
+_adamw_int8 = define_op("adamw_int8_", _update, cuda=_update_cuda, mutates=("param", *_STATE), schema=_OF_FLOATS)
+_adamw_int8_rounded = define_op(
+    "adamw_int8_rounded_", _update_rounded, mutates=("values", "scales", *_STATE), schema=_ROUNDED
+)
+
+
+def adamw_int8_(param: Tensor, grad: Tensor, moments: Moments, **settings: Unpack[Settings]) -> None:
+    """Update ``param``, (P,) float32, contiguous, and its 8-bit moments by ``grad``, (P,) float32 or bfloat16."""
+    _adamw_int8(param, grad, *moments, *_in_order(settings))
+
+
+def adamw_int8_rounded_(
+    weight: tuple[Tensor, ...],
     grad: Tensor,
-    m_codes: Tensor,
-    m_scale: Tensor,
-    v_codes: Tensor,
-    v_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    pass
-
-
-def adamw_int8_(
-    param: Tensor,
-    grad: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor, Tensor],
+    moments: Moments,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
+    seed: Tensor | None = None,
+    **settings: Unpack[Settings],
 ) -> None:
-    """Update ``param`` and its 8-bit moments in place.
+    """Update a weight that is all there is of its value, and its 8-bit moments, in place.
+
+    The updated value is rounded up or down with probabilities that keep its mean: bfloat16 to one of its two
+    neighbours, int8 to one of two codes under a new scale per group, absmax / 127, as ``int8_quantize`` defines them.
 
     Args:
-        param: (P,) float32, contiguous.
-        grad: (P,) float32 or bfloat16.
-        moments: m_codes, m_scale, v_codes, v_scale; G = ceil(P / 256) groups, codes
-            uint8 (256 * G,), scales float32 (G,).
-        lr: Learning rate of this step.
-        betas: Decay of the first and second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, multiplied by ``lr``.
-        step: Number of this update, from 1.
+        weight: One bfloat16 tensor (P,), or int8 codes (P,) and float32 scales (G,); contiguous.
+        grad: (P,) float32, bfloat16 or float16.
+        moments: As of ``adamw_int8_``.
+        seed: (1,) int64 on the weight's device; an equal one gives equal random numbers on every device. None draws
+            one from the device's global generator.
+
+    Raises:
+        ValueError: a dtype, size or layout is another than these.
+
+    Memory: on CUDA the seed's 8 bytes, and a copy of a gradient that is not contiguous; without Triton some 30 MiB of
+    temporaries more, unseen by the ledger.
     """
-    _adamw_int8(param, grad, *moments, lr, *betas, eps, weight_decay, step)
+    _check(weight, grad, moments, seed)
+    values, scales = weight if len(weight) == 2 else (weight[0], None)
+    _adamw_int8_rounded(values, scales, grad, *moments, *_in_order(settings), seed)
+
+
+def _in_order(settings: Settings) -> tuple[float, ...]:
+    """Return the settings as the ops take them."""
+    return settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"], settings["step"]
+
+
+def _check(weight: tuple[Tensor, ...], grad: Tensor, moments: Moments, seed: Tensor | None) -> None:
+    elements, groups = grad.numel(), num_groups(grad.numel())
+    stored = torch.bfloat16 if len(weight) == 1 else torch.int8
+    codes, scales = ((torch.uint8,), groups * QUANT_GROUP_SIZE), ((torch.float32,), groups)
+    wanted: dict[str, tuple[Tensor | None, tuple[torch.dtype, ...], int]] = {
+        "weight": (weight[0], (stored,), elements),
+        "weight scales": (weight[1] if len(weight) == 2 else None, *scales),
+        "grad": (grad, _GRAD_DTYPES, elements),
+        "m codes": (moments[0], *codes), "m scales": (moments[1], *scales),
+        "v codes": (moments[2], *codes), "v scales": (moments[3], *scales),
+        "seed": (seed, (torch.int64,), 1),
+    }  # fmt: skip
+    faults = [
+        f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        f"{'' if tensor.is_contiguous() else ', not contiguous'}; allowed: "
+        f"{' or '.join(str(dtype) for dtype in dtypes)} {(size,)} on {grad.device}, contiguous"
+        for name, (tensor, dtypes, size) in wanted.items()
+        if tensor is not None
+        and (
+            tensor.dtype not in dtypes
+            or (tensor.shape, tensor.device) != ((size,), grad.device)
+            or not (tensor is grad or tensor.is_contiguous())
+        )
+    ]
+    if faults:
+        raise ValueError("adamw_int8_rounded_: " + "; ".join(faults))

@@ -1,139 +1,157 @@
-"""Causal attention as one torch.library op: torch's flash kernels or ours on CUDA, torch's on the CPU, shapes on meta.
+"""Causal attention as two torch.library ops: the usual one, and one with a scale, a soft cap, a window or documents.
 
+torch's flash kernels or ours on CUDA, torch's own or tiles of its ops on the CPU, shapes on meta.
 B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the log-sum-exp.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybridkernels.define_op import define_op, empty_like
 from hybridkernels.flash_attention import sdpa
-from hybridkernels.flash_attention.checks import check_inputs, check_options
-from hybridkernels.flash_attention.masked import masked_attention
+from hybridkernels.flash_attention.options import Options, check_inputs
+from hybridkernels.flash_attention.tiled import tiled_attention, tiled_attention_backward
 from hybridkernels.provider import chosen_provider
 from hybridkernels.triton_launch import compute_capability, cuda_backend
 
 _ATEN = torch.ops.aten
 _TRITON_DTYPES = frozenset({torch.bfloat16, torch.float16})
-_TRITON_HEAD_DIM = 128
-"""Of wider heads no tile of useful size fits the registers."""
 _TRITON_CAPABILITY = 80
+_TRITON_HEAD_DIM = 128
+"""Up to here any: of wider heads no tile of useful size fits the registers. With options also twice as many columns, in
+small tiles: torch's own kernels know no soft cap."""
+
+_QKV = "Tensor q_BTNH, Tensor k_BTKH, Tensor v_BTKH"
+_SAVED = f"Tensor grad_BTNH, {_QKV}, Tensor out_BTNH, Tensor lse_BNR"
+_OPTIONS = "Tensor? ids_BT, float scale, float softcap, SymInt window"
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+_Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
-def _provider(q_BTNH: Tensor) -> str:
-    """Return what runs on the card of ``q_BTNH``; forward and backward ask alike, and either reads the other's lse."""
-    head_dim = q_BTNH.shape[3]
-    available = []
-    if q_BTNH.dtype == torch.float32:
-        available.append("sdpa_efficient")
-    if sdpa.flash_takes(q_BTNH):
-        available.append("sdpa_flash")
-    if _triton_takes(q_BTNH):
-        available.append("triton")
-    if not available:
-        raise ValueError(
-            f"causal_attention: no kernel for {q_BTNH.dtype} with head dim {head_dim} on this card; 16-bit types need "
-            f"compute capability 8.0 and a head dim that is a multiple of 8 up to 256, or, where Triton runs, any up "
-            f"to {_TRITON_HEAD_DIM}; use float32, or pad the heads"
-        )
-    return chosen_provider(f"causal_attention/head{head_dim}", available, q_BTNH.device)
-
-
-def _triton_takes(q_BTNH: Tensor) -> bool:
-    return (
-        q_BTNH.dtype in _TRITON_DTYPES
-        and q_BTNH.shape[3] <= _TRITON_HEAD_DIM
+def _provider(q_BTNH: Tensor, options: Options | None = None) -> str:
+    """Return the implementation for the card of ``q_BTNH``; forward and backward may differ, the lse fits both."""
+    dtype, head_dim = q_BTNH.dtype, q_BTNH.shape[3]
+    takes_triton = (
+        dtype in _TRITON_DTYPES
+        and (head_dim <= _TRITON_HEAD_DIM or (options is not None and head_dim == 2 * _TRITON_HEAD_DIM))
         and compute_capability(q_BTNH.device) >= _TRITON_CAPABILITY
         and cuda_backend() == "triton"
     )
+    runs = {
+        "sdpa_efficient": options is None and dtype == torch.float32,
+        "sdpa_flash": (options is None or options.is_scale_alone) and sdpa.flash_takes(q_BTNH),
+        "triton": takes_triton,
+        "torch": options is not None,
+    }
+    available = [name for name, can_run in runs.items() if can_run]
+    if not available:
+        raise ValueError(
+            f"causal_attention: no kernel for {dtype} with head dim {head_dim} on this card; 16-bit types need "
+            f"compute capability 8.0 and a head dim that is a multiple of 8 up to 256, or, where Triton runs, any up "
+            f"to {_TRITON_HEAD_DIM}; use float32, or pad the heads"
+        )
+    op = "causal_attention" if options is None else "masked_attention"
+    return chosen_provider(f"{op}/head{head_dim}", available, q_BTNH.device)
 
 
-@torch.library.custom_op("hybridkernels::causal_attention", mutates_args=(), device_types="cpu")
-def _attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
+def _cpu(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *given: Any) -> _Pair:
+    options = Options(*given)
+    if not options.is_scale_alone:
+        return tiled_attention(q_BTNH, k_BTKH, v_BTKH, options)
     out_BNTH, lse_BNT = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2), 0.0, is_causal=True
+        *sdpa.heads_first(q_BTNH, k_BTKH, v_BTKH), 0.0, is_causal=True, scale=options.scale
     )
-    lse_BNR = lse_BNT.new_zeros(*lse_BNT.shape[:2], sdpa.lse_rows(q_BTNH))
-    lse_BNR[..., : lse_BNT.shape[2]] = lse_BNT
-    return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
+    return out_BNTH.transpose(1, 2).contiguous(), sdpa.padded(lse_BNT, q_BTNH)
 
 
-@_attention.register_kernel("cuda")
-def _attention_cuda(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-    provider = _provider(q_BTNH)
-    if provider == "sdpa_efficient":
-        return sdpa.efficient(q_BTNH, k_BTKH, v_BTKH)
-    if provider == "sdpa_flash":
-        return sdpa.flash(q_BTNH, k_BTKH, v_BTKH)
-    from hybridkernels.flash_attention.triton_kernel import causal_attention_triton  # noqa: PLC0415  optional
-
-    return causal_attention_triton(q_BTNH, k_BTKH, v_BTKH)
-
-
-@_attention.register_fake
-def _attention_fake(
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    v_BTKH: Tensor,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
-    batch, _, num_heads, _ = q_BTNH.shape
-    lse_BNR = q_BTNH.new_empty(batch, num_heads, sdpa.lse_rows(q_BTNH), dtype=torch.float32)
-    return q_BTNH.new_empty(q_BTNH.shape), lse_BNR
-
-
-@torch.library.custom_op("hybridkernels::causal_attention_backward", mutates_args=(), device_types="cpu")
-def _attention_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(*given: Any) -> _Triple:
+    grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *others = given
+    tensors, options = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH), Options(*others)
+    if not options.is_scale_alone:
+        return tiled_attention_backward(*tensors, lse_BNR, options)
     lse_BNT = lse_BNR[..., : q_BTNH.shape[1]]
     grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)),
-        lse_BNT,
-        0.0,
-        is_causal=True,
+        *sdpa.heads_first(*tensors), lse_BNT, 0.0, is_causal=True, scale=options.scale
     )
-    dq_BTNH, dk_BTKH, dv_BTKH = (grad.transpose(1, 2).contiguous() for grad in grads)
-    return dq_BTNH, dk_BTKH, dv_BTKH
+    return sdpa.dense(*grads)
 
 
-@_attention_backward.register_kernel("cuda")
-def _attention_backward_cuda(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    provider = _provider(q_BTNH)
+def _cuda(*given: Any) -> _Pair:
+    q_BTNH, k_BTKH, v_BTKH, *others = given
+    tensors, options = (q_BTNH, k_BTKH, v_BTKH), Options(*others)
+    provider = _provider(q_BTNH, options if others else None)
     if provider == "sdpa_efficient":
-        return sdpa.efficient_backward(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
+        return sdpa.efficient(*tensors)
     if provider == "sdpa_flash":
-        return sdpa.flash_backward(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
-    from hybridkernels.flash_attention.triton_kernel import causal_attention_backward_triton  # noqa: PLC0415
+        return sdpa.flash(*tensors, options.scale)
+    if provider == "torch":
+        return tiled_attention(*tensors, options)
+    from hybridkernels.flash_attention.triton_kernel import causal_attention_triton  # noqa: PLC0415  optional
 
-    return causal_attention_backward_triton(grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR)
-
-
-@_attention_backward.register_fake
-def _attention_backward_fake(
-    grad_BTNH: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKH: Tensor,
-    out_BTNH: Tensor,  # noqa: ARG001
-    lse_BNR: Tensor,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_BTNH.new_empty(q_BTNH.shape), k_BTKH.new_empty(k_BTKH.shape), v_BTKH.new_empty(v_BTKH.shape)
+    return causal_attention_triton(*tensors, options)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _cuda_backward(*given: Any) -> _Triple:
+    grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *others = given
+    tensors, options = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR), Options(*others)
+    provider = _provider(q_BTNH, options if others else None)
+    if provider == "sdpa_efficient":
+        return sdpa.efficient_backward(*tensors)
+    if provider == "sdpa_flash":
+        return sdpa.flash_backward(*tensors, scale=options.scale)
+    if provider == "torch":
+        return tiled_attention_backward(*tensors, options)
+    from hybridkernels.flash_attention.triton_kernel import causal_attention_backward_triton  # noqa: PLC0415  optional
+
+    return causal_attention_backward_triton(*tensors, options)
+
+
+def _fake(q_BTNH: Tensor, *_others: Any) -> _Pair:
+    batch, _, num_heads, _ = q_BTNH.shape
+    wide = torch.promote_types(q_BTNH.dtype, torch.float32)
+    return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(batch, num_heads, sdpa.lse_rows(q_BTNH), dtype=wide)
+
+
+def _flops(q_shape: tuple[int, ...], _k: Any, _v: Any, *options: Any, **_kwargs: Any) -> int:
+    """Two matmuls over the pairs within the window; documents are not looked at: values, not shapes, say where."""
+    batch, seq_len, num_heads, head_dim = q_shape
+    window = Options(*options).window
+    beyond = seq_len - window if 0 < window < seq_len else 0  # half of the square, less what no window reaches
+    return 2 * batch * num_heads * head_dim * (seq_len**2 - beyond**2)
+
+
+def _backward_flops(_grad: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, *options: Any, **_kwargs: Any) -> int:
+    """Five matmuls over them: scores again, dv, dp, dq, dk."""
+    return 5 * _flops(q, k, v, *options) // 2
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+    q_BTNH, k_BTKH, v_BTKH, *options = inputs
+    ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *output, *options[:1])
+    ctx.numbers, ctx.not_differentiable = options[1:], [None] * len(options)
     ctx.set_materialize_grads(value=False)  # nobody differentiates the log-sum-exp: no zeros for it
 
 
-def _differentiate(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor, Tensor] = _attention_backward(grad_BTNH, *ctx.saved_tensors)
-    return grads
+def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *backward(grad_BTNH, *ctx.saved_tensors, *ctx.numbers), *ctx.not_differentiable
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
+def _define(name: str, options: str) -> Any:
+    schema = f"({_QKV}{options}) -> (Tensor, Tensor)"
+    forward = define_op(name, _cpu, cuda=_cuda, fake=_fake, flops=_flops, schema=schema)
+    backward = define_op(
+        f"{name}_backward", _cpu_backward, cuda=_cuda_backward, fake=lambda *tensors: empty_like(*tensors[1:4]),
+        flops=_backward_flops, schema=f"({_SAVED}{options}) -> (Tensor, Tensor, Tensor)",
+    )  # fmt: skip
+    forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
+    return forward
+
+
+_attention = _define("causal_attention", "")
+_masked = _define("masked_attention", f", {_OPTIONS}")
 
 
 def causal_attention(
@@ -169,39 +187,26 @@ def causal_attention(
     Memory: saves q, k, v, out and 4*B*N*T bytes of log-sum-exp for the backward pass, and the ids; never the T x T
     scores.
     """
-    check_inputs("causal_attention", q_BTNH, k_BTKH, v_BTKH)
-    check_options("causal_attention", q_BTNH, softcap, window, document_ids_BT)
+    check_inputs("causal_attention", q_BTNH, k_BTKH, v_BTKH, softcap, window, document_ids_BT)
     usual_scale = q_BTNH.shape[3] ** -0.5
     scale = usual_scale if scale is None else scale
     window = 0 if window >= q_BTNH.shape[1] else window
-    if scale != usual_scale or softcap or window or document_ids_BT is not None:
-        return masked_attention(q_BTNH, k_BTKH, v_BTKH, document_ids_BT, scale, softcap, window)
-    out_BTNH: Tensor = _attention(q_BTNH, k_BTKH, v_BTKH)[0]
+    is_usual = scale == usual_scale and not softcap and not window and document_ids_BT is None
+    options = () if is_usual else (document_ids_BT, scale, softcap, window)
+    out_BTNH: Tensor = (_attention if is_usual else _masked)(q_BTNH, k_BTKH, v_BTKH, *options)[0]
     return out_BTNH
 
 
-def triton_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor) -> int:  # noqa: ARG001  as backward_workspace_bytes
-    """Return the scratch bytes of our CUDA backward kernels: one fp32 number for each row and query head."""
+def masked_workspace_bytes(q_BTNH: Tensor, ids_BT: Tensor | None, window: int) -> int:
+    """Return the scratch bytes of our CUDA kernel: the first key of each query, where there is one."""
+    return 0 if ids_BT is None and not window else 4 * q_BTNH.shape[0] * q_BTNH.shape[1]
+
+
+def masked_backward_workspace_bytes(
+    q_BTNH: Tensor, k_BTKH: Tensor, ids_BT: Tensor | None, softcap: float, window: int
+) -> int:
+    """Return the scratch bytes of the CUDA backward kernels: torch's, or a row sum and the bounds for ours."""
+    if Options(ids_BT, None, softcap, window).is_scale_alone:
+        return sdpa.backward_workspace_bytes(q_BTNH, k_BTKH)
     batch, seq_len, num_heads, _ = q_BTNH.shape
-    return 4 * batch * num_heads * seq_len
-
-
-def _attention_flops(q_shape: tuple[int, ...], *_args: Any, **_kwargs: Any) -> int:
-    """Two matmuls over the lower triangle: 2 * 2 * B*N*T*T*H / 2."""
-    batch, seq_len, num_heads, head_dim = q_shape
-    return 2 * batch * num_heads * seq_len * seq_len * head_dim
-
-
-def _attention_backward_flops(_grad: tuple[int, ...], q_shape: tuple[int, ...], *_args: Any, **_kwargs: Any) -> int:
-    """Five matmuls over the lower triangle: scores again, dv, dp, dq, dk."""
-    return 5 * _attention_flops(q_shape) // 2
-
-
-def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula  # noqa: PLC0415  its import takes 0.1 s
-
-    register_flop_formula(torch.ops.hybridkernels.causal_attention)(_attention_flops)
-    register_flop_formula(torch.ops.hybridkernels.causal_attention_backward)(_attention_backward_flops)
-
-
-_register_flops()
+    return 4 * batch * num_heads * seq_len + 2 * masked_workspace_bytes(q_BTNH, ids_BT, window)

@@ -30,7 +30,7 @@ def lse_rows(q_BTNH: Tensor) -> int:
 
 
 def flash_takes(q_BTNH: Tensor) -> bool:
-    """Say whether torch's flash kernel takes this dtype and head dim on the card of ``q_BTNH`` (flash_api.cpp)."""
+    """Return whether torch's flash kernel takes this dtype and head dim on the card of ``q_BTNH`` (flash_api.cpp)."""
     head_dim = q_BTNH.shape[3]
     return (
         q_BTNH.dtype in _FLASH_DTYPES
@@ -41,18 +41,35 @@ def flash_takes(q_BTNH: Tensor) -> bool:
     )
 
 
+def heads_first(*tensors_BTNH: Tensor) -> tuple[Tensor, ...]:
+    """Return views with the heads in front of the sequence, as torch's kernels take and return them."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors_BTNH)
+
+
+def padded(lse_BNT: Tensor, q_BTNH: Tensor) -> Tensor:
+    """Return lse_BNR, zeros behind the T rows."""
+    lse_BNR = lse_BNT.new_zeros(*lse_BNT.shape[:2], lse_rows(q_BTNH))
+    lse_BNR[..., : lse_BNT.shape[2]] = lse_BNT
+    return lse_BNR
+
+
+def dense(dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return contiguous gradients with the sequence in front of the heads."""
+    dq_BTNH, dk_BTKH, dv_BTKH = (grad.transpose(1, 2).contiguous() for grad in (dq_BNTH, dk_BKTH, dv_BKTH))
+    return dq_BTNH, dk_BTKH, dv_BTKH
+
+
 def flash(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Return out_BTNH, contiguous, and lse_BNR; without a scale it is 1/sqrt(H)."""
-    q_BNTH, k_BKTH, v_BKTH = (tensor.transpose(1, 2) for tensor in (q_BTNH, k_BTKH, v_BTKH))
     out_BNTH, lse_BNR, *_ = _ATEN._scaled_dot_product_flash_attention(
-        q_BNTH, k_BKTH, v_BKTH, 0.0, is_causal=True, scale=scale
+        *heads_first(q_BTNH, k_BTKH, v_BTKH), 0.0, is_causal=True, scale=scale
     )
     return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
 
 
 def efficient(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
     """Return out_BTNH, contiguous, and lse_BNR."""
-    q_BNTH, k_BKTH, v_BKTH = (tensor.transpose(1, 2) for tensor in (q_BTNH, k_BTKH, v_BTKH))
+    q_BNTH, k_BKTH, v_BKTH = heads_first(q_BTNH, k_BTKH, v_BTKH)
     k_BNTH, v_BNTH = _repeat_heads(k_BKTH, q_BNTH), _repeat_heads(v_BKTH, q_BNTH)
     out_BNTH, lse_BNR, _, _ = _ATEN._scaled_dot_product_efficient_attention(
         q_BNTH, k_BNTH, v_BNTH, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
@@ -60,45 +77,32 @@ def efficient(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, T
     return out_BNTH.transpose(1, 2).contiguous(), lse_BNR
 
 
-def flash_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous."""
-    grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH = (
-        tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)
-    )
-    seq_len, no_rng = q_BNTH.shape[2], _no_rng(q_BTNH)
-    dq_BNTH, dk_BKTH, dv_BKTH = _ATEN._scaled_dot_product_flash_attention_backward(
-        grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNR, None, None, seq_len, seq_len, 0.0,
+def flash_backward(*tensors: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous, of grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH and lse_BNR."""
+    *inputs, lse_BNR = tensors
+    seq_len, no_rng = inputs[1].shape[1], _no_rng(lse_BNR)
+    grads = _ATEN._scaled_dot_product_flash_attention_backward(
+        *heads_first(*inputs), lse_BNR, None, None, seq_len, seq_len, 0.0,
         is_causal=True, philox_seed=no_rng, philox_offset=no_rng, scale=scale,
     )  # fmt: skip
-    return _dense(dq_BNTH, dk_BKTH, dv_BKTH)
+    return dense(*grads)
 
 
-def efficient_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous."""
-    grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH = (
-        tensor.transpose(1, 2) for tensor in (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH)
-    )
+def efficient_backward(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same, by the memory-efficient kernel."""
+    *inputs, lse_BNR = tensors
+    grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH = heads_first(*inputs)
     k_BNTH, v_BNTH = _repeat_heads(k_BKTH, q_BNTH), _repeat_heads(v_BKTH, q_BNTH)
-    no_rng, needs_grad = _no_rng(q_BTNH), [True, True, True, False]
+    no_rng, needs_grad = _no_rng(lse_BNR), [True, True, True, False]
     dq_BNTH, dk_BNTH, dv_BNTH, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
         grad_BNTH, q_BNTH, k_BNTH, v_BNTH, None, out_BNTH, lse_BNR, no_rng, no_rng, 0.0, needs_grad, is_causal=True
     )
-    return _dense(dq_BNTH, _sum_heads(dk_BNTH, k_BKTH), _sum_heads(dv_BNTH, v_BKTH))
+    return dense(dq_BNTH, _sum_heads(dk_BNTH, k_BKTH), _sum_heads(dv_BNTH, v_BKTH))
 
 
-def _no_rng(q_BTNH: Tensor) -> Tensor:
-    """Return what stands for the state of the generator, read by the kernels only under dropout."""
-    return torch.empty((), dtype=torch.int64, device=q_BTNH.device)
-
-
-def _dense(dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq_BTNH, dk_BTKH, dv_BTKH = (grad.transpose(1, 2).contiguous() for grad in (dq_BNTH, dk_BKTH, dv_BKTH))
-    return dq_BTNH, dk_BTKH, dv_BTKH
+def _no_rng(like: Tensor) -> Tensor:
+    """Return a placeholder for the state of the generator, read by the kernels only under dropout."""
+    return torch.empty((), dtype=torch.int64, device=like.device)
 
 
 def _repeat_heads(kv_BKTH: Tensor, q_BNTH: Tensor) -> Tensor:
@@ -120,12 +124,12 @@ def backward_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor) -> int:
     and dv per query head.
     """
     batch, seq_len, num_heads, head_dim = q_BTNH.shape
+    is_grouped = num_heads != k_BTKH.shape[2]
     if q_BTNH.dtype == torch.float32:
-        expanded = 4 * 4 * batch * seq_len * num_heads * head_dim if num_heads != k_BTKH.shape[2] else 0
+        expanded = 4 * 4 * batch * seq_len * num_heads * head_dim if is_grouped else 0
         return 4 * batch * num_heads * seq_len * (head_dim + 2) + expanded
     rows = math.ceil(seq_len / _FLASH_ROW_PAD) * _FLASH_ROW_PAD
     dq_accumulator = 4 * batch * num_heads * rows * (math.ceil(head_dim / 32) * 32)
     row_sums = 4 * batch * num_heads * rows
-    grouped = num_heads != k_BTKH.shape[2]
-    expanded = 2 * 2 * batch * seq_len * num_heads * head_dim if grouped else 0
+    expanded = 2 * 2 * batch * seq_len * num_heads * head_dim if is_grouped else 0
     return dq_accumulator + row_sums + expanded

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hybridkernels.flash_attention.options import Options
+from hybridkernels.flash_attention.sdpa import padded
+
 _SCORES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Scores at work: 4 MiB in fp32 on the CPU, where they stay near the cache; 64 MiB on CUDA, where launches cost."""
 
 
-def tiled_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, first_BT: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Return out_BTNH, contiguous, and lse_BNT (float32, natural logarithm); ``first_BT`` as of ``first_keys``."""
+def tiled_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return out_BTNH, contiguous, and lse_BNR (float32, natural logarithm), zeros behind the T rows."""
+    first_BT = options.first_keys(q_BTNH)
     batch, seq_len, num_heads, _ = q_BTNH.shape
     out_BTNH = q_BTNH.new_empty(q_BTNH.shape)
     lse_BNT = q_BTNH.new_empty(batch, num_heads, seq_len, dtype=_wide(q_BTNH))
@@ -25,23 +27,24 @@ def tiled_attention(
         k_KTH, v_KTH = _by_head(k_BTKH[row]), _by_head(v_BTKH[row])
         for queries, keys, hidden_RS in _tiles(first_BT[row], num_heads):
             q_KRH = _grouped(q_BTNH[row, queries], len(k_KTH))
-            scores_KRS, _ = _scores(q_KRH, k_KTH[:, keys], hidden_RS, scale, softcap)
+            scores_KRS, _ = _scores(q_KRH, k_KTH[:, keys], hidden_RS, options)
             lse_KR1 = scores_KRS.logsumexp(-1, keepdim=True)
             found_KRH = scores_KRS.sub_(lse_KR1).exp_() @ v_KTH[:, keys]
             out_BTNH[row, queries] = _ungrouped(found_KRH, num_heads).to(out_BTNH.dtype)
             lse_BNT[row, :, queries] = lse_KR1.view(num_heads, -1)
-    return out_BTNH, lse_BNT
+    return out_BTNH, padded(lse_BNT, q_BTNH)
 
 
 def tiled_attention_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor,
-    first_BT: Tensor, scale: float, softcap: float,
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, out_BTNH: Tensor, lse_BNR: Tensor,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq_BTNH, dk_BTKH and dv_BTKH, contiguous (Dao, FlashAttention-2, 2307.08691, algorithm 2).
 
     A soft cap's derivative is 1 - tanh(s / c)^2.
     """
-    num_heads = q_BTNH.shape[2]
+    _, seq_len, num_heads, head_dim = q_BTNH.shape
+    first_BT, scale, lse_BNT = options.first_keys(q_BTNH), options.scale_of(head_dim), lse_BNR[..., :seq_len]
     dq_BTNH, dk_BTKH, dv_BTKH = (tensor.new_empty(tensor.shape) for tensor in (q_BTNH, k_BTKH, v_BTKH))
     for row in range(len(q_BTNH)):
         k_KTH, v_KTH = _by_head(k_BTKH[row]), _by_head(v_BTKH[row])
@@ -50,7 +53,7 @@ def tiled_attention_backward(
             q_KRH, grad_KRH, out_KRH = (
                 _grouped(tensor[row, queries], len(k_KTH)) for tensor in (q_BTNH, grad_BTNH, out_BTNH)
             )
-            scores_KRS, slope_KRS = _scores(q_KRH, k_KTH[:, keys], hidden_RS, scale, softcap)
+            scores_KRS, slope_KRS = _scores(q_KRH, k_KTH[:, keys], hidden_RS, options)
             weights_KRS = scores_KRS.sub_(lse_BNT[row, :, queries].reshape(len(k_KTH), -1, 1)).exp_()
             dv_KTH[:, keys] += weights_KRS.transpose(1, 2) @ grad_KRH
             delta_KR1 = (grad_KRH * out_KRH).sum(-1, keepdim=True)
@@ -75,12 +78,10 @@ def _tiles(first_T: Tensor, num_heads: int) -> Iterator[tuple[slice, slice, Tens
         yield queries, keys, (keys_S > positions_T[queries, None]) | (keys_S < first_T[queries, None])
 
 
-def _scores(
-    q_KRH: Tensor, k_KSH: Tensor, hidden_RS: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q_KRH: Tensor, k_KSH: Tensor, hidden_RS: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
     """Return the scores, -inf where hidden, and the soft cap's derivative, if there is one."""
-    scores_KRS = torch.bmm(q_KRH, k_KSH.transpose(1, 2)).mul_(scale)
-    slope_KRS = None
+    scores_KRS = torch.bmm(q_KRH, k_KSH.transpose(1, 2)).mul_(options.scale_of(q_KRH.shape[2]))
+    slope_KRS, softcap = None, options.softcap
     if softcap:
         scores_KRS.div_(softcap).tanh_()
         slope_KRS = 1 - scores_KRS.square()

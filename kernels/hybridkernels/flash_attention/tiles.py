@@ -1,13 +1,15 @@
-"""What the forward and backward kernels share: loading and storing tiles, placing programs, block sizes by card.
+"""Parts of the forward and backward kernels: loading and storing tiles, placing programs, block sizes by card.
 
 A head of H columns is worked on as HEAD columns and, where H is no power of two, TAIL more: 80 is 64 + 16, 96 is
 64 + 32. Padding to 128 would multiply 1.6 times as much.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
+
+from hybridkernels.flash_attention.options import Options
 
 UNSPECIALIZED = ("num_heads", "group", "all_heads", "seq_len", "lse_rows", "heads_at_once")
 """Counts among the arguments: a kernel is not compiled anew where one is 1 or a multiple of 16."""
@@ -17,8 +19,7 @@ _TAILLESS = 64
 """Heads up to here are one power of two; wider ones that are none have this as HEAD."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
+class LaunchConfig(NamedTuple):
     """How one kernel is cut and run."""
 
     block_m: int
@@ -31,41 +32,22 @@ class LaunchConfig:
 
 _CONFIGS = {
     80: {
-        "forward": {
-            64: LaunchConfig(128, 64, 4, 2),
-            96: LaunchConfig(128, 32, 4, 2),
-            128: LaunchConfig(128, 64, 8, 2),
-            256: LaunchConfig(64, 64, 8, 2),
-        },
-        "dq": {96: LaunchConfig(128, 32, 4, 2), 128: LaunchConfig(64, 64, 4, 2), 256: LaunchConfig(64, 32, 8, 2)},
-        "dkdv": {
-            80: LaunchConfig(64, 128, 8, 2),
-            96: LaunchConfig(32, 128, 8, 2),
-            128: LaunchConfig(64, 64, 4, 2),
-            256: LaunchConfig(32, 64, 8, 1),
-        },
+        "forward": {64: (128, 64, 4, 2), 96: (128, 32, 4, 2), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
+        "dq": {96: (128, 32, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+        "dkdv": {80: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 1)},
     },
     90: {
-        "forward": {
-            64: LaunchConfig(128, 64, 4, 3),
-            128: LaunchConfig(128, 128, 8, 2),
-            256: LaunchConfig(128, 64, 8, 2),
-        },
-        "dq": {96: LaunchConfig(128, 128, 8, 2), 128: LaunchConfig(128, 64, 8, 2), 256: LaunchConfig(64, 32, 8, 2)},
-        "dkdv": {80: LaunchConfig(64, 128, 8, 3), 128: LaunchConfig(64, 128, 8, 2), 256: LaunchConfig(64, 32, 8, 1)},
+        "forward": {64: (128, 64, 4, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+        "dq": {96: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "dkdv": {80: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (64, 32, 8, 1)},
     },
 }
 """By capability, kernel and largest head dim. On 90 the matrix unit reads 64 rows of a tile at a time, and takes the
 longer, the more columns the other side has; two blocks of 4 warps, or one of 8, fill a multiprocessor's registers."""
 _OTHER_CONFIGS = {
-    "forward": {
-        64: LaunchConfig(128, 64, 4, 2),
-        96: LaunchConfig(128, 64, 8, 2),
-        128: LaunchConfig(128, 32, 8, 2),
-        256: LaunchConfig(64, 32, 8, 2),
-    },
-    "dq": {64: LaunchConfig(128, 64, 8, 2), 128: LaunchConfig(128, 32, 8, 2), 256: LaunchConfig(32, 32, 4, 2)},
-    "dkdv": {64: LaunchConfig(64, 128, 8, 2), 128: LaunchConfig(32, 128, 8, 2), 256: LaunchConfig(32, 32, 4, 1)},
+    "forward": {64: (128, 64, 4, 2), 96: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (32, 32, 4, 2)},
+    "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 4, 1)},
 }
 """Cards with 99 KiB of shared memory a block, and those not known here."""
 
@@ -81,31 +63,29 @@ def head_widths(head_dim: int) -> tuple[int, int]:
 def launch_config(capability: int, kernel: str, head_dim: int) -> LaunchConfig:
     """Return how ``kernel`` (forward, dq or dkdv) is launched on a card of a compute capability, as 90."""
     by_head_dim = _CONFIGS.get(capability, _OTHER_CONFIGS)[kernel]
-    return by_head_dim[min(width for width in by_head_dim if width >= head_dim)]
+    return LaunchConfig(*by_head_dim[min(width for width in by_head_dim if width >= head_dim)])
 
 
-def constants(
-    config: LaunchConfig, head_dim: int, *, scale: float | None = None, softcap: float = 0.0, bounded: bool = False
-) -> dict[str, int | float]:
-    """Return the values of the kernels' compile-time arguments; without a scale it is 1/sqrt(H)."""
+def constants(config: LaunchConfig, head_dim: int, options: Options) -> dict[str, int | float]:
+    """Return the values of the kernels' compile-time arguments."""
     head, tail = head_widths(head_dim)
     return {
         "HEAD_DIM": head_dim, "HEAD": head, "TAIL": tail, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "QK_SCALE": head_dim**-0.5 if scale is None else scale, "SOFTCAP": softcap, "BOUNDED": bounded,
+        "QK_SCALE": options.scale_of(head_dim), "SOFTCAP": options.softcap, "BOUNDED": options.is_bounded,
     }  # fmt: skip
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return tanh(scores * SCALE / SOFTCAP) as (1 - e) / (1 + e) of e = exp(-2 |.|), which overflows nowhere."""
     shrunk = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 * SCALE / SOFTCAP))
     size = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(scores < 0, -size, size)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def load_tile(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    base, stride, rows, rows_left,  # noqa: ANN001
+@triton.jit
+def load_tile(
+    base, stride, rows, rows_left,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return WIDTH columns from FIRST on of the rows after ``base``; what lies outside of the tensor reads as 0."""
@@ -122,9 +102,9 @@ def load_tile(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return tile
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def store_tile(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    tile, base, stride, rows, rows_left,  # noqa: ANN001
+@triton.jit
+def store_tile(
+    tile, base, stride, rows, rows_left,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Round the tile once and write what lies within the tensor."""
@@ -136,8 +116,8 @@ def store_tile(  # type: ignore[no-untyped-def]  # noqa: ANN201
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def place(all_heads, num_blocks, heads_at_once):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def place(all_heads, num_blocks, heads_at_once):
     """Return this program's head and its place in the order of the head's blocks.
 
     Programs start in the order of their number. As many heads as the second-level cache holds are worked on at once,

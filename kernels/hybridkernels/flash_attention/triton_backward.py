@@ -8,16 +8,16 @@ FlashAttention-2 adds dq up in memory while it loops over queries, in an order t
 result has one program that sums it in registers, at the price of computing P and dP twice: 7 products instead of 5.
 """
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 from hybridkernels.flash_attention.tiles import UNSPECIALIZED, capped, load_tile, place, store_tile
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _add_keys(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, queries, firsts,  # noqa: ANN001
-    k_head, k_stride, v_head, v_stride, start, end, seq_len,  # noqa: ANN001
+@triton.jit
+def _add_keys(
+    dq, dq_tail, q, q_tail, grad, grad_tail, lse, delta, queries, firsts,
+    k_head, k_stride, v_head, v_stride, start, end, seq_len,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -55,12 +55,12 @@ def _add_keys(  # type: ignore[no-untyped-def]  # noqa: ANN202
     return dq, dq_tail
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
-def attention_dq_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,  # noqa: ANN001
-    grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,  # noqa: ANN001
-    k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
-    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_dq_kernel(
+    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,
+    grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,
+    k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,
+    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -123,11 +123,11 @@ def attention_dq_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
         store_tile(dq_tail * QK_SCALE, dq_ptr + dense_block, dense_stride, rows, left, HEAD, TAIL, HEAD_DIM)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail, keys,  # noqa: ANN001
-    q_ptr, q_stride, q_stride_n, grad_ptr, grad_stride, grad_stride_n, lse_ptr, lse_rows, delta_ptr,  # noqa: ANN001
-    first_ptr, seq_len, group, start, blocks, near, jump,  # noqa: ANN001
+@triton.jit
+def _add_queries(
+    dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail, keys,
+    q_ptr, q_stride, q_stride_n, grad_ptr, grad_stride, grad_stride_n, lse_ptr, lse_rows, delta_ptr,
+    first_ptr, seq_len, group, start, blocks, near, jump,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -187,12 +187,12 @@ def _add_queries(  # type: ignore[no-untyped-def]  # noqa: ANN202
     return dk, dk_tail, dv, dv_tail
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
-def attention_dkdv_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,  # noqa: ANN001
-    grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,  # noqa: ANN001
-    k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
-    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_dkdv_kernel(
+    grad_ptr, q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    grad_stride_b, grad_stride_t, grad_stride_n, q_stride_b, q_stride_t, q_stride_n,
+    k_stride_b, k_stride_t, k_stride_n, v_stride_b, v_stride_t, v_stride_n,
+    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip

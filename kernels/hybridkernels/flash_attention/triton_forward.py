@@ -5,16 +5,16 @@ exp2 serves; the log-sum-exp is written in natural logarithm. Windows and docume
 key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are not looked at.
 """
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 from hybridkernels.flash_attention.tiles import UNSPECIALIZED, capped, load_tile, place, store_tile
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _attend(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    acc, acc_tail, row_sum, row_max, q, q_tail, queries, firsts,  # noqa: ANN001
-    k_head, k_stride, v_head, v_stride, start, end, seq_len,  # noqa: ANN001
+@triton.jit
+def _attend(
+    acc, acc_tail, row_sum, row_max, q, q_tail, queries, firsts,
+    k_head, k_stride, v_head, v_stride, start, end, seq_len,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -53,12 +53,12 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: ANN202
     return acc, acc_tail, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[misc, untyped-decorator, unused-ignore]
-def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr,  # noqa: ANN001
-    q_stride_b, q_stride_t, q_stride_n, k_stride_b, k_stride_t, k_stride_n,  # noqa: ANN001
-    v_stride_b, v_stride_t, v_stride_n,  # noqa: ANN001
-    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,  # noqa: ANN001
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, first_ptr, out_ptr, lse_ptr,
+    q_stride_b, q_stride_t, q_stride_n, k_stride_b, k_stride_t, k_stride_n,
+    v_stride_b, v_stride_t, v_stride_n,
+    num_heads, group, all_heads, seq_len, lse_rows, heads_at_once,
     HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip

@@ -4,46 +4,23 @@ B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the
 CUDA wheels for Linux and is imported only when a CUDA tensor asks for it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
 from torch import Tensor
 
-from hybridkernels.flash_attention.bounds import first_keys, last_queries
+from hybridkernels.ahead_of_time import CompileCase
+from hybridkernels.flash_attention.options import Options
 from hybridkernels.flash_attention.sdpa import lse_rows
-from hybridkernels.flash_attention.tiles import LaunchConfig, constants, launch_config
+from hybridkernels.flash_attention.tiles import UNSPECIALIZED, constants, launch_config
 from hybridkernels.flash_attention.triton_backward import attention_dkdv_kernel, attention_dq_kernel
 from hybridkernels.flash_attention.triton_forward import attention_kernel
 from hybridkernels.triton_launch import compute_capability
 
 _INTERPRETED_CAPABILITY = 80
 _CACHED_BYTES = 8 << 20
-"""What the heads worked on at once read again and again; every card here but RTX 30xx caches more (theirs, up to 6)."""
+"""Keys and values of the heads worked on at once; every card here but RTX 30xx caches more (theirs, up to 6 MiB)."""
 _LARGEST_STRIDE = 1 << 24
 """Elements between tokens, up to which the 128 rows of a tile have 32-bit offsets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What attention is besides causal."""
-
-    scale: float | None = None
-    """None: 1/sqrt(H)."""
-    softcap: float = 0.0
-    window: int = 0
-    ids_BT: Tensor | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Whether queries have a first key."""
-        return self.window > 0 or self.ids_BT is not None
-
-    def constants(self, config: LaunchConfig, head_dim: int) -> dict[str, int | float]:
-        """Return the values of the kernels' compile-time arguments."""
-        return constants(config, head_dim, scale=self.scale, softcap=self.softcap, bounded=self.bounded)
-
 
 _USUAL = Options()
 
@@ -61,12 +38,12 @@ def causal_attention_triton(
     if q_BTNH.numel():  # CUDA refuses an empty grid
         group, all_heads = num_heads // k_BTKH.shape[2], batch * num_heads
         config = launch_config(_capability(q_BTNH), "forward", head_dim)
-        with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(q_BTNH):
             attention_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
-                q_BTNH, k_BTKH, v_BTKH, _bounds(first_keys, q_BTNH, options), out_BTNH, lse_BNR,
+                q_BTNH, k_BTKH, v_BTKH, _first_keys(q_BTNH, options), out_BTNH, lse_BNR,
                 *_strides(q_BTNH, k_BTKH, v_BTKH),
                 num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-                **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+                **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
     return out_BTNH, lse_BNR
 
@@ -85,27 +62,26 @@ def causal_attention_backward_triton(
     num_kv_heads, rows, capability = k_BTKH.shape[2], lse_BNR.shape[2], _capability(q_BTNH)
     group, strides = num_heads // num_kv_heads, _strides(grad_BTNH, q_BTNH, k_BTKH, v_BTKH)
     delta_BNT = q_BTNH.new_empty(batch, num_heads, seq_len, dtype=torch.float32)
-    first_BT = _bounds(first_keys, q_BTNH, options)
-    with torch.cuda.device_of(q_BTNH):  # type: ignore[no-untyped-call]
+    first_BT = _first_keys(q_BTNH, options)
+    with torch.cuda.device_of(q_BTNH):
         config, all_heads = launch_config(capability, "dq", head_dim), batch * num_heads
         attention_dq_kernel[(all_heads * triton.cdiv(seq_len, config.block_m),)](
             grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNR, delta_BNT, dq_BTNH, *strides,
             num_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, 1) * group,
-            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         config, all_heads = launch_config(capability, "dkdv", head_dim), batch * num_kv_heads
         attention_dkdv_kernel[(all_heads * triton.cdiv(seq_len, config.block_n),)](
-            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, _bounds(last_queries, q_BTNH, options),
+            grad_BTNH, q_BTNH, k_BTKH, v_BTKH, first_BT, options.last_queries(q_BTNH) if options.is_bounded else None,
             lse_BNR, delta_BNT, dk_BTKH, dv_BTKH, *strides,
             num_kv_heads, group, all_heads, seq_len, rows, _heads_at_once(k_BTKH, group),
-            **options.constants(config, head_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **constants(config, head_dim, options), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return dq_BTNH, dk_BTKH, dv_BTKH
 
 
-def _bounds(of: Callable[[Tensor, int, Tensor | None], Tensor], q_BTNH: Tensor, options: Options) -> Tensor | None:
-    """Return first keys or last queries, (B, T) int32; None where there are none to mind."""
-    return of(q_BTNH, options.window, options.ids_BT) if options.bounded else None
+def _first_keys(q_BTNH: Tensor, options: Options) -> Tensor | None:
+    return options.first_keys(q_BTNH) if options.is_bounded else None
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
@@ -126,3 +102,32 @@ def _heads_at_once(k_BTKH: Tensor, read_heads: int) -> int:
 
 def _capability(tensor: Tensor) -> int:
     return compute_capability(tensor.device) if tensor.is_cuda else _INTERPRETED_CAPABILITY
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """Return forward and both halves of backward for each head dim and 16-bit dtype, and bfloat16 variants.
+
+    Variants are packed documents and windows, and these with Gemma 2's soft cap. Strides of these head dims are
+    multiples of 16, and fit 32 bits.
+    """
+    variants = [("", dtype, head, Options()) for head in (64, 80, 96, 128) for dtype in ("bf16", "fp16")]
+    variants += [("/bounded", "bf16", head, Options(window=1)) for head in (64, 80, 96, 128, 256)]
+    variants += [("/bounded-capped", "bf16", head, Options(window=1, softcap=50.0)) for head in (128, 256)]
+    cases = []
+    for name, kernel in (("forward", attention_kernel), ("dq", attention_dq_kernel), ("dkdv", attention_dkdv_kernel)):
+        bounds = {"first_ptr", "last_ptr"}.intersection(kernel.arg_names)
+        for suffix, dtype, head_dim, options in variants:
+            types = {key: f"*{dtype}" if key.endswith("_ptr") else "i32" for key in kernel.arg_names}
+            types |= {"lse_ptr": "*fp32", "delta_ptr": "*fp32", **dict.fromkeys(bounds, "*i32")}
+            config = launch_config(capability, name, head_dim)
+            case = CompileCase.of(
+                f"flash_attention/{name}/{dtype}/head{head_dim}{suffix}",
+                kernel,
+                types,
+                {**constants(config, head_dim, options), **({} if options.is_bounded else dict.fromkeys(bounds))},
+                unaligned=frozenset(UNSPECIALIZED),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+            cases.append(case)
+    return cases

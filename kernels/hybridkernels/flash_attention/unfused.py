@@ -7,7 +7,7 @@ Hugging Face's ``eager_attention_forward``.
 import torch
 from torch import Tensor
 
-from hybridkernels.flash_attention.checks import check_inputs, check_options
+from hybridkernels.flash_attention.options import check_inputs
 
 
 def unfused_attention(
@@ -20,19 +20,9 @@ def unfused_attention(
     window: int = 0,
     document_ids_BT: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention in torch's own ops, each visible to the dispatcher; options as ``causal_attention``'s.
+    """Return causal attention in torch's own ops, each visible to the dispatcher; arguments as ``causal_attention``'s.
 
-    Args:
-        q_BTNH: (B, T, N, H), any floating point dtype, strides and device, meta too.
-        k_BTKH: (B, T, K, H), N a multiple of K.
-        v_BTKH: (B, T, K, H).
-        scale: Of the scores; None: 1/sqrt(H).
-        softcap: c of c * tanh(score / c); 0: none.
-        window: Keys that a token sees at most, itself among them; 0: all.
-        document_ids_BT: (B, T) int32 or int64: a token sees its own document only; None: one document a row.
-
-    Returns:
-        out_BTNH: (B, T, N, H), contiguous, dtype and device of the inputs.
+    Any floating point dtype, strides and device, meta too.
 
     Raises:
         ValueError: shapes, dtypes or devices do not go together, or an option is out of its range.
@@ -41,8 +31,7 @@ def unfused_attention(
     more rounded (what the product with v saves); besides q, and k and v with N heads. A soft cap keeps B*N*T*T more in
     the inputs' dtype.
     """
-    check_inputs("unfused_attention", q_BTNH, k_BTKH, v_BTKH)
-    check_options("unfused_attention", q_BTNH, softcap, window, document_ids_BT)
+    check_inputs("unfused_attention", q_BTNH, k_BTKH, v_BTKH, softcap, window, document_ids_BT)
     scale = q_BTNH.shape[3] ** -0.5 if scale is None else scale
     q_BNTH = q_BTNH.transpose(1, 2)
     k_BNTH, v_BNTH = (_repeat_heads(tensor, q_BTNH.shape[2]) for tensor in (k_BTKH, v_BTKH))

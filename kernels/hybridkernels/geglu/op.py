@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from hybridkernels.gated_op import define_gated_op
-from hybridkernels.geglu.plain import geglu_backward_plain, geglu_plain
+from hybridkernels.gated import GELU, define_gated_op
 
-_OP = define_gated_op("geglu", geglu_plain, geglu_backward_plain)
+_OP = define_gated_op("geglu", GELU)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -3,16 +3,15 @@
 1 + tanh(u) is 2 * sigmoid(2u), so that gelu(x) = x * sigmoid(2 sqrt(2/pi) * (x + 0.044715 x^3)).
 """
 
-import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from torch import Tensor
+import triton
+import triton.language as tl
 
-from hybridkernels.swiglu.triton_kernel import launch
+from hybridkernels.ahead_of_time import CompileCase
+from hybridkernels.swiglu.triton_kernel import compile_cases as swiglu_cases
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def geglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def geglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     """Write gelu(gate) * up for one block; 64-bit offsets, because a tensor may hold more than 2^31 elements."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -22,8 +21,8 @@ def geglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def geglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def geglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, numel, BLOCK: tl.constexpr):
     """Write the gradients of gate and up for one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -40,17 +39,6 @@ def geglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr
     tl.store(grad_up_ptr + offsets, grad_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
 
 
-def geglu_triton(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up, contiguous; float32, bfloat16 or float16."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    launch(geglu_kernel, gate, up, out)
-    return out
-
-
-def geglu_backward_triton(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, both contiguous."""
-    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    launch(geglu_backward_kernel, gate, up, grad, grad_gate, grad_up)
-    return grad_gate, grad_up
+def compile_cases(capability: int) -> list[CompileCase]:
+    """Return both kernels in every dtype."""
+    return swiglu_cases(capability, "geglu", (geglu_kernel, geglu_backward_kernel))

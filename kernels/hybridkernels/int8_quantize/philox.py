@@ -9,7 +9,7 @@ from torch import Tensor
 
 NUM_ROUNDS = 7
 UNIFORM_BITS = 23
-"""What a float32 in [1, 2) can hold behind its point."""
+"""Of the fraction of a float32."""
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -21,15 +21,9 @@ def random_seed(device: torch.device) -> Tensor:
 
 
 def random_words(seed: Tensor, num_elements: int, first: int = 0) -> Tensor:
-    """Return the (P,) words in [0, 2^32) of elements ``first``, ``first + 1``, ...
+    """Return the (P,) words in [0, 2^32), int64, of elements ``first``, a multiple of 4, ``first + 1``, ...
 
-    Args:
-        seed: (1,) int64; the words live on its device.
-        num_elements: P.
-        first: Index of the first element, a multiple of 4.
-
-    Returns:
-        int64.
+    ``seed`` is (1,) int64; the words live on its device.
     """
     counters_C = torch.arange(first // 4, first // 4 + -(-num_elements // 4), device=seed.device)
     # Words of 32 bits in int64: a product's 64 bits wrap rightly, and its upper half is masked after the shift.

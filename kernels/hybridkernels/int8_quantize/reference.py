@@ -22,12 +22,10 @@ def num_groups(num_elements: int) -> int:
 def int8_quantize_reference(
     values_P: Tensor, *, scales_G: Tensor | None = None, uniform_P: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes_P int8, scales_G float32).
+    """Return (codes_P int8, scales_G float32) of (P,) float32, bfloat16 or float16 values.
 
-    Args:
-        values_P: (P,) float32, bfloat16 or float16.
-        scales_G: Given float32 scales of a static quantization; None takes them from the values.
-        uniform_P: (P,) float32 random numbers in [0, 1) for stochastic rounding; None rounds to nearest even.
+    ``scales_G`` are given float32 scales of a static quantization; ``uniform_P`` are float32 random numbers in [0, 1)
+    for stochastic rounding, None rounds to nearest even.
     """
     num_elements = values_P.numel()
     padding = (0, num_groups(num_elements) * GROUP_SIZE - num_elements)

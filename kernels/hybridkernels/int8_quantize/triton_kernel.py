@@ -3,11 +3,14 @@
 P values, G = ceil(P / 256) groups. Random numbers depend on the seed and the element, not on the launch.
 """
 
+from itertools import product
+
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.int8_quantize.philox import random_seed
 from hybridkernels.int8_quantize.reference import num_groups
 from hybridkernels.int8_quantize.triton_rounding import (
@@ -35,13 +38,13 @@ def dequantize_rows(dtype: torch.dtype) -> int:
     return 8 // dtype.itemsize
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def int8_quantize_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    values_ptr,  # noqa: ANN001
-    codes_ptr,  # noqa: ANN001
-    scales_ptr,  # noqa: ANN001
-    seed_ptr,  # noqa: ANN001
-    numel,  # noqa: ANN001
+@triton.jit
+def int8_quantize_kernel(
+    values_ptr,
+    codes_ptr,
+    scales_ptr,
+    seed_ptr,
+    numel,
     STOCHASTIC: tl.constexpr,
     STATIC: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,8 +68,8 @@ def int8_quantize_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     tl.store(scales_ptr + rows, scales, mask=row_inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def int8_dequantize_kernel(codes_ptr, scales_ptr, out_ptr, numel, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def int8_dequantize_kernel(codes_ptr, scales_ptr, out_ptr, numel, ROWS: tl.constexpr):
     """Write code * scale of R groups, one float32 product rounded once."""
     rows, offsets = group_rows(tl.program_id(0) * ROWS, ROWS)
     inside = offsets < numel
@@ -76,11 +79,11 @@ def int8_dequantize_kernel(codes_ptr, scales_ptr, out_ptr, numel, ROWS: tl.const
 
 
 def int8_quantize_triton(
-    values_P: Tensor, codes_P: Tensor, scales_G: Tensor, *, stochastic: bool, static: bool, seed: Tensor | None = None
+    values_P: Tensor, codes_P: Tensor, scales_G: Tensor, stochastic: bool, static: bool, seed: Tensor | None = None
 ) -> None:
     """Write codes and scales as ``int8_quantize`` does; ``seed``, (1,) int64, is drawn unless given."""
     if values_P.numel():  # CUDA refuses an empty grid
-        with torch.cuda.device_of(values_P):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(values_P):
             if seed is None and stochastic:
                 seed = random_seed(values_P.device)
             rows = quantize_rows(values_P.dtype)
@@ -93,7 +96,7 @@ def int8_quantize_triton(
 def int8_dequantize_triton(codes_P: Tensor, scales_G: Tensor, out_P: Tensor) -> None:
     """Write ``code * scale`` as ``int8_dequantize`` does."""
     if codes_P.numel():
-        with torch.cuda.device_of(codes_P):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(codes_P):
             rows = dequantize_rows(out_P.dtype)
             int8_dequantize_kernel[_grid(codes_P, rows)](
                 codes_P, scales_G, out_P, codes_P.numel(), ROWS=rows, num_warps=NUM_WARPS
@@ -102,3 +105,31 @@ def int8_dequantize_triton(codes_P: Tensor, scales_G: Tensor, out_P: Tensor) -> 
 
 def _grid(tensor_P: Tensor, rows: int) -> tuple[int]:
     return (triton.cdiv(num_groups(tensor_P.numel()), rows),)
+
+
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return every rounding, kind of scales and dtype; lengths are multiples of 16, and one is not."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    names, types = {False: "nearest", True: "stochastic"}, {"codes_ptr": "*i8", "numel": "i32", "seed_ptr": "*i64"}
+    quantize = [
+        CompileCase.of(
+            f"int8_quantize/{dtype}/{names[stochastic]}/{'static' if static else 'dynamic'}",
+            int8_quantize_kernel,
+            {**types, "values_ptr": f"*{dtype}"},
+            {"STOCHASTIC": stochastic, "STATIC": static, "ROWS": quantize_rows(dtypes[dtype])}
+            | ({} if stochastic else {"seed_ptr": None}),
+            num_warps=NUM_WARPS,
+        )
+        for dtype, stochastic, static in product(dtypes, (False, True), (False, True))
+    ]
+    return quantize + [
+        CompileCase.of(
+            f"int8_dequantize/{dtype}{'/any_length' if unaligned else ''}",
+            int8_dequantize_kernel,
+            {**types, "out_ptr": f"*{dtype}"},
+            {"ROWS": dequantize_rows(dtypes[dtype])},
+            unaligned=frozenset(unaligned),
+            num_warps=NUM_WARPS,
+        )
+        for dtype, unaligned in [*((dtype, ()) for dtype in dtypes), ("bf16", ("numel",))]
+    ]

@@ -1,10 +1,10 @@
-"""What kernels that write 8-bit codes or stochastically rounded values share. R groups (rows) of S = 256 elements.
+"""Parts of kernels that write 8-bit codes or stochastically rounded values. R groups (rows) of S = 256 elements.
 
 Random words are those of ``philox.random_words``; codes and scales are those of ``int8_quantize_reference`` to the bit.
 """
 
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 
 from hybridkernels.int8_quantize import philox, reference
 
@@ -18,15 +18,15 @@ TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 instruction has a quarter of an addition's throughput."""
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def group_rows(first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def group_rows(first_row, ROWS: tl.constexpr):
     """Return the numbers of the rows, (R,), and of their elements, (R, S), in 64 bits."""
     rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
     return rows, rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def random_words(seed, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def random_words(seed, first_row, ROWS: tl.constexpr):
     """Return the (R, S) random uint32 words of whole rows; one Philox counter gives four neighbours theirs."""
     rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
     counters = rows[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
@@ -34,8 +34,8 @@ def random_words(seed, first_row, ROWS: tl.constexpr):  # type: ignore[no-untype
     return tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def group_absmax(values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def group_absmax(values):
     """Return the (R,) largest magnitudes of float32 (R, S); NaN where a row holds one.
 
     Floats without a sign are ordered as their bits are, NaN last, so an integer maximum keeps what a float one drops.
@@ -44,15 +44,15 @@ def group_absmax(values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN20
     return tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def dynamic_scales(absmax):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def dynamic_scales(absmax):
     """Return absmax / 127, correctly rounded; 0 below the smallest normal number."""
     scales = tl.math.div_rn(absmax, tl.full(absmax.shape, _LARGEST_CODE, tl.float32))
     return tl.where(scales < _SMALLEST_SCALE, 0.0, scales)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def group_codes(values, scales, words, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def group_codes(values, scales, words, STOCHASTIC: tl.constexpr):
     """Return the (R, S) int8 codes of float32 values; ``words`` are looked at in stochastic rounding only."""
     usable = (scales >= _SMALLEST_SCALE) & (scales < float("inf"))
     inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), tl.where(usable, scales, 1.0))
@@ -67,9 +67,9 @@ def group_codes(values, scales, words, STOCHASTIC: tl.constexpr):  # type: ignor
     return (steps + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def bfloat16_stochastic(values, words):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Return float32 values as bfloat16, up or down with odds that keep the mean: 16 random bits are added, then cut.
+@triton.jit
+def bfloat16_stochastic(values, words):
+    """Return float32 values as bfloat16, up or down so that the mean is kept: 16 random bits are added, then cut.
 
     NaN stays NaN, whose bits the sum could wrap into those of zero.
     """

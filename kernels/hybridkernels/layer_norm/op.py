@@ -9,59 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridkernels.define_op import define_op, empty_like
 
-@torch.library.custom_op("hybridkernels::layer_norm", mutates_args=())
-def _layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+
+def _forward(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if x.device.type == "cpu":  # fp32 parameters make torch's CPU kernel keep fp32 statistics
         weight_D, bias_D = weight_D.float(), bias_D.float()
     return torch.native_layer_norm(x.contiguous(), weight_D.shape, weight_D, bias_D, eps)
 
 
-@_layer_norm.register_fake
-def _layer_norm_fake(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    statistics = (*x.shape[:-1], 1)
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(statistics, dtype=torch.float32),
-        x.new_empty(statistics, dtype=torch.float32),
-    )
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return *empty_like(x, statistics), statistics
 
 
-@torch.library.custom_op("hybridkernels::layer_norm_backward", mutates_args=())
-def _layer_norm_backward(
+def _backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight_D, dbias_D = _grads(grad, x, mean, rstd, weight_D, bias_D, wants_parameters=True)
     return dx, dweight_D, dbias_D
 
 
-@_layer_norm_backward.register_fake
-def _layer_norm_backward_fake(
-    grad: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    x: Tensor,
-    mean: Tensor,  # noqa: ARG001
-    rstd: Tensor,  # noqa: ARG001
-    weight_D: Tensor,
-    bias_D: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape), bias_D.new_empty(bias_D.shape)
-
-
-@torch.library.custom_op("hybridkernels::layer_norm_input_grad", mutates_args=())
-def _input_grad(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
+def _backward_of_input(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
     return _grads(grad, x, mean, rstd, weight_D, bias_D, wants_parameters=False)[0]
-
-
-@_input_grad.register_fake
-def _input_grad_fake(
-    grad: Tensor,  # noqa: ARG001
-    x: Tensor,
-    mean: Tensor,  # noqa: ARG001
-    rstd: Tensor,  # noqa: ARG001
-    weight_D: Tensor,  # noqa: ARG001
-    bias_D: Tensor,  # noqa: ARG001
-) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _grads(grad: Tensor, x: Tensor, *others: Tensor, wants_parameters: bool) -> list[Tensor]:
@@ -74,18 +44,22 @@ def _grads(grad: Tensor, x: Tensor, *others: Tensor, wants_parameters: bool) -> 
     grads = torch.ops.aten.native_layer_norm_backward(
         grad.contiguous(), x.contiguous(), weight_D.shape, mean, rstd, weight_D, bias_D, wanted
     )
-    return [found.to(dtype) for found, dtype, is_wanted in zip(grads, dtypes, wanted, strict=True) if is_wanted]
+    return [grad.to(dtype) for grad, dtype, is_wanted in zip(grads, dtypes, wanted, strict=True) if is_wanted]
+
+
+_layer_norm = define_op("layer_norm", _forward, fake=_fake)
+_layer_norm_backward = define_op(
+    "layer_norm_backward", _backward, fake=lambda _grad, x, _mean, _rstd, *parameters: empty_like(x, *parameters)
+)
+_input_grad = define_op("layer_norm_input_grad", _backward_of_input, fake=lambda _grad, x, *_: empty_like(x)[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight_D, bias_D, _eps = inputs
-    _out, mean, rstd = output
-    ctx.save_for_backward(x, mean, rstd, weight_D, bias_D)
+    ctx.save_for_backward(x, *output[1:], weight_D, bias_D)
 
 
-def _differentiate(
-    ctx: Any, grad: Tensor, *_statistics: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+def _differentiate(ctx: Any, grad: Tensor, *_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
     if not any(ctx.needs_input_grad[1:3]):
         return _input_grad(grad, *ctx.saved_tensors), None, None, None
     return *_layer_norm_backward(grad, *ctx.saved_tensors), None

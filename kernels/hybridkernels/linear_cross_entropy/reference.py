@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from hybridkernels.linear_cross_entropy.plain import IGNORED
+IGNORED = -100
+"""The target of a token that does not count, as in torch's ``cross_entropy``."""
 
 
 def cross_entropy_grad_reference(

@@ -6,25 +6,27 @@ V vocabulary.
 """
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from hybridkernels.ahead_of_time import CompileCase
 
 BLOCK = 4096
 NUM_WARPS = 8
 """16 elements a thread and block: two 16-byte accesses for 16-bit logits."""
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _capped(logits, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@triton.jit
+def _capped(logits, SOFTCAP: tl.constexpr):
     """Return c * tanh(logits / c), by (1 - e) / (1 + e) of e = exp(-2 |.|), which overflows nowhere."""
     shrunk = tl.exp(tl.abs(logits) * (-2 / SOFTCAP))
     size = SOFTCAP * (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(logits < 0, -size, size)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _load(pointers, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@triton.jit
+def _load(pointers, SOFTCAP: tl.constexpr):
     """Return logits in fp32, capped where there is a cap."""
     logits = tl.load(pointers).to(tl.float32)
     if SOFTCAP > 0:
@@ -32,26 +34,19 @@ def _load(pointers, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # n
     return logits
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def _with_block(largest, total, logits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@triton.jit
+def _with_block(largest, total, logits):
     """Return the largest value and the sum of exponentials, relative to it, with one more block of logits."""
     above = tl.maximum(largest, tl.max(logits, 0))
     base = tl.where(above == -float("inf"), 0.0, above)  # nothing but -inf so far: exp(-inf - 0), not exp(nan)
     return above, total * tl.exp(largest - base) + tl.sum(tl.exp(logits - base), 0)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201, C901  branches of the compiler's
-    logits_ptr,  # noqa: ANN001
-    targets_ptr,  # noqa: ANN001
-    losses_ptr,  # noqa: ANN001
-    vocab,  # noqa: ANN001
-    row_stride,  # noqa: ANN001
-    scale,  # noqa: ANN001
-    BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    IGNORES: tl.constexpr,
-):
+@triton.jit
+def cross_entropy_grad_kernel(  # noqa: C901  branches of the compiler's
+    logits_ptr, targets_ptr, losses_ptr, vocab, row_stride, scale,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, IGNORES: tl.constexpr,
+):  # fmt: skip
     """Write loss = ln(sum(exp(x - a))) + (a - x[target]), a = max(x), and x = scale * (softmax(x) - onehot(target))."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -96,15 +91,36 @@ def cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201, 
 
 
 def cross_entropy_grad_triton(
-    logits_CV: Tensor, targets_C: Tensor, scale: float, softcap: float = 0.0, *, ignores: bool = False
+    logits_CV: Tensor, targets_C: Tensor, scale: float, softcap: float = 0.0, ignores: bool = False
 ) -> Tensor:
     """Return losses_C (float32) and overwrite ``logits_CV`` (float32, bfloat16 or float16, dense rows)."""
     num_tokens, vocab = logits_CV.shape
     losses_C = logits_CV.new_empty(num_tokens, dtype=torch.float32)
     if num_tokens:  # CUDA refuses an empty grid
-        with torch.cuda.device_of(logits_CV):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(logits_CV):
             cross_entropy_grad_kernel[(num_tokens,)](
                 logits_CV, targets_C.contiguous(), losses_C, vocab, logits_CV.stride(0), scale,
                 BLOCK=BLOCK, SOFTCAP=softcap, IGNORES=ignores, num_warps=NUM_WARPS,
             )  # fmt: skip
     return losses_C
+
+
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return each dtype with LLaMA's and GPT-2's vocabulary, rows padded, and variants in bfloat16.
+
+    Variants ignore targets, with Gemma 2's soft cap and without.
+    """
+    types = {"targets_ptr": "*i64", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
+    cases = [(dtype, vocab, "", 0.0) for dtype in ("fp32", "bf16", "fp16") for vocab in (32000, 50257)]
+    cases += [("bf16", 32000, "/ignores", 0.0), ("bf16", 32000, "/ignores-capped", 30.0)]
+    return [
+        CompileCase.of(
+            f"linear_cross_entropy/{dtype}/vocab{vocab}{variant}",
+            cross_entropy_grad_kernel,
+            {**types, "logits_ptr": f"*{dtype}"},
+            {"BLOCK": BLOCK, "SOFTCAP": softcap, "IGNORES": bool(variant)},
+            unaligned=frozenset({"vocab"} if vocab % 16 else ()),
+            num_warps=NUM_WARPS,
+        )
+        for dtype, vocab, variant, softcap in cases
+    ]

@@ -5,89 +5,39 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hybridkernels.nf4.reference import (
-    GROUP_SIZE,
-    Nf4Sizes,
-    decode_scales,
-    encode_scales,
-    nearest,
-    padded,
-    quantiles,
-    relative_to_largest,
-)
-from hybridkernels.provider import chosen_provider
-from hybridkernels.triton_launch import cuda_backend
+from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.nf4.reference import GROUP_SIZE, Nf4Sizes, decode_scales, encode_codes, encode_scales, values_of
 
 _SLICE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Multiples of the group size; what a slice needs besides stays small."""
-_SLICE_SCRATCH = 17
-"""Bytes a value: its magnitude, its share of the largest, its index in 32 and 8 bits and two halves of a byte, or 16
-bytes of index and value on the way back."""
 
 
-def nf4_workspace_bytes(num_elements: int) -> int:
-    """Return the CUDA bytes that quantizing takes besides its arguments, the groups' scales included."""
-    sizes = Nf4Sizes.of(num_elements)
-    return min(num_elements, _SLICE_ELEMENTS["cuda"]) * _SLICE_SCRATCH + sizes.scale_codes * 4 * 4
-
-
-def _slices(count: int, device: torch.device) -> Iterator[slice]:
+def _slices(count: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield values, bytes of codes and groups that belong together."""
     step = _SLICE_ELEMENTS[device.type]
-    yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        yield slice(start, end), slice(start // 2, -(-end // 2)), slice(start // GROUP_SIZE, -(-end // GROUP_SIZE))
 
 
-@torch.library.custom_op(
-    "hybridkernels::nf4_quantize", mutates_args=("codes", "scale_codes", "scales", "mean"), device_types=("cpu", "cuda")
-)
-def _nf4_quantize(values: Tensor, codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor) -> None:
+def _quantize(values: Tensor, codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor) -> None:
     flat = values.view(-1)
     largest_G = torch.empty(scale_codes.shape, dtype=torch.float32, device=values.device)
-    for part in _slices(flat.numel(), flat.device):
-        relative_P, found_G = relative_to_largest(padded(flat[part].float(), GROUP_SIZE), GROUP_SIZE)
-        first = part.start // GROUP_SIZE
-        largest_G[first : first + found_G.numel()] = found_G
-        index = nearest(relative_P, quantiles(flat.device)).to(torch.uint8)
-        pairs = index[: -(-(part.stop - part.start) // 2) * 2].view(-1, 2)
-        codes[part.start // 2 : part.start // 2 + pairs.shape[0]] = (pairs[:, 0] << 4) | pairs[:, 1]
-    for target, found in zip((scale_codes, scales, mean), encode_scales(largest_G), strict=True):
-        target.copy_(found)
+    for part, bytes_, groups in _slices(flat.numel(), flat.device):
+        codes[bytes_], largest_G[groups] = encode_codes(flat[part])
+    for target, value in zip((scale_codes, scales, mean), encode_scales(largest_G), strict=True):
+        target.copy_(value)
 
 
-@_nf4_quantize.register_fake
-def _nf4_quantize_fake(values: Tensor, codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor) -> None:
-    pass
+def _dequantize(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:
+    flat, scales_G = out.view(-1), decode_scales(scale_codes, scales, mean)
+    for part, bytes_, groups in _slices(flat.numel(), flat.device):
+        flat[part] = values_of(codes[bytes_], scales_G[groups], part.stop - part.start)
 
 
-@torch.library.custom_op("hybridkernels::nf4_dequantize", mutates_args=("out",), device_types="cpu")
-def _nf4_dequantize(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:
-    _dequantize_slices(codes, scale_codes, scales, mean, out)
-
-
-def _dequantize_slices(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:
-    flat, table = out.view(-1), quantiles(out.device)
-    scales_G = decode_scales(scale_codes, scales, mean)
-    for part in _slices(flat.numel(), flat.device):
-        bytes_ = codes[part.start // 2 : -(-part.stop // 2)]
-        index = torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).view(-1)[: part.stop - part.start]
-        groups = scales_G[part.start // GROUP_SIZE : -(-part.stop // GROUP_SIZE)]
-        wide_P = groups.repeat_interleave(GROUP_SIZE)[: index.numel()]
-        flat[part] = table[index.int()].mul_(wide_P)
-
-
-@_nf4_dequantize.register_kernel("cuda")
-def _nf4_dequantize_cuda(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:
-    available = ("triton", "torch") if cuda_backend() == "triton" else ("torch",)
-    if chosen_provider("nf4_dequantize", available, out.device) != "triton":
-        _dequantize_slices(codes, scale_codes, scales, mean, out)
-        return
-    from hybridkernels.nf4.triton_kernel import nf4_dequantize_triton  # noqa: PLC0415  Triton is optional
-
-    nf4_dequantize_triton(codes, scale_codes, scales, mean, out)
-
-
-@_nf4_dequantize.register_fake
-def _nf4_dequantize_fake(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out: Tensor) -> None:
-    pass
+_nf4_quantize = define_op("nf4_quantize", _quantize, mutates=("codes", "scale_codes", "scales", "mean"))
+_dequantize_cuda = triton_or(_dequantize, "nf4.nf4_dequantize_triton")
+_nf4_dequantize = define_op("nf4_dequantize", _dequantize, cuda=_dequantize_cuda, mutates=("out",))
 
 
 def nf4_quantize(values_P: Tensor, codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor) -> None:
@@ -110,15 +60,7 @@ def nf4_quantize(values_P: Tensor, codes: Tensor, scale_codes: Tensor, scales: T
 def nf4_dequantize(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out_P: Tensor) -> None:
     """Write the values of codes: a float32 product, rounded once to the dtype of ``out_P``.
 
-    Args:
-        codes: As ``nf4_quantize`` writes them, and so on.
-        scale_codes: uint8.
-        scales: float32.
-        mean: float32.
-        out_P: float32, bfloat16 or float16, P elements of any shape, contiguous; overwritten.
-
-    Raises:
-        ValueError: a dtype, size or layout is another than these.
+    ``out_P`` is float32, bfloat16 or float16; shapes, layouts and errors are those of ``nf4_quantize``.
     """
     _check(out_P, codes, scale_codes, scales, mean)
     _nf4_dequantize(codes, scale_codes, scales, mean, out_P)

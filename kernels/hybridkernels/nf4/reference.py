@@ -61,11 +61,9 @@ def scale_map(device: torch.device) -> Tensor:
 
 
 def relative_to_largest(values_P: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return each value over its group's largest magnitude, and those magnitudes, float32.
+    """Return each float32 value over the largest magnitude of its ``group_size`` neighbours, and those magnitudes.
 
-    Args:
-        values_P: float32; its length is a multiple of ``group_size``.
-        group_size: Consecutive values with one scale.
+    The number of values is a multiple of ``group_size``.
     """
     rows = values_P.view(-1, group_size)
     largest = rows.abs().amax(-1)
@@ -105,18 +103,28 @@ def decode_scales(scale_codes_G: Tensor, scales_S: Tensor, mean: Tensor) -> Tens
     return table[scale_codes_G.int()] * wide_S + mean
 
 
+def encode_codes(values_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values' codes, (ceil(P / 2),) uint8, and their groups' largest magnitudes, (G,) float32."""
+    relative_P, largest_G = relative_to_largest(padded(values_P.float(), GROUP_SIZE), GROUP_SIZE)
+    index = nearest(relative_P, quantiles(values_P.device)).to(torch.uint8)
+    pairs = index[: values_P.numel() + values_P.numel() % 2].view(-1, 2)
+    return (pairs[:, 0] << 4) | pairs[:, 1], largest_G
+
+
+def values_of(codes: Tensor, scales_G: Tensor, count: int) -> Tensor:
+    """Return ``count`` float32 values of codes and decoded scales of their groups."""
+    index = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
+    return quantiles(codes.device)[index.int()].mul_(scales_G.repeat_interleave(GROUP_SIZE)[:count])
+
+
 def nf4_quantize_reference(values_P: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes, codes of scales, their scales and the mean scale of flat values."""
-    relative_P, largest_G = relative_to_largest(padded(values_P.float(), GROUP_SIZE), GROUP_SIZE)
-    index = nearest(relative_P, quantiles(values_P.device))
-    pairs = index[: values_P.numel() + values_P.numel() % 2].view(-1, 2).to(torch.uint8)
-    return (pairs[:, 0] << 4) | pairs[:, 1], *encode_scales(largest_G)
+    codes, largest_G = encode_codes(values_P)
+    return codes, *encode_scales(largest_G)
 
 
 def nf4_dequantize_reference(
     codes: Tensor, scale_codes_G: Tensor, scales_S: Tensor, mean: Tensor, count: int
 ) -> Tensor:
     """Return ``count`` float32 values."""
-    index = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
-    scales_G = decode_scales(scale_codes_G, scales_S, mean)
-    return quantiles(codes.device)[index.int()] * scales_G.repeat_interleave(GROUP_SIZE)[:count]
+    return values_of(codes, decode_scales(scale_codes_G, scales_S, mean), count)

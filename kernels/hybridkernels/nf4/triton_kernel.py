@@ -1,10 +1,11 @@
 """NF4 to values as a Triton kernel: codes are read once, values written once, nothing between. P values."""
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.nf4 import reference
 from hybridkernels.nf4.reference import quantiles, scale_map
 
@@ -15,17 +16,9 @@ BYTES = 1024
 """Codes of a program, two values each."""
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def nf4_dequantize_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    codes_ptr,  # noqa: ANN001
-    scale_codes_ptr,  # noqa: ANN001
-    scales_ptr,  # noqa: ANN001
-    mean_ptr,  # noqa: ANN001
-    quantiles_ptr,  # noqa: ANN001
-    scale_map_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    numel,  # noqa: ANN001
-    BYTES: tl.constexpr,
+@triton.jit
+def nf4_dequantize_kernel(
+    codes_ptr, scale_codes_ptr, scales_ptr, mean_ptr, quantiles_ptr, scale_map_ptr, out_ptr, numel, BYTES: tl.constexpr
 ):
     """Write quantile * (scale of the group) of two values a byte; both tables stay in the first-level cache."""
     offsets = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
@@ -45,8 +38,20 @@ def nf4_dequantize_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 def nf4_dequantize_triton(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor, out_P: Tensor) -> None:
     """Write values as ``nf4_dequantize`` does; the sum with the mean may be fused with the product before it."""
     if out_P.numel():
-        with torch.cuda.device_of(out_P):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(out_P):
             nf4_dequantize_kernel[(triton.cdiv(codes.numel(), BYTES),)](
                 codes, scale_codes, scales, mean, quantiles(out_P.device), scale_map(out_P.device), out_P,
                 out_P.numel(), BYTES=BYTES, num_warps=NUM_WARPS,
             )  # fmt: skip
+
+
+def compile_cases(capability: int) -> list[CompileCase]:  # noqa: ARG001  the same on every card
+    """Return every dtype of the values."""
+    types = {"codes_ptr": "*u8", "scale_codes_ptr": "*u8", "numel": "i32"}
+    kernel, constants = nf4_dequantize_kernel, {"BYTES": BYTES}
+    return [
+        CompileCase.of(
+            f"nf4/dequantize/{dtype}", kernel, {**types, "out_ptr": f"*{dtype}"}, constants, num_warps=NUM_WARPS
+        )
+        for dtype in ("fp32", "bf16", "fp16")
+    ]

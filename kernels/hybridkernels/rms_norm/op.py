@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridkernels.define_op import define_op, empty_like
+
+_ATEN = torch.ops.aten
+
 
 def _plain(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x_fp32 = x.contiguous().float()
@@ -12,18 +16,13 @@ def _plain(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (x_fp32 * rstd * weight_D).to(x.dtype), rstd
 
 
-_rms_norm = torch.library.custom_op("hybridkernels::rms_norm", _plain, mutates_args=(), device_types="cpu")
-
-
-@_rms_norm.register_kernel("cuda")
-def _rms_norm_cuda(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _cuda(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x_work = x.contiguous().to(weight_D.dtype)  # torch's kernel takes one type
-    out, rstd = torch.ops.aten._fused_rms_norm(x_work, list(weight_D.shape), weight_D, eps)
+    out, rstd = _ATEN._fused_rms_norm(x_work, list(weight_D.shape), weight_D, eps)
     return out.to(x.dtype), rstd
 
 
-@_rms_norm.register_fake
-def _rms_norm_fake(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -34,28 +33,11 @@ def _backward_plain(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> 
     return _dx(grad_fp32, normed, rstd, weight_D).to(x.dtype), dweight_D.to(weight_D.dtype)
 
 
-_rms_norm_backward = torch.library.custom_op(
-    "hybridkernels::rms_norm_backward", _backward_plain, mutates_args=(), device_types="cpu"
-)
-
-
-@_rms_norm_backward.register_kernel("cuda")
-def _rms_norm_backward_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
     grad_work, x_work = (tensor.contiguous().to(weight_D.dtype) for tensor in (grad, x))
-    dx, dweight_D = torch.ops.aten._fused_rms_norm_backward(
-        grad_work, x_work, list(weight_D.shape), rstd, weight_D, [True, True]
-    )
+    shape = list(weight_D.shape)
+    dx, dweight_D = _ATEN._fused_rms_norm_backward(grad_work, x_work, shape, rstd, weight_D, [True, True])
     return dx.to(x.dtype), dweight_D
-
-
-@_rms_norm_backward.register_fake
-def _rms_norm_backward_fake(
-    grad: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    x: Tensor,
-    rstd: Tensor,  # noqa: ARG001
-    weight_D: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape)
 
 
 def _input_grad_plain(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
@@ -63,24 +45,12 @@ def _input_grad_plain(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -
     return _dx(grad.contiguous().float(), normed, rstd, weight_D).to(x.dtype)
 
 
-_input_grad = torch.library.custom_op(
-    "hybridkernels::rms_norm_input_grad", _input_grad_plain, mutates_args=(), device_types="cpu"
-)
-
-
-@_input_grad.register_kernel("cuda")
 def _input_grad_cuda(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
     if weight_D.dtype != x.dtype:
         return _input_grad_plain(grad, x, rstd, weight_D)
-    dx: Tensor = torch.ops.aten._fused_rms_norm_backward(
-        grad.contiguous(), x.contiguous(), list(weight_D.shape), rstd, weight_D, [True, False]
-    )[0]
+    grad, x, shape = grad.contiguous(), x.contiguous(), list(weight_D.shape)
+    dx: Tensor = _ATEN._fused_rms_norm_backward(grad, x, shape, rstd, weight_D, [True, False])[0]
     return dx
-
-
-@_input_grad.register_fake
-def _input_grad_fake(grad: Tensor, x: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape)
 
 
 def _dx(grad_fp32: Tensor, normed: Tensor, rstd: Tensor, weight_D: Tensor) -> Tensor:
@@ -88,12 +58,22 @@ def _dx(grad_fp32: Tensor, normed: Tensor, rstd: Tensor, weight_D: Tensor) -> Te
     return (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
 
 
+_rms_norm = define_op("rms_norm", _plain, cuda=_cuda, fake=_fake)
+_rms_norm_backward = define_op(
+    "rms_norm_backward", _backward_plain, cuda=_backward_cuda,
+    fake=lambda _grad, x, _rstd, weight_D: empty_like(x, weight_D),
+)  # fmt: skip
+_input_grad = define_op(
+    "rms_norm_input_grad", _input_grad_plain, cuda=_input_grad_cuda, fake=lambda _grad, x, *_: empty_like(x)[0]
+)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight_D, _eps = inputs
     ctx.save_for_backward(x, output[1], weight_D)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _rstd: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+def _differentiate(ctx: Any, grad: Tensor, _rstd: Tensor | None) -> tuple[Tensor | None, ...]:
     if not ctx.needs_input_grad[1]:
         return _input_grad(grad, *ctx.saved_tensors), None, None
     return *_rms_norm_backward(grad, *ctx.saved_tensors), None

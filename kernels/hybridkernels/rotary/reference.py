@@ -7,7 +7,7 @@ from torch import Tensor
 def rotary_reference(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor, positions_BT: Tensor | None = None) -> Tensor:
     """Return x with each pair (i, i + R) turned by its position's angle, arithmetic in fp32; the rest stays as it is.
 
-    Tables are (T, R), or (B, T, R) where rows have positions of their own, or (T, R) and the positions told. 2R is H,
+    Tables are (T, R), or (B, T, R) where rows have positions of their own, or (T, R) and given positions. 2R is H,
     or less where only the first columns turn (GPT-NeoX, 2204.06745, section 2.1).
     """
     num_turned = 2 * cos_TR.shape[-1]

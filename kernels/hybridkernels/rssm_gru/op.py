@@ -4,87 +4,50 @@ Legend: reference.py.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkernels.provider import chosen_provider
+from hybridkernels.define_op import define_op, describe, empty_like, triton_or
 from hybridkernels.rssm_gru.reference import RssmRollout, rssm_rollout_reference
-from hybridkernels.triton_launch import cuda_backend
 
 LAYERS = ("mix", "action", "seen", "gru_input", "gru_hidden", "prior", "head_hidden", "head")
 WEIGHTS = tuple(f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias"))
 """Names of the weights, in the order in which the op takes them."""
-
-_Rollout = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@torch.library.custom_op("hybridkernels::rssm_rollout", mutates_args=(), device_types="cpu")
-def _rssm_rollout(
-    weights: Sequence[Tensor],
-    hidden_EBH: Tensor,
-    classes_EBK: Tensor,
-    actions_SEBA: Tensor,
-    uniforms_SEBK: Tensor,
-    features_EBF: Tensor | None,
-) -> _Rollout:
-    _require_classes(classes_EBK, weights[0].shape[1] // classes_EBK.shape[2])
-    return _in_torch(weights, hidden_EBH, classes_EBK, actions_SEBA, uniforms_SEBK, features_EBF)
+_SCHEMA = (
+    "(Tensor[] weights, Tensor hidden_EBH, Tensor classes_EBK, Tensor actions_SEBA, Tensor uniforms_SEBK, "
+    "Tensor? features_EBF) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-@_rssm_rollout.register_kernel("cuda")
-def _rssm_rollout_cuda(
-    weights: Sequence[Tensor],
-    hidden_EBH: Tensor,
-    classes_EBK: Tensor,
-    actions_SEBA: Tensor,
-    uniforms_SEBK: Tensor,
-    features_EBF: Tensor | None,
-) -> _Rollout:
-    available = ["torch"]
-    if cuda_backend() == "triton" and _takes_triton(weights, hidden_EBH, classes_EBK):
-        available.insert(0, "triton")
-    inputs = (hidden_EBH, classes_EBK, actions_SEBA, uniforms_SEBK, features_EBF)
-    if chosen_provider("rssm_rollout", available, hidden_EBH.device) == "torch":
-        return _in_torch(weights, *inputs)
-    from hybridkernels.rssm_gru.triton_kernel import rssm_rollout_triton  # noqa: PLC0415  Triton is optional
-
-    return rssm_rollout_triton(weights, *inputs)
+def _in_torch(weights: Sequence[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(rssm_rollout_reference(dict(zip(WEIGHTS, weights, strict=True)), *inputs))
 
 
-@_rssm_rollout.register_fake
-def _rssm_rollout_fake(
-    weights: Sequence[Tensor],
-    hidden_EBH: Tensor,
-    classes_EBK: Tensor,
-    actions_SEBA: Tensor,
-    uniforms_SEBK: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    features_EBF: Tensor | None,  # noqa: ARG001
-) -> _Rollout:
-    per_tick = actions_SEBA.shape[:3]
-    logits = hidden_EBH.new_empty(*hidden_EBH.shape[:2], weights[0].shape[1])
-    hidden, classes = hidden_EBH.new_empty(hidden_EBH.shape), classes_EBK.new_empty(classes_EBK.shape)
-    return hidden_EBH.new_empty(per_tick), hidden_EBH.new_empty(per_tick), hidden, classes, logits
+def _on_cpu(weights: Sequence[Tensor], hidden: Tensor, classes: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    num_classes = weights[0].shape[1] // classes.shape[2]
+    lowest, highest = (int(end) for end in classes.aminmax()) if classes.numel() else (0, 0)
+    if lowest < 0 or highest >= num_classes:
+        raise ValueError(f"rssm_rollout: classes go from {lowest} to {highest}; allowed is 0 to {num_classes - 1}")
+    return _in_torch(weights, hidden, classes, *others)
 
 
-def _in_torch(
-    weights: Sequence[Tensor], hidden: Tensor, classes: Tensor, actions: Tensor, uniforms: Tensor,
-    features: Tensor | None,
-) -> _Rollout:  # fmt: skip
-    named = dict(zip(WEIGHTS, weights, strict=True))
-    found = rssm_rollout_reference(named, hidden, classes, actions, uniforms, features)
-    return found.means_SEB, found.log_variances_SEB, found.hidden_EBH, found.classes_EBK, found.logits_EBZ
+def _fake(weights: Sequence[Tensor], hidden: Tensor, classes: Tensor, actions: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    logits = hidden.new_empty(*hidden.shape[:2], weights[0].shape[1])
+    means, log_variances = (hidden.new_empty(actions.shape[:3]) for _ in range(2))
+    return means, log_variances, *empty_like(hidden, classes), logits
 
 
-def _takes_triton(weights: Sequence[Tensor], hidden_EBH: Tensor, classes_EBK: Tensor) -> bool:
+def _takes_triton(weights: Sequence[Tensor], hidden_EBH: Tensor, classes_EBK: Tensor, *_: Any) -> bool:
     """Return whether sizes and dtype are those of the kernel: powers of two, whole categoricals in a block."""
     num_categoricals, size, num_widths = classes_EBK.shape[2], weights[0].shape[1], weights[0].shape[2]
     sizes = (hidden_EBH.shape[2], num_categoricals, size // num_categoricals, num_widths)
-    return hidden_EBH.dtype is torch.float32 and all(_is_block(size) for size in sizes)
+    return hidden_EBH.dtype is torch.float32 and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
-def _is_block(size: int) -> bool:
-    return size >= 16 and size & (size - 1) == 0
+_cuda = triton_or(_in_torch, "rssm_gru.rssm_rollout_triton", fits=_takes_triton)
+_rssm_rollout = define_op("rssm_rollout", _on_cpu, cuda=_cuda, fake=_fake, schema=_SCHEMA)
 
 
 def rssm_rollout(
@@ -119,11 +82,10 @@ def rssm_rollout(
     missing = [name for name in WEIGHTS if name not in weights]
     if missing:
         raise ValueError(f"rssm_rollout: weights lack {missing}; needed are {list(WEIGHTS)}")
-    ordered = [weights[name] for name in WEIGHTS]
-    _require_shapes(weights, hidden_EBH, classes_EBK, actions_SEBA, uniforms_SEBK, features_EBF)
+    inputs = (hidden_EBH, classes_EBK, actions_SEBA, uniforms_SEBK, features_EBF)
+    _require_shapes(weights, *inputs)
     with torch.no_grad():
-        found = _rssm_rollout(ordered, hidden_EBH, classes_EBK, actions_SEBA, uniforms_SEBK, features_EBF)
-    return RssmRollout(*found)
+        return RssmRollout(*_rssm_rollout([weights[name] for name in WEIGHTS], *inputs))
 
 
 def _require_shapes(
@@ -138,43 +100,32 @@ def _require_shapes(
             f"{tuple(actions.shape)}, mix.weight {tuple(mix.shape)} and seen.weight {tuple(seen.shape)} must be "
             "(E, B, H), (E, B, K), (S, E, B, A), (E, Z, D) and (E, F, D); add dimensions of size 1"
         )
-    (num_members, num_rows, H), K, (S, _, _, A) = hidden.shape, classes.shape[2], actions.shape
-    (Z, D), F = mix.shape[1:], seen.shape[1]
+    (E, B, H), K, (S, _, _, A), (Z, D), F = (
+        hidden.shape, classes.shape[2], actions.shape, mix.shape[1:], seen.shape[1],
+    )  # fmt: skip
     inputs_outputs = {
         "mix": (Z, D), "action": (A, D), "seen": (F, D), "gru_input": (D, 3 * H), "gru_hidden": (H, 3 * H),
         "prior": (H, Z), "head_hidden": (H + Z, D), "head": (D, 2),
     }  # fmt: skip
-    rows = (num_members, num_rows)
-    wanted: dict[str, tuple[int, ...]] = {
-        f"{name}.weight": (num_members, *pair) for name, pair in inputs_outputs.items()
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        f"{name}.weight": (weights[f"{name}.weight"], (E, *pair)) for name, pair in inputs_outputs.items()
     }
-    wanted |= {f"{name}.bias": (num_members, 1, pair[1]) for name, pair in inputs_outputs.items()}
-    wanted |= {"actions": (S, *rows, A), "uniforms": (S, *rows, K), "features": (*rows, F), "classes": (*rows, K)}
-    given = {name: weights[name] for name in WEIGHTS} | {"actions": actions, "uniforms": uniforms}
-    given |= {} if features is None else {"features": features}
-    for name, tensor in given.items():
-        expected = (wanted[name], hidden.dtype, hidden.device)
-        if (tuple(tensor.shape), tensor.dtype, tensor.device) != expected:
+    wanted |= {f"{name}.bias": (weights[f"{name}.bias"], (E, 1, pair[1])) for name, pair in inputs_outputs.items()}
+    wanted |= {"actions": (actions, (S, E, B, A)), "uniforms": (uniforms, (S, E, B, K))}
+    wanted |= {} if features is None else {"features": (features, (E, B, F))}
+    for name, (tensor, shape) in wanted.items():
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, hidden.dtype, hidden.device):
             raise ValueError(
-                f"rssm_rollout: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; with hidden "
-                f"{tuple(hidden.shape)} and mix.weight {tuple(mix.shape)} it must be {expected[1]} "
-                f"{expected[0]} on {expected[2]}"
+                f"rssm_rollout: {name} is {describe(tensor)}; with hidden {tuple(hidden.shape)} and mix.weight "
+                f"{tuple(mix.shape)} it must be {hidden.dtype} {shape} on {hidden.device}"
             )
-    if (tuple(classes.shape), classes.dtype, classes.device) != (wanted["classes"], torch.int64, hidden.device):
+    if (tuple(classes.shape), classes.dtype, classes.device) != ((E, B, K), torch.int64, hidden.device):
         raise ValueError(
-            f"rssm_rollout: classes are {classes.dtype} {tuple(classes.shape)} on {classes.device}; they must be "
-            f"torch.int64 {wanted['classes']} on {hidden.device}: the class of each categorical, not one-hot"
+            f"rssm_rollout: classes are {describe(classes)}; they must be torch.int64 {(E, B, K)} on {hidden.device}: "
+            "the class of each categorical, not one-hot"
         )
     if not S or not K or Z % K or hidden.dtype not in {torch.float32, torch.float64}:
         raise ValueError(
             f"rssm_rollout: {S} ticks, {K} categoricals of {Z} classes together, {hidden.dtype}; there must be a tick, "
             "as many classes in each categorical, and float32 or float64"
         )
-
-
-def _require_classes(classes: Tensor, num_classes: int) -> None:
-    if not classes.numel():
-        return
-    lowest, highest = (int(end) for end in classes.aminmax())
-    if lowest < 0 or highest >= num_classes:
-        raise ValueError(f"rssm_rollout: classes go from {lowest} to {highest}; allowed is 0 to {num_classes - 1}")

@@ -27,7 +27,7 @@ UNIFORM_SHARE = 0.01
 
 
 class RssmRollout(NamedTuple):
-    """What comes of some ticks."""
+    """Outputs of some ticks."""
 
     means_SEB: Tensor
     log_variances_SEB: Tensor

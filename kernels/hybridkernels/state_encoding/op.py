@@ -1,12 +1,16 @@
-"""State encoding as ops: features of states, sums over moments, and both in one. Legend: reference.py."""
+"""State encoding as ops: features of states, sums over moments, and both in one. Legend: reference.py.
 
-from collections.abc import Sequence
+An op takes moments as a flat list: the six ``tensors`` of every piece, one after the other.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridkernels.provider import chosen_provider
-from hybridkernels.state_encoding.moments import Coded, Moments, Stored, require_moments
+from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.state_encoding.moments import Moments, require_moments
 from hybridkernels.state_encoding.reference import (
     GRAD_NORM_STEPS,
     LOSS_STEPS,
@@ -18,130 +22,50 @@ from hybridkernels.state_encoding.reference import (
     moment_statistics_reference,
     moments_of_sums,
 )
-from hybridkernels.triton_launch import cuda_backend
 
 _PARTS = 6
-"""Tensors of one piece of moments in an op's flat list: m, v, slow, and the scales of each where it is in codes."""
+"""Tensors of one piece of moments in an op's flat list."""
+_HISTORIES = "Tensor loss_history_NS, Tensor grad_norm_history_NS"
 
 
 def _flat(moments: Sequence[Moments]) -> list[Tensor | None]:
     """Return the tensors of all moments, as an op takes them."""
-    flat: list[Tensor | None] = []
-    for piece in moments:
-        parts = (piece.m, piece.v, piece.slow)
-        flat += [part.codes if isinstance(part, Coded) else part for part in parts]
-        flat += [part.scale if isinstance(part, Coded) else None for part in parts]
-    return flat
+    return [tensor for piece in moments for tensor in piece.tensors]
 
 
-def _pieces(flat: Sequence[Tensor | None]) -> list[Moments]:
-    """Return the moments that ``_flat`` made a list of."""
-    pieces = []
-    for start in range(0, len(flat), _PARTS):
-        m, v, slow = (_stored(*flat[start + part : start + _PARTS : 3]) for part in range(3))
-        assert m is not None
-        assert v is not None
-        pieces.append(Moments(m, v, slow))
-    return pieces
+def _of_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a flat list and other arguments from one of moments and these."""
+
+    def of_list(flat: Sequence[Tensor | None], *states: Tensor) -> Any:
+        pieces = [Moments.of(flat[start : start + _PARTS]) for start in range(0, len(flat), _PARTS)]
+        return function(pieces, *states)
+
+    return of_list
 
 
-def _stored(values: Tensor | None, scale: Tensor | None) -> Stored | None:
-    return values if values is None or scale is None else Coded(values, scale)
-
-
-def _takes_triton(op: str, device: torch.device) -> bool:
-    available = ["triton", "torch"] if cuda_backend() == "triton" else ["torch"]
-    return chosen_provider(op, available, device) == "triton"
-
-
-@torch.library.custom_op("hybridkernels::encode_state", mutates_args=(), device_types="cpu")
-def _encode_state(
-    loss_history_NS: Tensor, grad_norm_history_NS: Tensor, moments_NM: Tensor, scalars_NC: Tensor, phases_NH: Tensor
-) -> Tensor:
-    return encode_state_reference(loss_history_NS, grad_norm_history_NS, moments_NM, scalars_NC, phases_NH)
-
-
-@_encode_state.register_kernel("cuda")
-def _encode_state_cuda(
-    loss_history_NS: Tensor, grad_norm_history_NS: Tensor, moments_NM: Tensor, scalars_NC: Tensor, phases_NH: Tensor
-) -> Tensor:
-    inputs = (loss_history_NS, grad_norm_history_NS, moments_NM, scalars_NC, phases_NH)
-    if not _takes_triton("encode_state", loss_history_NS.device):
-        return encode_state_reference(*inputs)
-    from hybridkernels.state_encoding.triton_kernel import encode_state_triton  # noqa: PLC0415  Triton is optional
-
-    return encode_state_triton(*inputs)
-
-
-@_encode_state.register_fake
-def _encode_state_fake(
-    loss_history_NS: Tensor,
-    grad_norm_history_NS: Tensor,  # noqa: ARG001  an op's fake has the op's signature
-    moments_NM: Tensor,  # noqa: ARG001
-    scalars_NC: Tensor,  # noqa: ARG001
-    phases_NH: Tensor,  # noqa: ARG001
-) -> Tensor:
-    return loss_history_NS.new_empty(loss_history_NS.shape[0], NUM_FEATURES, dtype=torch.float32)
-
-
-@torch.library.custom_op("hybridkernels::moment_statistics", mutates_args=(), device_types="cpu")
-def _moment_statistics(moments: Sequence[Tensor | None]) -> Tensor:
-    return moment_statistics_reference(_pieces(moments))
-
-
-@_moment_statistics.register_kernel("cuda")
-def _moment_statistics_cuda(moments: Sequence[Tensor | None]) -> Tensor:
-    pieces = _pieces(moments)
-    if not _takes_triton("moment_statistics", pieces[0].device):
-        return moment_statistics_reference(pieces)
-    from hybridkernels.state_encoding.triton_kernel import moment_statistics_triton  # noqa: PLC0415
-
-    return moment_statistics_triton(pieces)
-
-
-@_moment_statistics.register_fake
-def _moment_statistics_fake(moments: Sequence[Tensor | None]) -> Tensor:
-    return _pieces(moments)[0].sums_like()
-
-
-@torch.library.custom_op("hybridkernels::encode_training_state", mutates_args=(), device_types="cpu")
-def _encode_training_state(
-    moments: Sequence[Tensor | None], loss_history_NS: Tensor, grad_norm_history_NS: Tensor, scalars_NC: Tensor,
-    phases_NH: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _both_in_torch(_pieces(moments), loss_history_NS, grad_norm_history_NS, scalars_NC, phases_NH)
-
-
-@_encode_training_state.register_kernel("cuda")
-def _encode_training_state_cuda(
-    moments: Sequence[Tensor | None], loss_history_NS: Tensor, grad_norm_history_NS: Tensor, scalars_NC: Tensor,
-    phases_NH: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pieces, states = _pieces(moments), (loss_history_NS, grad_norm_history_NS, scalars_NC, phases_NH)
-    if not _takes_triton("moment_statistics", pieces[0].device):
-        return _both_in_torch(pieces, *states)
-    from hybridkernels.state_encoding.triton_kernel import encode_training_state_triton  # noqa: PLC0415
-
-    return encode_training_state_triton(pieces, *states)
-
-
-@_encode_training_state.register_fake
-def _encode_training_state_fake(
-    moments: Sequence[Tensor | None], loss_history_NS: Tensor, grad_norm_history_NS: Tensor, scalars_NC: Tensor,  # noqa: ARG001
-    phases_NH: Tensor,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    features_NF = loss_history_NS.new_empty(loss_history_NS.shape[0], NUM_FEATURES, dtype=torch.float32)
-    return features_NF, _pieces(moments)[0].sums_like()
-
-
-def _both_in_torch(
-    moments: Sequence[Moments], loss_history_NS: Tensor, grad_norm_history_NS: Tensor, scalars_NC: Tensor,
-    phases_NH: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _both_in_torch(moments: Sequence[Moments], losses: Tensor, norms: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
     sums = moment_statistics_reference(moments)
-    moments_NM = moments_of_sums(sums).float().expand(loss_history_NS.shape[0], -1)
-    features_NF = encode_state_reference(loss_history_NS, grad_norm_history_NS, moments_NM, scalars_NC, phases_NH)
-    return features_NF, sums
+    moments_NM = moments_of_sums(sums).float().expand(losses.shape[0], -1)
+    return encode_state_reference(losses, norms, moments_NM, *states), sums
+
+
+def _features_like(losses: Tensor, *_: Tensor) -> Tensor:
+    return losses.new_empty(losses.shape[0], NUM_FEATURES, dtype=torch.float32)
+
+
+_state_cuda = triton_or(encode_state_reference, "state_encoding.encode_state_triton")
+_sums_cuda = triton_or(moment_statistics_reference, "state_encoding.moment_statistics_triton")
+_both_cuda = triton_or(_both_in_torch, "state_encoding.encode_training_state_triton", key="moment_statistics")
+_encode_state = define_op("encode_state", encode_state_reference, cuda=_state_cuda, fake=_features_like)
+_moment_statistics = define_op(
+    "moment_statistics", _of_pieces(moment_statistics_reference), cuda=_of_pieces(_sums_cuda),
+    fake=_of_pieces(lambda pieces: pieces[0].sums_like()), schema="(Tensor?[] moments) -> Tensor",
+)  # fmt: skip
+_encode_training_state = define_op(
+    "encode_training_state", _of_pieces(_both_in_torch), cuda=_of_pieces(_both_cuda),
+    fake=_of_pieces(lambda pieces, *states: (_features_like(*states), pieces[0].sums_like())),
+    schema=f"(Tensor?[] moments, {_HISTORIES}, Tensor scalars_NC, Tensor phases_NH) -> (Tensor, Tensor)",
+)  # fmt: skip
 
 
 def encode_state(
@@ -170,19 +94,15 @@ def encode_state(
 
 
 def moment_statistics(moments: Sequence[Moments]) -> Tensor:
-    """Return sums over the optimizer moments of many tensors; every one is read once.
+    """Return sums over the optimizer moments of at least one tensor, on one device; every one is read once.
 
-    Args:
-        moments: Of at least one tensor; on one device.
-
-    Returns:
-        (8,), float64, on their device: number of elements, sum m, sum m^2, sum v, sum v^2, sum slow^2, sum m slow, and
-        how many had a slow average.
+    They are (8,) float64 on that device: number of elements, sum m, sum m^2, sum v, sum v^2, sum slow^2, sum m slow,
+    and how many had a slow average.
 
     Raises:
         ValueError: there are none, or sizes, dtypes, devices or memory layouts do not fit.
     """
-    require_moments(list(moments))
+    require_moments(moments)
     sums: Tensor = _moment_statistics(_flat(moments))
     return sums
 
@@ -191,22 +111,11 @@ def encode_training_state(
     moments: Sequence[Moments], loss_history_NS: Tensor, grad_norm_history_NS: Tensor, scalars_NC: Tensor,
     phases_NH: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the features of N states of one set of moments, and the sums over these: one launch on a card.
+    """Return the features (N, F) of N states of one set of moments, and the sums over these (8,): one launch on a card.
 
-    Args:
-        moments: See ``moment_statistics``; all states take their statistics from them.
-        loss_history_NS: See ``encode_state``, as the rest.
-        grad_norm_history_NS: (N, 64).
-        scalars_NC: (N, 4).
-        phases_NH: (N, 4).
-
-    Returns:
-        (N, F), float32, and (8,), float64: see ``encode_state`` and ``moment_statistics``.
-
-    Raises:
-        ValueError: as these two.
+    Arguments and errors are those of ``encode_state`` and ``moment_statistics``.
     """
-    require_moments(list(moments))
+    require_moments(moments)
     states = (loss_history_NS, grad_norm_history_NS, scalars_NC, phases_NH)
     _require_states(states, (LOSS_STEPS, GRAD_NORM_STEPS, NUM_SCALARS, NUM_PHASES), moments[0].device)
     features_NF, sums = _encode_training_state(_flat(moments), *states)

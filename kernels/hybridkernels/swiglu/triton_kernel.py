@@ -4,17 +4,19 @@ Triton comes with torch's CUDA wheels for Linux and is imported here only, when 
 """
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from hybridkernels.ahead_of_time import CompileCase
 
 BLOCK = 1024
 """Elements a program: with 4 warps, one 16-byte access a thread for each 16-bit tensor."""
 NUM_WARPS = 4
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def swiglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def swiglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     """Write silu(gate) * up for one block; 64-bit offsets, because a tensor may hold more than 2^31 elements."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -24,8 +26,8 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # typ
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[misc, untyped-decorator, unused-ignore]
-def swiglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@triton.jit
+def swiglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, numel, BLOCK: tl.constexpr):
     """Write the gradients of gate and up for one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
@@ -39,25 +41,28 @@ def swiglu_backward_kernel(gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_pt
     tl.store(grad_up_ptr + offsets, grad_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
 
 
-def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, contiguous; float32, bfloat16 or float16."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    launch(swiglu_kernel, gate, up, out)
-    return out
-
-
-def swiglu_backward_triton(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, both contiguous."""
-    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    launch(swiglu_backward_kernel, gate, up, grad, grad_gate, grad_up)
-    return grad_gate, grad_up
-
-
 def launch(kernel: "triton.JITFunction", *tensors: Tensor) -> None:
     """Run an elementwise kernel over contiguous tensors of one length."""
     numel = tensors[0].numel()
     if numel:  # CUDA refuses an empty grid
-        with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(tensors[0]):
             kernel[(triton.cdiv(numel, BLOCK),)](*tensors, numel, BLOCK=BLOCK, num_warps=NUM_WARPS)
+
+
+def compile_cases(
+    capability: int,  # noqa: ARG001  the same on every card
+    folder: str = "swiglu",
+    kernels: tuple["triton.JITFunction", ...] = (swiglu_kernel, swiglu_backward_kernel),
+) -> list[CompileCase]:
+    """Return both kernels of an activation times a tensor in every dtype."""
+    return [
+        CompileCase.of(
+            f"{folder}/{kernel.__name__}/{dtype}",
+            kernel,
+            {**dict.fromkeys(kernel.arg_names, f"*{dtype}"), "numel": "i32"},
+            {"BLOCK": BLOCK},
+            num_warps=NUM_WARPS,
+        )
+        for kernel in kernels
+        for dtype in ("fp32", "bf16", "fp16")
+    ]

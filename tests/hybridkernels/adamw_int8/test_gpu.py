@@ -85,7 +85,7 @@ def test_a_card_draws_the_numbers_of_the_cpu(kind: str, provider: str, num_eleme
         adamw_int8_rounded_(weight_card, grad.cuda(), moments_card, step=4, seed=SEED.cuda(), **HYPER)
     adamw_int8_rounded_(weight, grad, moments, step=4, seed=SEED, **HYPER)
     assert_same_moments(moments_card, moments)
-    # Values a few roundings apart are rounded apart with odds of some units of 2^-16, or of an int8 scale's digits.
+    # Values a few roundings apart part with a probability of some units of 2^-16, or of an int8 scale's digits.
     differ = (weight_card[0].cpu().float() != weight[0].float()).sum()
     assert differ <= 3 + num_elements * 1e-3
     if kind == "int8":

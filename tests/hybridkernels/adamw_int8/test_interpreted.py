@@ -132,7 +132,7 @@ def test_rounded_weights_have_the_references_random_numbers(num_elements: int, k
     launch(state, grad)
     adamw_int8_rounded_(expected.weight, grad, expected.moments, step=4, seed=SEED, **HYPER)
     assert_same_moments(state, expected)
-    # Values that differ by a few roundings are rounded apart with odds of a few units of 2^-16 (bfloat16), or of a
+    # Values that differ by a few roundings part with a probability of a few units of 2^-16 (bfloat16), or of a
     # scale's digits (int8): up to 1 of 5,197 was seen.
     assert (state.weight[0].float() != expected.weight[0].float()).sum() <= 3
     if kind == "int8":
@@ -156,16 +156,16 @@ def test_decay_alone_is_rounded_as_the_reference_to_the_bit(kind: str) -> None:
 @ROUNDED
 def test_rounding_keeps_the_mean(kind: str) -> None:
     # A first step moves what has a gradient by the learning rate, 63 to 62.7; a 127 that has none keeps the scale at 1.
-    value, grad = torch.full((200, 256), 63.0), torch.ones(200, 256)
+    value, grad = torch.full((40, 256), 63.0), torch.ones(40, 256)
     value[:, 0], grad[:, 0] = 127.0, 0.0
     state = fresh_state(value.view(-1), kind)
     launch(state, grad.view(-1), step=1, lr=0.3, weight_decay=0.0)
-    rounded = state.value().view(200, 256)[:, 1:].double()
+    rounded = state.value().view(40, 256)[:, 1:].double()
     low, high = (62.5, 62.75) if kind == "bfloat16" else (62.0, 63.0)
     assert set(rounded.unique().tolist()) == {low, high}
-    odds = (62.7 - low) / (high - low)
+    share = (62.7 - low) / (high - low)
     # Five standard deviations of a binomial mean, and float32's rounding of 62.7.
-    tolerance = 5 * (high - low) * (odds * (1 - odds) / rounded.numel()) ** 0.5 + 1e-5
+    tolerance = 5 * (high - low) * (share * (1 - share) / rounded.numel()) ** 0.5 + 1e-5
     assert abs(rounded.mean().item() - 62.7) <= tolerance
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, dynamic_map, quantize
-from hybridkernels.adamw_int8.triton_map import encode
+from hybridkernels.adamw_int8.triton_kernel import encode
 from numerics import assert_bitwise
 
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])

@@ -57,15 +57,8 @@ def reference_update(state: State, grad: Tensor, step: int) -> None:
     """Run the reference on whole groups."""
     hyper = torch.tensor([LR, *BETAS, EPS, WEIGHT_DECAY, 1 - BETAS[0] ** step, math.sqrt(1 - BETAS[1] ** step), 0.0])
     shape_GS = (-1, QUANT_GROUP_SIZE)
-    adamw_int8_reference(
-        state.param.view(shape_GS),
-        grad.view(shape_GS),
-        state.m_codes.view(shape_GS),
-        state.m_scale,
-        state.v_codes.view(shape_GS),
-        state.v_scale,
-        hyper,
-    )
+    moments = (state.m_codes.view(shape_GS), state.m_scale, state.v_codes.view(shape_GS), state.v_scale)
+    adamw_int8_reference(state.param.view(shape_GS), grad.view(shape_GS), moments, hyper)
 
 
 def trained_state(num_elements: int, num_steps: int = 3) -> State:

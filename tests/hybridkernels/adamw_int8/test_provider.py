@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkernels.adamw_int8 import adamw_int8_, op, rounded
-from hybridkernels.provider import use_provider
+from hybridkernels import provider
+from hybridkernels.adamw_int8 import adamw_int8_, op
+from hybridkernels.provider import takes_triton, use_provider
 from numerics import assert_bitwise
 
 ARGUMENTS = (1e-2, 0.9, 0.95, 1e-8, 0.1, 1)
@@ -45,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def with_library(monkeypatch: pytest.MonkeyPatch, *, library: bool, backend: str) -> None:
     monkeypatch.setattr(op, "_loads_bitsandbytes", lambda: library)
     monkeypatch.setattr(op, "cuda_backend", lambda: backend)
-    monkeypatch.setattr(rounded, "cuda_backend", lambda: backend)
+    monkeypatch.setattr(provider, "cuda_backend", lambda: backend)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_the_library_comes_before_triton(
     taken: str, backend: str, calls: list[str], monkeypatch: pytest.MonkeyPatch, *, library: bool
 ) -> None:
     with_library(monkeypatch, library=library, backend=backend)
-    op._adamw_int8_cuda(*fresh_tensors(), *ARGUMENTS)
+    op._update_cuda(*fresh_tensors(), *ARGUMENTS)
     assert calls == [taken]
 
 
@@ -86,7 +87,7 @@ def test_without_both_the_reference_runs(calls: list[str], monkeypatch: pytest.M
     with_library(monkeypatch, library=False, backend="torch")
     actual = fresh_tensors()
     expected = tuple(tensor.clone() for tensor in actual)
-    op._adamw_int8_cuda(*actual, *ARGUMENTS)
+    op._update_cuda(*actual, *ARGUMENTS)
     param, grad, m_codes, m_scale, v_codes, v_scale = expected
     moments = (m_codes, m_scale, v_codes, v_scale)
     adamw_int8_(param, grad, moments, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
@@ -95,29 +96,25 @@ def test_without_both_the_reference_runs(calls: list[str], monkeypatch: pytest.M
     assert calls == []
 
 
-@pytest.mark.parametrize("provider", ["bitsandbytes", "triton", "torch"])
-def test_the_choice_is_followed(provider: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", ["bitsandbytes", "triton", "torch"])
+def test_the_choice_is_followed(chosen: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with_library(monkeypatch, library=True, backend="triton")
-    with use_provider("adamw_int8", provider):
-        op._adamw_int8_cuda(*fresh_tensors(), *ARGUMENTS)
+    with use_provider("adamw_int8", chosen):
+        op._update_cuda(*fresh_tensors(), *ARGUMENTS)
     names = {"bitsandbytes": ["optimizer_update_8bit_blockwise"], "triton": ["adamw_int8_triton"], "torch": []}
-    assert calls == names[provider]
+    assert calls == names[chosen]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_rounded_weights_take_triton_where_it_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_take_triton_where_it_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_library(monkeypatch, library=True, backend=backend)
-    assert rounded._takes_triton(CUDA) is (backend == "triton")
+    assert takes_triton("adamw_int8_rounded", CUDA) is (backend == "triton")
+    assert not takes_triton("adamw_int8_rounded", CUDA, fits=False)
     with use_provider("adamw_int8_rounded", "torch"):
-        assert not rounded._takes_triton(CUDA)
-    assert not rounded._takes_triton(torch.device("cpu"))
+        assert not takes_triton("adamw_int8_rounded", CUDA)
 
 
-def test_the_launcher_of_rounded_weights_gets_what_the_op_got(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounded, "_takes_triton", lambda _device: True)
+def test_the_launcher_gets_what_the_op_got(calls: list[str]) -> None:
     param, grad, *moments = fresh_tensors()
-    arguments = (param.bfloat16(), None, grad, *moments, *ARGUMENTS, None)
-    torch.ops.hybridkernels.adamw_int8_rounded_(*arguments)
+    op._triton_update((param.bfloat16(),), grad, *moments, *ARGUMENTS, seed=torch.tensor([7]))
     assert calls == ["adamw_int8_triton"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_, adamw_int8_rounded_, rounded
+from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_, adamw_int8_rounded_, op
 from hybridkernels.adamw_int8.reference import store_weight
 from hybridkernels.int8_quantize.philox import random_words
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
@@ -59,9 +59,9 @@ def test_it_is_the_float32_update_rounded_with_the_seeds_words(
 @KINDS
 def test_slices_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for length in (rounded._SLICE_ELEMENTS, 512):
+    for length in (op._SLICE_ELEMENTS, 512):
         torch.manual_seed(0)
-        monkeypatch.setattr(rounded, "_SLICE_ELEMENTS", length)
+        monkeypatch.setattr(op, "_SLICE_ELEMENTS", length)
         weight, moments = weight_of(torch.randn(1500), kind), fresh_moments(1500)
         adamw_int8_rounded_(weight, torch.randn(1500), moments, step=1, seed=SEED, **HYPER)
         results.append((*weight, *moments))
@@ -70,7 +70,7 @@ def test_slices_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert_bitwise(whole, sliced)
 
 
-def test_bfloat16_goes_to_one_of_its_neighbours_with_the_odds_of_its_distance() -> None:
+def test_bfloat16_goes_to_one_of_its_neighbours_with_the_probability_of_its_distance() -> None:
     value = torch.full((100_000,), 1 + 0.3 * 2.0**-7)
     weight = (torch.empty(100_000, dtype=torch.bfloat16),)
     store_weight(value, weight, random_words(SEED, 100_000))

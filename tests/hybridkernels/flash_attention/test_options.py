@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridkernels.flash_attention import causal_attention, masked, sdpa, tiled, unfused_attention
+from hybridkernels.flash_attention import (
+    causal_attention,
+    masked_backward_workspace_bytes,
+    masked_workspace_bytes,
+    op,
+    sdpa,
+    tiled,
+    unfused_attention,
+)
+from hybridkernels.flash_attention.options import Options
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from numerics import assert_bitwise, assert_error_bound
 
@@ -109,7 +118,7 @@ def test_documents_in_one_row_are_what_they_are_in_rows_of_their_own(attention: 
 def test_options_that_say_nothing_leave_the_usual_op(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = random_qkv((1, 33, 1, 1, 16), torch.float32)
     expected = causal_attention(q, k, v)
-    monkeypatch.setattr("hybridkernels.flash_attention.op.masked_attention", None)
+    monkeypatch.setattr(op, "_masked", None)
     assert_bitwise(causal_attention(q, k, v, scale=0.25, window=33), expected)
 
 
@@ -188,29 +197,30 @@ def test_cards_run_what_takes_a_case(
     provider: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (masked, sdpa):
+    for module in (op, sdpa):
         monkeypatch.setattr(module, "compute_capability", lambda _: 90)
-    monkeypatch.setattr(masked, "cuda_backend", lambda: "triton")
+    monkeypatch.setattr(op, "cuda_backend", lambda: "triton")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no such card")
-    assert masked._provider(torch.empty(1, 2, 1, head_dim, dtype=dtype), is_scaled=is_scaled) == provider
+    options = Options(scale=0.5, window=0 if is_scaled else 5)
+    assert op._provider(torch.empty(1, 2, 1, head_dim, dtype=dtype), options) == provider
 
 
 def test_the_op_for_cuda_without_kernels_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked, "_provider", lambda *_, **__: "torch")
+    monkeypatch.setattr(op, "_provider", lambda *_: "torch")
     q, k, v = random_qkv(SHAPES[1], torch.float32)
     options = (IDS, 0.3, 2.0, 9)
-    (out, lse), expected = masked._masked_cuda(q, k, v, *options), OP(q, k, v, *options)
+    (out, lse), expected = op._cuda(q, k, v, *options), OP(q, k, v, *options)
     for tensor, wanted in zip((out, lse), expected, strict=True):
         assert_bitwise(tensor, wanted)
     arguments = (torch.randn_like(out), q, k, v, out, lse, *options)
-    for tensor, wanted in zip(masked._masked_backward_cuda(*arguments), BACKWARD_OP(*arguments), strict=True):
+    for tensor, wanted in zip(op._cuda_backward(*arguments), BACKWARD_OP(*arguments), strict=True):
         assert_bitwise(tensor, wanted)
 
 
 def test_scratch_is_a_row_sum_and_the_bounds_or_torchs() -> None:
     q, k, _ = random_qkv(SHAPES[1], torch.bfloat16)
-    assert masked.workspace_bytes(q, None, 0) == 0
-    assert masked.workspace_bytes(q, IDS, 0) == masked.workspace_bytes(q, None, 5) == 4 * 2 * 33
-    assert masked.backward_workspace_bytes(q, k, None, 0.0, 5) == 4 * 2 * 4 * 33 + 2 * 4 * 2 * 33
-    assert masked.backward_workspace_bytes(q, k, None, 0.0, 0) == sdpa.backward_workspace_bytes(q, k)
+    assert masked_workspace_bytes(q, None, 0) == 0
+    assert masked_workspace_bytes(q, IDS, 0) == masked_workspace_bytes(q, None, 5) == 4 * 2 * 33
+    assert masked_backward_workspace_bytes(q, k, None, 0.0, 5) == 4 * 2 * 4 * 33 + 2 * 4 * 2 * 33
+    assert masked_backward_workspace_bytes(q, k, None, 0.0, 0) == sdpa.backward_workspace_bytes(q, k)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups, quantize_workspace_bytes
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups
 from hybridkernels.int8_quantize.philox import random_words, uniform_of
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
 from hybridkernels.provider import use_provider
@@ -92,5 +92,6 @@ def test_cuda_stays_within_the_stated_workspace(provider: str, *, stochastic: bo
     with use_provider("int8_quantize", provider):
         int8_quantize(values, codes, scales_G, stochastic=stochastic)
     taken = torch.cuda.max_memory_allocated() - before
-    stated = quantize_workspace_bytes(num_elements, stochastic=stochastic, fused=provider == "triton")
+    # A seed; in torch's ops buffers of one slice, and 16 bytes a group for its largest magnitude, scale and masks.
+    stated = 8 * stochastic if provider == "triton" else (12 if stochastic else 8) * 2**24 + 16 * 2**16
     assert taken <= -(-stated // 512) * 512  # the allocator gives out multiples of 512 bytes

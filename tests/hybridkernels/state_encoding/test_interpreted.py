@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridkernels.state_encoding import triton_kernel
-from hybridkernels.state_encoding.moment_table import aligned, moment_table
-from hybridkernels.state_encoding.moments import Coded, Moments
+from hybridkernels.state_encoding.moments import Coded, Moments, aligned, moment_table
 from hybridkernels.state_encoding.reference import encode_state_reference, moments_of_sums
 from hybridkernels.state_encoding.triton_kernel import (
     CHUNK,
@@ -38,7 +37,7 @@ def test_tensors_of_all_sizes_are_summed_together() -> None:
 
 @pytest.mark.parametrize("multiprocessors", [1, 3, 50])
 def test_any_number_of_programs_reads_every_chunk_once(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "_multiprocessors", lambda _device: multiprocessors)
+    monkeypatch.setattr(triton_kernel, "multiprocessors", lambda _device: multiprocessors)
     moments = [random_moments(numel, slow="bf16") for numel in LENGTHS]
     assert_sums(moment_statistics_triton(moments), moments)
 
@@ -103,7 +102,7 @@ def test_chunks_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         partials.append(empty(*shape, **options))
         return partials[-1]
 
-    monkeypatch.setattr(triton_kernel, "_multiprocessors", lambda _device: 2)
+    monkeypatch.setattr(triton_kernel, "multiprocessors", lambda _device: 2)
     monkeypatch.setattr(triton_kernel.torch, "empty", kept)
     # Four tensors of one and a half chunks: 8 chunks for 8 programs.
     moment_statistics_triton([random_moments(CHUNK + CHUNK // 2) for _ in range(4)])

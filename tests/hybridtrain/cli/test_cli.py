@@ -26,8 +26,8 @@ from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.planning.dry_runs import DryRun, RunSetup
-from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation import scenario_files
 from hybridvalidation.runs import runner
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -657,7 +657,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(command: Command) -> None:
 
 def test_resuming_needs_a_saved_state(command: Command) -> None:
     assert command(*train(), "--resume") == 2
-    assert "there is no saved state to resume from; start without --resume" in command.err
+    assert "there is no checkpoint to resume from; start without --resume" in command.err
 
 
 def test_damaged_states_are_named_and_kept(command: Command) -> None:
@@ -668,7 +668,7 @@ def test_damaged_states_are_named_and_kept(command: Command) -> None:
     content, log = state.read_bytes(), Path("run/log.jsonl").read_bytes()
     change("train.toml", "num_steps = 4", "num_steps = 6")
     assert command(*train(), "--resume") == 2
-    assert "run/checkpoints: 2 faults\n  step-00000004: not a whole saved state (tensors-" in command.err
+    assert "run/checkpoints: 2 faults\n  step-00000004: not a whole checkpoint (tensors-" in command.err
     assert (state.read_bytes(), Path("run/log.jsonl").read_bytes()) == (content, log)
 
 

@@ -236,7 +236,7 @@ def spelled(number: int, spelling: int) -> str:
     )[spelling]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=40), st.integers(1, 90),
     st.booleans(),

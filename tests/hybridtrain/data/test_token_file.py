@@ -130,12 +130,6 @@ def test_chunks_do_not_show_in_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert open_token_file(tmp_path / "parts.bin", vocab_size=11).digest == whole.digest
 
 
-def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
-    write(tmp_path / "train.bin", b"")
-    with pytest.raises(DataError, match=r"does not exist; did you mean 'train.bin'\?"):
-        open_token_file(tmp_path / "trian.bin", vocab_size=9)
-
-
 def test_a_folder_is_no_token_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no file"):
         open_token_file(tmp_path, vocab_size=9)

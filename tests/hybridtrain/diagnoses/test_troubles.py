@@ -17,7 +17,7 @@ from hybridtrain.diagnoses.allocation import failed_allocation
 from hybridtrain.diagnoses.diagnosis import plain_part
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 
 PASTED = tomllib.loads(Path(__file__).with_name("logs.toml").read_text(encoding="utf-8"))["log"]
 """Of others' programs."""

@@ -28,7 +28,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from numerics import assert_bitwise
 from tiny_models import GPT2_UNTIED, random_steps
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import save_checkpoint
 from hybrid_runs import (
     CONFIGS,
     HybridHistory,
@@ -20,6 +21,7 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
+from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.optim import AdamWConfig
@@ -37,9 +39,8 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
-from hybridtrain.train_state import load_train_state, save_train_state
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from stacks import ADAFACTOR
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, random_steps
 from training_history import SEQ_LEN, assert_all_bitwise, plain_loss, stored_weights
@@ -198,7 +199,7 @@ def saved_after_a_jump(stack: list[Optimization], folder: Path) -> HybridTrainer
     steps = random_steps(GPT2_UNTIED, 20, seq_len=SEQ_LEN)
     while not hybrid.statistics.jumps:
         hybrid.advance(lambda number: steps[number])
-    save_train_state(hybrid.trainer, folder, hybrid)
+    save_checkpoint(hybrid.trainer, folder, hybrid)
     return hybrid
 
 
@@ -207,7 +208,7 @@ def test_a_run_saved_while_its_state_is_forgotten_goes_on_to_the_bit(place: list
     stack = [*place, DROP, remembers()]
     saved = saved_after_a_jump(stack, tmp_path)
     resumed = fresh_hybrid(GPT2_UNTIED, stack, CONFIGS["slow-separate"])
-    load_train_state(resumed.trainer, tmp_path, resumed)
+    load_checkpoint(resumed.trainer, tmp_path, resumed)
     ends = [(run_steps(hybrid, 6), exact_values(hybrid.trainer)) for hybrid in (saved, resumed)]
     losses = [[(result.phase, result.loss, result.predicted_steps) for result in results] for results, _ in ends]
     assert losses[0] == losses[1]
@@ -219,4 +220,4 @@ def test_an_average_of_other_gradients_is_not_taken_over(stacks: tuple[Optimizat
     saved_after_a_jump([stacks[0], remembers()], tmp_path)
     resumed = fresh_hybrid(GPT2_UNTIED, [stacks[1], remembers()], CONFIGS["slow-separate"])
     with pytest.raises(ConfigError, match=r"slow average: it was saved under predict_memory's optimizer_state of"):
-        load_train_state(resumed.trainer, tmp_path, resumed)
+        load_checkpoint(resumed.trainer, tmp_path, resumed)

@@ -3,13 +3,14 @@
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
-from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, MomentStatistics, TrainingSignal
+from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, TrainingSignal
 from hybridtrain.hybrid.forecast.evaluate import evaluate_forecasters
 from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 from hybridtrain.phase import Phase
@@ -33,7 +34,7 @@ def run(num_steps: int, *, seed: int = 0, noise: float = NOISE, total: int = 150
                 lr=5e-3 * factor,
                 phase=Phase.WARMUP if step < 50 else Phase.FULL,
                 predicted_steps=10.0 if step % 97 == 0 else 0.0,
-                moments=MomentStatistics(m_mean=0.0, m_rms=1e-3, v_mean=1e-4, v_rms=2e-4) if step % 2 else None,
+                moments=(0.0, 1e-3, 1e-4, 2e-4, 0.0, 0.0) if step % 2 else None,
             )
         )
     return signals
@@ -44,18 +45,26 @@ def feed(forecaster: Forecaster, signals: Sequence[TrainingSignal]) -> None:
         forecaster.observe(signal)
 
 
+def new(kind: str, seed: int = 0) -> Forecaster:
+    """Return a forecaster of a run so short that models are trained from step 110 on."""
+    return make_forecaster(kind, seed=seed, budget_mib=512, total_steps=40)
+
+
+STEPS = 130
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_said_at_first_and_everything_is_finite_later(kind: str) -> None:
-    forecaster, signals = make_forecaster(kind, seed=0, budget_mib=512), run(260)
+    forecaster = new(kind)
     assert forecaster.forecast([1e-3] * 50, 25) is None
-    feed(forecaster, signals)
-    for horizon, window in ((1, 1), (25, 25), (130, 10), (600, 25)):
+    feed(forecaster, run(STEPS))
+    for horizon, window in ((1, 1), (25, 25), (130, 10), (260, 25)):
         forecast = forecaster.forecast([4e-3] * horizon, window)
         assert forecast is not None
         assert forecast.low < forecast.mean < forecast.high
         assert 0 < forecast.aleatoric < 1
         assert 0 <= forecast.epistemic < 1
-        assert 1 < forecast.mean < 4
+        assert 0 < forecast.mean < 4
         assert (forecast.entropy is not None) == (kind == "rssm")
         if forecast.entropy is not None:
             assert 0 <= forecast.entropy <= math.log(32)
@@ -76,29 +85,34 @@ def test_training_begins_in_proportion_to_the_run(kind: str, total: int | None) 
     assert math.isfinite(forecaster.forecast([1e-3] * 50, 25).mean)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 11])
-def test_a_window_must_fit_the_horizon(kind: str, window: int) -> None:
+def test_a_window_must_fit_the_horizon(window: int) -> None:
     with pytest.raises(ValueError, match="window"):
-        make_forecaster(kind, seed=0, budget_mib=512).forecast([1e-3] * 10, window)
+        new("ema").forecast([1e-3] * 10, window)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_forecaster_is_bit_equal(kind: str) -> None:
-    signals = run(330)
-    first, second = (make_forecaster(kind, seed=5, budget_mib=512) for _ in range(2))
+    signals = run(STEPS + 20)
+    first, second = new(kind, 5), new(kind, 5)
     lrs = [signal.lr for signal in signals]
-    feed(first, signals[:263])
-    first.forecast(lrs[263:303], 20)  # pending when saved
+    feed(first, signals[: STEPS - 10])
+    first.forecast(lrs[STEPS - 10 : STEPS + 20], 20)  # pending when saved
     buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
+    torch.save(saved := first.state_dict(), buffer)
+    feed(first, signals[STEPS - 10 :])
     buffer.seek(0)
-    second.load_state_dict(torch.load(buffer, weights_only=True))
-    for forecaster in (first, second):
-        feed(forecaster, signals[263:])
+    state = torch.load(buffer, weights_only=True)
+    assert_equal(saved, state)  # what was saved does not change later
+    second.load_state_dict(state)
+    feed(second, signals[STEPS - 10 :])
     assert first.forecast([3e-3] * 100, 25) == second.forecast([3e-3] * 100, 25)
-    for one, other in zip(_leaves(first.state_dict()), _leaves(second.state_dict()), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert_equal(first.state_dict(), second.state_dict())
+
+
+def assert_equal(one: object, other: object) -> None:
+    for mine, theirs in zip(_leaves(one), _leaves(other), strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
 def _leaves(state: object) -> list[object]:
@@ -107,34 +121,21 @@ def _leaves(state: object) -> list[object]:
     return [leaf for value in state for leaf in _leaves(value)] if isinstance(state, list) else [state]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_state_does_not_change_later(kind: str) -> None:
-    signals = run(300)
-    forecaster = make_forecaster(kind, seed=5, budget_mib=512)
-    feed(forecaster, signals[:260])
-    state = forecaster.state_dict()
-    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in _leaves(state)]
-    feed(forecaster, signals[260:])
-    for one, other in zip(before, _leaves(state), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 def test_a_state_of_another_kind_is_refused() -> None:
-    state = make_forecaster("ema", seed=0, budget_mib=512).state_dict()
     with pytest.raises(ValueError, match=r"ema.*power_law"):
-        make_forecaster("power_law", seed=0, budget_mib=512).load_state_dict(state)
+        new("power_law").load_state_dict(new("ema").state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_global_random_streams_are_left_alone(kind: str) -> None:
-    signals = run(230)
+def test_global_random_streams_and_the_gradient_mode_are_left_alone(kind: str) -> None:
     results = []
     for global_seed in (1, 2):
         torch.manual_seed(global_seed)
-        np.random.seed(global_seed)  # noqa: NPY002  # the global stream is what is tested
+        np.random.seed(global_seed)  # noqa: NPY002  the global stream is what is tested
         before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-        forecaster = make_forecaster(kind, seed=3, budget_mib=512)
-        feed(forecaster, signals)
+        forecaster = new(kind, 3)
+        with torch.set_grad_enabled(global_seed == 1):
+            feed(forecaster, run(STEPS))
         results.append(forecaster.forecast([3e-3] * 50, 25))
         assert torch.equal(torch.get_rng_state(), before)
         assert np.random.get_state()[1].tolist() == numpy_before  # noqa: NPY002
@@ -142,29 +143,14 @@ def test_global_random_streams_are_left_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "rssm"])
-def test_training_goes_on_under_no_grad(kind: str) -> None:
-    signals = run(230)
-    with torch.no_grad():
-        inside = make_forecaster(kind, seed=0, budget_mib=512)
-        feed(inside, signals)
-    outside = make_forecaster(kind, seed=0, budget_mib=512)
-    feed(outside, signals)
-    assert inside.forecast([3e-3] * 50, 25) == outside.forecast([3e-3] * 50, 25)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "rssm"])
 def test_asking_changes_no_weight(kind: str) -> None:
-    signals = run(260)
-    asked, unasked = (make_forecaster(kind, seed=0, budget_mib=512) for _ in range(2))
-    for signal in signals:
+    asked, unasked = new(kind), new(kind)
+    for signal in run(STEPS):
         asked.observe(signal)
         unasked.observe(signal)
         if signal.step % 60 == 0:
             asked.forecast([1e-3] * 400, 25)
-    one, other = asked.state_dict()["ensemble"], unasked.state_dict()["ensemble"]
-    assert all(
-        torch.equal(a, b) for a, b in zip(_leaves(one), _leaves(other), strict=True) if isinstance(a, torch.Tensor)
-    )
+    assert_equal(asked.state_dict()["ensemble"], unasked.state_dict()["ensemble"])
 
 
 def test_budgets_are_kept() -> None:
@@ -183,14 +169,11 @@ def test_an_unknown_kind_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_that_are_no_numbers_are_left_out(kind: str) -> None:
-    signals = run(230)
-    clean, faulty = (make_forecaster(kind, seed=0, budget_mib=512) for _ in range(2))
-    for signal in signals:
+    clean, faulty = new(kind), new(kind)
+    for signal in run(STEPS):
         clean.observe(signal)
-        if signal.step == 200:
-            faulty.observe(
-                TrainingSignal(step=200, loss=math.nan, grad_norm=math.nan, lr=1e-3, phase=Phase.FULL)
-            )  # replaced by the good step of the same number
+        if signal.step == 120:  # replaced by the good step of the same number
+            faulty.observe(TrainingSignal(step=120, loss=math.nan, grad_norm=math.nan, lr=1e-3, phase=Phase.FULL))
         faulty.observe(signal)
     assert clean.forecast([3e-3] * 50, 25) == faulty.forecast([3e-3] * 50, 25)
 
@@ -209,19 +192,17 @@ def test_the_law_is_found_where_there_is_one() -> None:
 
 
 def test_scores_rank_and_cover_on_a_law() -> None:
-    signals = run(1500)
-    scores = evaluate_forecasters(signals, ["ema", "power_law", "mlp"], [50, 200], 25, seed=0)
+    scores = evaluate_forecasters(run(1500), ["ema", "power_law"], [50, 200], 25, seed=0)
     by_kind = {(score.kind, score.horizon): score for score in scores}
-    assert len(scores) == 6
+    assert len(scores) == 4
     assert by_kind["ema", 50].num_forecasts == 24
     for score in scores:
         # 21 to 24 dependent forecasts: 0.9 +- 3 deviations of independent ones is 0.71 to 1.
         assert 0.7 <= score.coverage <= 1.0
         assert 0 < score.mean_width < 0.5
     assert by_kind["power_law", 200].mean_absolute_error < by_kind["ema", 200].mean_absolute_error
-    again = evaluate_forecasters(signals, ["mlp"], [50, 200], 25, seed=0)
-    assert again[0].mean_absolute_error == by_kind["mlp", 50].mean_absolute_error
-    assert again[1].mean_width == by_kind["mlp", 200].mean_width
+    again, once_more = (evaluate_forecasters(run(400), ["mlp"], [50], 25, seed=0)[0] for _ in range(2))
+    assert replace(again, cpu_s_per_step=0) == replace(once_more, cpu_s_per_step=0)
 
 
 def test_intervals_follow_the_scores() -> None:

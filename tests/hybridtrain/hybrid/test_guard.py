@@ -61,6 +61,7 @@ def poisons(
     return passes
 
 
+@pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("rollback", ["undo", "copy"])
 @pytest.mark.parametrize("stack", STACKS)

@@ -15,9 +15,9 @@ from hybrid_runs import (
     remembers,
     run_steps,
 )
-from hybridtrain.engine import parameter_pass
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
+from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer, Transfer, VirtualTransfer
 from hybridtrain.optimizations import (
     ActivationOffload,
@@ -34,7 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from stacks import ADAFACTOR, GPT2
 from tiny_models import LLAMA_GROUPED, random_steps
 
@@ -128,7 +128,7 @@ def test_a_jump_of_offloaded_state_makes_nothing_as_large_as_a_parameter(
     predictor: str, rollback: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     height = 1024
-    monkeypatch.setattr(parameter_pass, "SLICE_ELEMENTS", height)
+    monkeypatch.setattr(formats, "SLICE_ELEMENTS", height)
     config = hybrid_config(predictor=predictor, rollback=rollback, fuse=False)
     ledger, model = StorageLedger(), replace(GPT2, ffn_width=256, dropout=0.0)
     with ledger:

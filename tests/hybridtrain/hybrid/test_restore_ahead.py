@@ -19,10 +19,10 @@ from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.optimizations import MixedPrecision, PredictMemory, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.virtual_gpu import find_card
-from hybridtrain.virtual_gpu.card import Host
-from hybridtrain.virtual_gpu.ledger import OpRecord, StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.roofline import estimate_step
+from hybridtrain.virtual_gpu.account.ledger import OpRecord, StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.cards.card import Host
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from lazy_transfer import ComputeWatch, LazyTransfer
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 
@@ -41,7 +41,7 @@ def run_of(memory: PredictMemory, precision: MixedPrecision, config: str) -> Hyb
     return hybrid_history(GPT2_TIED_DROPOUT, stack, CONFIGS[config])
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("memory", [AHEAD, FAR_AHEAD, WAITS], ids=NAMES.get)
 @pytest.mark.parametrize("precision", [EVERYWHERE, IN_PREDICT], ids=["16 bits", "16 bits in predict"])
 @pytest.mark.parametrize("config", ["slow-separate", "slow-copy", "slow-every-step", "linear-every-step"])

@@ -9,9 +9,8 @@ from torch import Tensor
 from hybridtrain.memory.boundary_store import HEAD_INPUT, BoundaryStore
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import new_copies
 from numerics import assert_bitwise
 
@@ -20,7 +19,7 @@ PAGE = 4096
 
 
 def make_store(placement: Placement = Placement.DEVICE) -> BoundaryStore:
-    return BoundaryStore(placement, new_copies(), NullObserver())
+    return BoundaryStore(placement, new_copies())
 
 
 def test_each_micro_batch_and_block_has_a_place_of_its_own() -> None:
@@ -53,7 +52,7 @@ def test_what_was_never_put_cannot_be_taken(placement: Placement) -> None:
 def test_memory_is_free_after_a_drop() -> None:
     ledger = StorageLedger()
     with ledger:
-        store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger), ledger)
+        store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger))
         store.store(0, 0, torch.empty(1000))
         assert ledger.live_bytes == 4000
         store.drop()
@@ -63,7 +62,7 @@ def test_memory_is_free_after_a_drop() -> None:
 def test_the_observer_learns_which_block_a_boundary_belongs_to() -> None:
     ledger = StorageLedger()
     with ledger:
-        store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger), ledger)
+        store = BoundaryStore(Placement.DEVICE, new_copies(observer=ledger))
         store.store(0, 7, torch.empty(10))
     trace = ledger.trace()
     assert trace.classes == (TensorClass.BOUNDARY,)
@@ -73,7 +72,7 @@ def test_the_observer_learns_which_block_a_boundary_belongs_to() -> None:
 @pytest.mark.parametrize("placement", BELOW)
 def test_what_waits_below_the_device_comes_back_to_the_bit(placement: Placement, tmp_path: Path) -> None:
     transfer = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path)
-    store = BoundaryStore(placement, new_copies(transfer), NullObserver())
+    store = BoundaryStore(placement, new_copies(transfer))
     for step in range(2):  # the second one finds the buffers of the first
         kept = {
             (micro_batch, block): torch.randn(2, 5, 3 + step).bfloat16()
@@ -92,7 +91,7 @@ def test_what_waits_below_the_device_comes_back_to_the_bit(placement: Placement,
 def test_any_order_of_taking_gives_the_right_tensors(placement: Placement, tmp_path: Path) -> None:
     # Only the fetching ahead relies on the usual order.
     transfer = DirectTransfer(torch.device("cpu"), disk_folder=tmp_path)
-    store = BoundaryStore(placement, new_copies(transfer), NullObserver())
+    store = BoundaryStore(placement, new_copies(transfer))
     kept = {(micro_batch, block): torch.randn(7) for block in range(3) for micro_batch in range(2)}
     for place, tensor in kept.items():
         store.store(*place, tensor.clone())
@@ -110,7 +109,7 @@ def test_a_transposed_input_comes_back_with_its_values() -> None:
 
 def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() -> None:
     copies = new_copies()
-    store = BoundaryStore(Placement.HOST, copies, NullObserver())
+    store = BoundaryStore(Placement.HOST, copies)
     for num_elements in (10, 1024, 1025, 3):  # 40, 4096, 4100 and 12 bytes
         tensor = torch.randn(num_elements)
         store.store(0, 0, tensor.clone())
@@ -121,7 +120,7 @@ def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() 
 def test_the_next_boundary_is_on_its_way_while_one_is_at_work() -> None:
     ledger = StorageLedger()
     with ledger:
-        store = BoundaryStore(Placement.HOST, new_copies(observer=ledger), ledger)
+        store = BoundaryStore(Placement.HOST, new_copies(observer=ledger))
         for block in range(3):
             store.store(0, block, torch.empty(1000))
         assert ledger.live_bytes == 4000  # the last one, until its copy is known to be over
@@ -135,7 +134,7 @@ def test_the_next_boundary_is_on_its_way_while_one_is_at_work() -> None:
 def test_a_drop_frees_what_was_put_and_what_was_fetched_ahead(placement: Placement) -> None:
     ledger = StorageLedger()
     with ledger:
-        store = BoundaryStore(placement, new_copies(observer=ledger), ledger)
+        store = BoundaryStore(placement, new_copies(observer=ledger))
         for block in range(3):
             store.store(0, block, torch.empty(1000))
         store.fetch(0, 2)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,17 @@ from hybridtrain.errors import ConfigError, HostMemoryError
 from hybridtrain.memory.boundary_store import BoundaryStore
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.tier import TierBuffer
 from hybridtrain.memory.transfer import DirectTransfer, VirtualTransfer
 from hybridtrain.models.block_model import Unit
+from hybridtrain.plan.memory_plan import Cell
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane, NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
-from memory_parts import direct, new_copies
+from memory_parts import direct, new_copies, plan_of
 from numerics import assert_bitwise
 
 PAGE = 4096
@@ -161,10 +163,8 @@ def test_a_transposed_gradient_lives_until_it_has_left() -> None:
     transfer = LazyTransfer()
     copies = new_copies(transfer)
     units = [Unit(name, ((f"{name}.a", nn.Parameter(torch.empty(3, 2))),)) for name in ("first", "second")]
-    store = GradStore(
-        units, sum_dtype=torch.float32, kept_dtype=torch.float32, placement=Placement.HOST, wants_norm=False,
-        copies=copies, observer=NullObserver(),
-    )  # fmt: skip
+    plan = replace(plan_of([]), grad=Cell(placement=Placement.HOST))
+    store = GradStore(units, plan, Shards(copies), wants_norm=False)
     with ComputeWatch(transfer):
         for unit in units:
             store.accumulate(unit.name, [torch.randn(2, 3).t()])
@@ -176,7 +176,7 @@ def test_a_transposed_gradient_lives_until_it_has_left() -> None:
 def test_boundaries_on_their_way_live_until_a_drop_has_waited_for_them() -> None:
     # What a copy fills is not memory for others yet, even if nobody wants its content any more.
     transfer = LazyTransfer()
-    store = BoundaryStore(Placement.HOST, new_copies(transfer), NullObserver())
+    store = BoundaryStore(Placement.HOST, new_copies(transfer))
     with ComputeWatch(transfer):
         for block in range(3):
             store.store(0, block, torch.randn(100))

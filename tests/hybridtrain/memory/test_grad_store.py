@@ -1,7 +1,7 @@
 """The owner of gradients: sums in order, one conversion at the end, gone when taken, wherever they wait."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.grad_store import GradStore
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
-from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
-from memory_parts import new_copies
+from hybridtrain.plan.memory_plan import Cell, Schedule
+from hybridtrain.plan.placement import Codec, Placement
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from memory_parts import new_copies, plan_of
 from numerics import assert_bitwise
 
 UNITS = (
@@ -35,17 +37,13 @@ class Labels(NullObserver):
 
 
 def make_store(
-    sum_dtype: torch.dtype = torch.float32,
-    kept_dtype: torch.dtype = torch.float32,
-    observer: NullObserver | StorageLedger | None = None,
-    placement: Placement = Placement.DEVICE,
-    copies: CopyEngine | None = None,
-) -> GradStore:
-    observer = observer or NullObserver()
-    return GradStore(
-        UNITS, sum_dtype=sum_dtype, kept_dtype=kept_dtype, placement=placement, wants_norm=True,
-        copies=copies or new_copies(observer=observer), observer=observer,
-    )  # fmt: skip
+    codec: Codec = Codec.FLOAT32, observer: NullObserver | StorageLedger | None = None,
+    placement: Placement = Placement.DEVICE, copies: CopyEngine | None = None, *, adds_in_float32: bool = False,
+) -> GradStore:  # fmt: skip
+    plan = replace(plan_of([]), grad=Cell(placement=placement, codec=codec))
+    if adds_in_float32:
+        plan = replace(plan, schedule=Schedule.VERTICAL, grad_accum_steps=2)
+    return GradStore(UNITS, plan, Shards(copies or new_copies(observer=observer)), wants_norm=True)
 
 
 def random_grads(unit: Unit, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -91,7 +89,7 @@ def test_later_gradients_are_added_in_order(placement: Placement, visits: tuple[
 @pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HOST])
 def test_bfloat16_gradients_are_summed_in_float32_and_rounded_once(placement: Placement) -> None:
     copies = new_copies()
-    store = make_store(torch.float32, torch.bfloat16, placement=placement, copies=copies)
+    store = make_store(Codec.BFLOAT16, placement=placement, copies=copies, adds_in_float32=True)
     # 256 + 1 is not a bfloat16: summed in bfloat16 the ones would be lost.
     rounds = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0, 1.0)]
     for grad in rounds:
@@ -106,7 +104,7 @@ def test_bfloat16_gradients_of_several_visits_have_one_sum_wherever_they_wait() 
     sums = []
     for placement in (Placement.DEVICE, Placement.HOST):
         copies = new_copies()
-        store = make_store(torch.float32, torch.bfloat16, placement=placement, copies=copies)
+        store = make_store(Codec.BFLOAT16, placement=placement, copies=copies, adds_in_float32=True)
         for number, values in enumerate(([256.0, 1.0], [1.0, 1.0], [1.0, 1.0])):
             for value in values:
                 store.accumulate("second", [torch.tensor([value], dtype=torch.bfloat16)])
@@ -116,7 +114,7 @@ def test_bfloat16_gradients_of_several_visits_have_one_sum_wherever_they_wait() 
 
 
 def test_a_bfloat16_accumulator_rounds_after_every_micro_batch() -> None:
-    store = make_store(torch.bfloat16, torch.bfloat16)
+    store = make_store(Codec.BFLOAT16)
     for value in (256.0, 1.0, 1.0):
         store.accumulate("second", [torch.tensor([value])])
     store.finish_visit("second", is_last=True)
@@ -135,12 +133,12 @@ def test_the_norm_is_that_of_all_gradients_together(placement: Placement) -> Non
         store.accumulate(unit.name, grads)
         store.finish_visit(unit.name, is_last=True)
         if placement is Placement.DROPPED:
-            store.discard(unit.name)
+            store.take(unit.name)
     assert_bitwise(store.norm(), nn.utils.get_total_norm(every), "norm")
 
 
 def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
-    store = make_store(torch.bfloat16, torch.bfloat16)
+    store = make_store(Codec.BFLOAT16)
     store.accumulate("first", [torch.full((3, 2), 1.0), torch.full((5,), 1.0)])
     store.accumulate("second", [torch.full((4,), 16.0)])
     for unit in UNITS:
@@ -201,7 +199,7 @@ def test_a_missing_gradient_is_an_error() -> None:
 
 def test_every_tensor_it_makes_is_named_a_gradient() -> None:
     observer = Labels()
-    store = make_store(torch.float32, torch.bfloat16, observer)
+    store = make_store(Codec.BFLOAT16, observer, adds_in_float32=True)
     store.accumulate("second", random_grads(UNITS[1], torch.bfloat16))
     store.finish_visit("second", is_last=True)
     assert observer.seen == [

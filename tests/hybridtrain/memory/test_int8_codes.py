@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridkernels.int8_quantize import GROUP_SIZE, int8_quantize
-from hybridtrain.engine import parameter_pass
+from hybridtrain.engine import update
+from hybridtrain.memory import formats
 from hybridtrain.memory.formats import Int8Codes, Int8Weight, weight_part
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import OPTIMIZERS, adafactor
@@ -127,9 +128,9 @@ def test_a_fault_in_a_value_does_not_vanish(codes: Int8Codes) -> None:
 def test_an_update_takes_the_range_of_a_whole_matrix(
     kind: str, master: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (parameter_pass, adafactor):
+    for module in (formats, adafactor):
         monkeypatch.setattr(module, "SLICE_ELEMENTS", GROUP_SIZE)
-    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", GROUP_SIZE)
+    monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", GROUP_SIZE)
     moves: dict[str, list[Optimization]] = {
         "resident": [], "away": [OptimizerOffload(), WeightStreaming()],
         "on-host": [OptimizerOffload(update_on="host")],

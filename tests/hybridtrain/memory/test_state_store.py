@@ -20,6 +20,7 @@ from hybridtrain.memory.formats import (
     WeightFormats,
     state_format,
 )
+from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
 from hybridtrain.models.block_model import Unit
@@ -27,9 +28,9 @@ from hybridtrain.optim import Adafactor, AdamWConfig, Optimizer
 from hybridtrain.optim.optimizer import Role
 from hybridtrain.plan.memory_plan import Cell, PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.virtual_gpu.ledger import StorageLedger
-from hybridtrain.virtual_gpu.observer import NullObserver
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.observer import NullObserver
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from memory_parts import new_copies, plan_of
 from numerics import assert_bitwise
 
@@ -71,9 +72,8 @@ def make_store(
     copies: CopyEngine | None = None,
     optimizer: Optimizer = ADAMW,
 ) -> StateStore:
-    watcher = observer or NullObserver()
     codecs = WeightFormats(master or ExactWeight(), master or ExactWeight())
-    store = StateStore(plan_with(codec, placement), codecs, copies or new_copies(observer=watcher), watcher)
+    store = StateStore(plan_with(codec, placement), codecs, Shards(copies or new_copies(observer=observer)))
     for _, parameter in unit.parameters:
         specs = optimizer.state(Role(tuple(parameter.shape), in_block=False))
         store.initialize(unit.name, parameter, torch.randn(parameter.shape), (parameter.data,), specs)
@@ -136,7 +136,7 @@ def test_a_master_costs_its_companion(master: WeightFormat, bytes_per_parameter:
 def test_the_initial_value_is_written_into_the_parameter() -> None:
     unit = make_unit((3, 5))
     codecs = WeightFormats(ExactWeight(), ExactWeight())
-    store = StateStore(plan_with(Codec.FLOAT32, Placement.DEVICE), codecs, new_copies(), NullObserver())
+    store = StateStore(plan_with(Codec.FLOAT32, Placement.DEVICE), codecs, Shards(new_copies()))
     initial = torch.randn(3, 5)
     store.initialize("unit", unit.tensors[0], initial, (unit.tensors[0].data,), ())
     assert_bitwise(unit.tensors[0].detach(), initial, "weight")

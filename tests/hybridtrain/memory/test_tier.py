@@ -3,7 +3,7 @@
 import errno
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,10 @@ import torch
 from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory import tier
 from hybridtrain.memory.disk_tier import DiskArena
-from hybridtrain.memory.tier import Bytes, DiskBytes, HostBytes, TierAccount, available_host_bytes, page_rounded
+from hybridtrain.memory.tier import Bytes, HostBytes, TierAccount, available_host_bytes, page_rounded
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 PAGE = mmap.PAGESIZE
 
@@ -78,10 +78,8 @@ def content(place: str, folder: Path) -> Iterator[Bytes]:
         yield host
         host.close()
         return
-    with DiskArena(folder) as arena:
-        disk = DiskBytes(arena.allocate(2 * PAGE, "buffer"))
-        yield disk
-        disk.close()
+    with closing(DiskArena(folder)) as arena:
+        yield arena.allocate(2 * PAGE, "buffer")
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

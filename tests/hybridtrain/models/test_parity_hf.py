@@ -3,10 +3,13 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,9 +19,9 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.block_model import BlockModel, Documents
 from hybridtrain.models.build import build_model
 from hybridtrain.models.families import FAMILIES
-from hybridtrain.models.hf_import import hf_weight
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.weights.hf_source import load_hf_weights
+from hybridtrain.weights.disk_names import disk_weight
+from hybridtrain.weights.hf_source import ONE_FILE, open_folder
 from tiny_models import FAMILIES as TINY
 from tiny_models import GPT2_ODD, GPT2_UNTIED, LLAMA_GROUPED, LLAMA_ODD, random_batch
 
@@ -72,8 +75,16 @@ def as_on_disk(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Te
 
 def our_model(config: ModelConfig, source: nn.Module, dtype: torch.dtype = torch.float32) -> BlockModel:
     model = build_model(config, dtype, CPU)
-    load_hf_weights(model, as_on_disk(config, source.state_dict()))
+    with TemporaryDirectory() as folder, torch.no_grad():
+        weights = open_folder(save(as_on_disk(config, source.state_dict()), Path(folder)), config)
+        for name, parameter in model.named_unit_parameters():
+            parameter.copy_(weights.read(name, slice(0, parameter.numel())).view(parameter.shape))
     return model
+
+
+def save(tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / ONE_FILE)
+    return folder
 
 
 def run_transformers(model: nn.Module, ours: BlockModel, token_ids_BT: Tensor, target_ids_BT: Tensor) -> Result:
@@ -84,9 +95,9 @@ def run_transformers(model: nn.Module, ours: BlockModel, token_ids_BT: Tensor, t
     found = as_on_disk(ours.config, named)
     grads = {}
     for name, _ in ours.named_unit_parameters():
-        weight = hf_weight(ours.config, name)
+        weight = disk_weight(ours.config, name)
         pieces = [found[theirs].t() if weight.is_transposed else found[theirs] for theirs in weight.names]
-        grads[name] = torch.stack(pieces) if weight.is_stacked else pieces[0]
+        grads[name] = torch.stack(pieces) if len(pieces) > 1 else pieces[0]
     return Result(logits.detach(), loss.detach(), grads)
 
 
@@ -168,20 +179,20 @@ def test_every_parameter_of_transformers_has_one_of_ours(name: str) -> None:
     config = MODELS[name]
     source = transformers_model(config)
     ours = build_model(config, torch.float32, torch.device("meta"))
-    names = [theirs for name_, _ in ours.named_unit_parameters() for theirs in hf_weight(config, name_).names]
+    names = [theirs for name_, _ in ours.named_unit_parameters() for theirs in disk_weight(config, name_).names]
     assert sorted(names) == sorted(as_on_disk(config, dict(source.named_parameters())))
 
 
-def test_missing_and_misshapen_weights_are_all_listed() -> None:
+def test_missing_and_misshapen_weights_are_all_listed(tmp_path: Path) -> None:
     state = dict(transformers_model(GPT2_ODD).state_dict())
     del state["transformer.h.1.ln_2.bias"]
     state["transformer.wpe.weight"] = torch.zeros(16, 36)
     state["transformer.h.0.attn.c_attn.weight"] = torch.zeros(108, 36)
     with pytest.raises(ConfigError) as raised:
-        load_hf_weights(build_model(GPT2_ODD, torch.float32, CPU), state)
+        open_folder(save(state, tmp_path), GPT2_ODD)
     assert raised.value.faults == (
         "transformer.wpe.weight: (16, 36) must be (17, 36); take the config.json of these weights",
         "transformer.h.0.attn.c_attn.weight: (108, 36) must be (36, 108); take the config.json of these weights",
         "transformer.h.1.ln_2.bias: missing; it must be there with shape (36,): download the folder again",
     )
-    assert str(raised.value).startswith("transformers weights: 3 faults")
+    assert str(raised.value).startswith(f"{tmp_path}: 3 faults")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
-from hybridtrain.engine import parameter_pass
+from hybridtrain.engine import update
 from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.optim import AdamWConfig
@@ -102,7 +102,7 @@ def test_slices_change_no_bit(weight: Codec, master: Codec, moments: Codec, monk
     initial, steps = initial_values(), random_steps_of_grads(5, torch.bfloat16)
     in_one, in_slices = (UnitUpdates(initial, weight, master, moments) for _ in range(2))
     in_one.run(steps)
-    monkeypatch.setattr(parameter_pass, "RESIDENT_SLICE_ELEMENTS", 512)
+    monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", 512)
     in_slices.run(steps)
     assert_same_tensors(in_slices.values(), in_one.values(), "weight")
     assert_same_tensors(in_slices.rounded(), in_one.rounded(), "rounded weight")
@@ -110,8 +110,8 @@ def test_slices_change_no_bit(weight: Codec, master: Codec, moments: Codec, monk
 
 
 def test_slices_hold_whole_groups_of_8_bit_codes() -> None:
-    assert parameter_pass.RESIDENT_SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
-    assert parameter_pass.SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
+    assert update.RESIDENT_SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
+    assert formats.SLICE_ELEMENTS % QUANT_GROUP_SIZE == 0
 
 
 def test_stochastic_weights_move_like_exact_ones_on_average() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import adamw_int8_
+from hybridtrain.memory import formats
 from hybridtrain.memory.formats import (
     DynamicInt8State,
     ExactWeight,
@@ -21,7 +22,7 @@ from hybridtrain.memory.formats import (
     weight_part,
 )
 from hybridtrain.memory.slices import StateSlice, WeightSlice
-from hybridtrain.optim import AdamWConfig, adamw
+from hybridtrain.optim import AdamWConfig
 from hybridtrain.optim.optimizer import UpdateStep
 
 STEP = UpdateStep(3, 1e-2, 0.1)
@@ -59,7 +60,7 @@ def state(codec: WeightFormat, seed: int = 0) -> tuple[StoredWeight, Tensor, lis
     "codec", [StochasticWeight(), Int8Weight(Int8Codes(), static_scales=False)], ids=["bf16", "int8"]
 )
 def test_slices_of_any_length_draw_the_same_numbers(codec: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "SLICE_ELEMENTS", 512)
+    monkeypatch.setattr(formats, "SLICE_ELEMENTS", 512)
     results = []
     for cuts in ([P], [1024, P], [512, 1024, 1536, P]):
         weight, grad, moments = state(codec)

@@ -15,11 +15,11 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import DryRun, dry_run
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, find_card
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.roofline import Bound
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.cards.card import Card, find_card
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED
 
 MIB = 2**20

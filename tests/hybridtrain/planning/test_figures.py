@@ -8,9 +8,9 @@ from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrec
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import DryRun, RunSetup, dry_run
 from hybridtrain.planning.figures import figures_of_ranks, memory_figures, unit_names
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.links import World
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
 from hybridvalidation.runs.job import plan_figures
 from tiny_models import GPT2_UNTIED
 

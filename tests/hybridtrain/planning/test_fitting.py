@@ -9,8 +9,8 @@ from hybridtrain.planning import fitting
 from hybridtrain.planning.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, FitRequest
 from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, confirmed, fit, in_order, recommended
 from hybridtrain.planning.short_run import ShortRuns
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World
 
 MODEL = ModelConfig(
     family="llama", vocab_size=512, max_seq_len=512, num_blocks=4, width=256, num_heads=4, num_kv_heads=4,

@@ -9,10 +9,10 @@ from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Pipeline, Zero
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import DryRun, RunSetup, dry_run
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.links import Collective, World
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.links import Collective, World
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from stacks import LLAMA
 
 CARD = find_card("rtx-4090")

@@ -2,16 +2,16 @@
 
 import pytest
 
+from hybridtrain.checkpoint.parts import state_bytes
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import PRESETS, Workload
 from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.plan_bytes import bytes_of, saved_bytes
 from hybridtrain.stacks import default_folder
-from hybridtrain.train_state.parts import state_bytes
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
 
 

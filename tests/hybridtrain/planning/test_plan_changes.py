@@ -40,8 +40,8 @@ from hybridtrain.reports.dry_run_report import plan_run
 from hybridtrain.stacks import stack_folder
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.links import World
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.links import World
 from tiny_models import GPT2_UNTIED
 
 WORK = Workload(micro_batch_size=1, seq_len=16)
@@ -155,8 +155,8 @@ def test_what_is_told_is_what_the_engine_does(
     if not kept:
         found["recompute_every"] = max(map(len, executor.segments))
     if streamed:
-        found["max_active_layers"] = len(weights._value_slots if is_coded else weights._stored_slots)
-        found["prefetch_distance"] = weights._prefetch_distance
+        found["max_active_layers"] = len(weights._value_slots if is_coded else weights._places._slots)
+        found["prefetch_distance"] = weights._places._prefetch_distance
     told = {line.partition(":")[0]: line for line in plan_changes(stack, model, WORK)}
     for name, value in found.items():
         if value != getattr(asked, name):

@@ -28,7 +28,7 @@ from hybridtrain.reports.phase_table import phase_precision, phase_table
 from hybridtrain.run.train import train
 from hybridtrain.trainer_config import GuardConfig, LrSchedule, TrainerConfig
 from hybridtrain.training_file import TrainFile
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.scenario_files import scenario_folder
 from tiny_models import GPT2_UNTIED
 

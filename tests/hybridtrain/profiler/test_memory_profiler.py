@@ -15,7 +15,7 @@ from hybridtrain.profiler import memory_reader
 from hybridtrain.profiler.memory_history import MAX_EVENTS, MemoryHistory, MemorySnapshot, to_csv
 from hybridtrain.profiler.memory_profiler import MemoryProfiler
 from hybridtrain.profiler.memory_reader import CudaMemory, MemoryReading, MemorySource, ProcessMemory, SystemReader
-from hybridtrain.profiler.nvml import DeviceIdentity, DeviceMemory, DeviceReadError
+from hybridtrain.profiler.nvml import DeviceMemory, DeviceReadError
 
 GB = 10**9
 ALLOCATOR = CudaMemory(
@@ -84,10 +84,10 @@ def profile(
 
 
 def snapshot(step: int, used_bytes: int, source: MemorySource = MemorySource.NVML) -> MemorySnapshot:
-    return MemorySnapshot(
-        step=step, phase=Phase.FULL, elapsed_s=step / 8, source=source, used_bytes=used_bytes, total_bytes=None,
-        allocator=None, rss_bytes=None, peak_rss_bytes=None,
-    )  # fmt: skip
+    memory = MemoryReading(
+        used_bytes=used_bytes, total_bytes=None, source=source, allocator=None, process=ProcessMemory(2 * GB, 3 * GB)
+    )
+    return MemorySnapshot(step=step, phase=Phase.FULL, elapsed_s=step / 8, memory=memory)
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------
@@ -95,10 +95,11 @@ def snapshot(step: int, used_bytes: int, source: MemorySource = MemorySource.NVM
 
 def test_a_snapshot_has_mb_gb_and_percent() -> None:
     (found,) = profile([12.0]).history.snapshots()
-    assert (found.step, found.phase, found.source) == (1, Phase.FULL, MemorySource.NVML)
-    assert (found.used_mb, found.used_gb, found.utilization_percent) == (12_000.0, 12.0, 25.0)
-    assert (found.rss_bytes, found.peak_rss_bytes) == (2 * GB, 3 * GB)
-    assert found.allocator == ALLOCATOR
+    assert (found.step, found.phase, found.memory.source) == (1, Phase.FULL, MemorySource.NVML)
+    assert (found.used_gb, found.utilization_percent) == (12.0, 25.0)
+    row = found.as_row()
+    assert (row["used_mb"], row["rss_bytes"], row["peak_rss_bytes"]) == ("12000.000", 2 * GB, 3 * GB)
+    assert found.memory.allocator == ALLOCATOR
 
 
 def test_without_a_total_there_is_no_percentage() -> None:
@@ -163,8 +164,8 @@ def test_statistics_are_per_phase() -> None:
     phases = [Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.FULL, Phase.PREDICT, Phase.PREDICT]
     found = profile([10, 20, 4, 30, 5, 3], phases).history.phases
     assert list(found) == [Phase.WARMUP, Phase.FULL, Phase.PREDICT]
-    figures = {name: (s.count, s.mean_bytes / GB, s.min_bytes / GB, s.max_bytes / GB) for name, s in found.items()}
-    assert figures == {Phase.WARMUP: (1, 10, 10, 10), Phase.FULL: (2, 25, 20, 30), Phase.PREDICT: (3, 4, 3, 5)}
+    figures = {name: (s.count, s.sum_bytes / GB, s.min_bytes / GB, s.max_bytes / GB) for name, s in found.items()}
+    assert figures == {Phase.WARMUP: (1, 10, 10, 10), Phase.FULL: (2, 50, 20, 30), Phase.PREDICT: (3, 12, 3, 5)}
 
 
 def test_the_peak_is_the_first_of_the_greatest_with_its_step_and_phase() -> None:
@@ -175,10 +176,7 @@ def test_the_peak_is_the_first_of_the_greatest_with_its_step_and_phase() -> None
 
 def test_a_spike_is_a_rise_above_the_threshold_over_the_snapshot_before() -> None:
     history = profile([10, 12, 15, 15, 12, 15.1, 9], spike_threshold=0.25).history
-    assert [(spike.step, spike.previous_bytes / GB, spike.used_bytes / GB) for spike in history.spikes] == [
-        (6, 12, 15.1)
-    ]
-    assert history.spikes[0].rise_fraction == pytest.approx(15.1 / 12 - 1)
+    assert [(now.step, before.used_gb, now.used_gb) for before, now in history.spikes] == [(6, 12, 15.1)]
     assert profile([10, 15], spike_threshold=0.5).history.num_spikes == 0  # at the threshold is not above it
     assert profile([10, 15], spike_threshold=0.49).history.num_spikes == 1
 
@@ -188,12 +186,12 @@ def test_another_source_is_no_spike() -> None:
     history.add(snapshot(1, 10, MemorySource.ALLOCATOR))
     history.add(snapshot(2, 100, MemorySource.NVML))
     history.add(snapshot(3, 200, MemorySource.NVML))
-    assert [spike.step for spike in history.spikes] == [3]
+    assert [now.step for _, now in history.spikes] == [3]
 
 
 def test_an_alert_is_a_rise_above_the_threshold() -> None:
     history = profile([44, 45, 46, 47, 40, 46]).history
-    assert [(alert.step, alert.used_bytes / GB) for alert in history.alerts] == [(3, 46), (6, 46)]
+    assert [(alert.step, alert.used_gb) for alert in history.alerts] == [(3, 46), (6, 46)]
     assert (history.num_alerts, history.num_snapshots_in_alert) == (2, 3)
 
 
@@ -281,7 +279,12 @@ def test_the_file_has_a_row_per_snapshot(tmp_path: Path) -> None:
 
 def test_what_is_unknown_is_empty_in_the_file() -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv([snapshot(1, 5)])))
-    assert (row["used_bytes"], row["total_bytes"], row["allocated_bytes"], row["rss_bytes"]) == ("5", "", "", "")
+    assert (row["used_bytes"], row["total_bytes"], row["allocated_bytes"], row["rss_bytes"]) == (
+        "5",
+        "",
+        "",
+        str(2 * GB),
+    )
 
 
 def test_sinks_get_each_snapshots_metrics_and_stay_open() -> None:
@@ -340,13 +343,15 @@ class FakeCard:
 
 
 @pytest.fixture
-def _card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch look as if it saw a card."""
-    properties = SimpleNamespace(uuid="1111", pci_domain_id=0, pci_bus_id=3, pci_device_id=0, total_memory=23 * GB)
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """Make torch look as if it saw a card, which is read once."""
+    found = FakeCard([9 * GB])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(total_memory=23 * GB))
     monkeypatch.setattr(memory_reader, "read_cuda_memory", lambda _index: ALLOCATOR)
+    monkeypatch.setattr(memory_reader, "DeviceReader", lambda _index: found)
+    return found
 
 
 def test_without_a_card_the_process_is_profiled_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,57 +361,36 @@ def test_without_a_card_the_process_is_profiled_and_the_report_says_why(monkeypa
         profiler.record_step(1, Phase.FULL)
         assert profiler.report().count("no CUDA card is visible to torch") == 1  # while it runs
     (found,) = profiler.history.snapshots()
-    assert found.source is MemorySource.PROCESS
-    assert found.used_bytes == found.rss_bytes
-    assert found.used_bytes > 10**7  # torch alone is larger
+    assert found.memory.source is MemorySource.PROCESS
+    assert found.memory.used_bytes == found.memory.process.rss_bytes
+    assert found.memory.used_bytes > 10**7  # torch alone is larger
     assert profiler.report().count("no CUDA card is visible to torch") == 1
 
 
-def test_where_not_even_the_process_can_be_read_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(memory_reader, "read_process_memory", lambda: None)
-    profiler = MemoryProfiler()
-    with profiler:
-        profiler.record_step(1, Phase.FULL)
-    assert "no snapshot in 1 steps" in profiler.report()
-    assert "tells no process its resident memory" in profiler.report()
-
-
-@pytest.mark.usefixtures("_card")
-def test_a_cards_reading_is_the_whole_cards() -> None:
-    identities: list[DeviceIdentity] = []
-    card = FakeCard([9 * GB])
-
-    def open_card(identity: DeviceIdentity) -> FakeCard:
-        identities.append(identity)
-        return card
-
-    reader = SystemReader(open_device=open_card)
+def test_a_cards_reading_is_the_whole_cards(card: FakeCard) -> None:
+    reader = SystemReader()
     found = reader()
-    assert identities == [DeviceIdentity(uuid="1111", pci_bus_id="00000000:03:00.0")]
     assert (found.used_bytes, found.total_bytes, found.allocator) == (9 * GB, 24 * GB, ALLOCATOR)
-    assert found.source is MemorySource.NVIDIA_SMI  # every reader but NVML's own is a slow one
-    assert "install nvidia-ml-py" in reader.note
+    assert (found.source, reader.note) == (MemorySource.NVML, "")
     reader.close()
     reader.close()
     assert card.closed == 1
 
 
-@pytest.mark.usefixtures("_card")
-def test_a_card_that_cannot_be_opened_leaves_the_allocator() -> None:
-    def refuse(_identity: DeviceIdentity) -> FakeCard:
+@pytest.mark.usefixtures("card")
+def test_a_card_that_cannot_be_opened_leaves_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_index: int) -> FakeCard:
         raise DeviceReadError("nothing is installed")
 
-    reader = SystemReader(open_device=refuse)
+    monkeypatch.setattr(memory_reader, "DeviceReader", refuse)
+    reader = SystemReader()
     found = reader()
     assert (found.source, found.used_bytes, found.total_bytes) == (MemorySource.ALLOCATOR, 6 * GB, 23 * GB)
     assert reader.note.startswith("nothing is installed; used memory is what torch reserved")
 
 
-@pytest.mark.usefixtures("_card")
-def test_a_card_that_is_lost_is_read_no_further() -> None:
-    card = FakeCard([9 * GB])
-    reader = SystemReader(open_device=lambda _identity: card)
-    assert [reader().source for _ in range(3)] == [MemorySource.NVIDIA_SMI, *[MemorySource.ALLOCATOR] * 2]
+def test_a_card_that_is_lost_is_read_no_further(card: FakeCard) -> None:
+    reader = SystemReader()
+    assert [reader().source for _ in range(3)] == [MemorySource.NVML, *[MemorySource.ALLOCATOR] * 2]
     assert card.closed == 1
     assert "GPU is lost" in reader.note

@@ -1,6 +1,7 @@
 """PyTorch's allocator counters, and the process' own memory."""
 
 import mmap
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,11 @@ from hybridtrain.profiler.memory_reader import CudaMemory, machine_memory_bytes,
 MIB = 2**20
 
 
-class FakeCuda:
-    def __init__(self, *, initialized: bool = True) -> None:
-        self.initialized = initialized
-        self.asked: list[int | None] = []
+def test_the_counters_are_read_with_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
 
-    def is_initialized(self) -> bool:
-        return self.initialized
-
-    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
-        self.asked.append(device)
+    def stats(device: int | None) -> dict[str, Any]:
+        asked.append(device)
         pools = {"current": -1, "peak": -1}
         return {
             "allocated_bytes": {"all": {"current": 10, "peak": 30}, "small_pool": pools},
@@ -30,19 +26,14 @@ class FakeCuda:
             "active_bytes": {"all": {"current": 11, "peak": 31}},
         }
 
-
-def test_the_counters_are_read_with_one_question() -> None:
-    cuda = FakeCuda()
-    memory = read_cuda_memory(3, cuda=cuda)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert read_cuda_memory(3) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    memory = read_cuda_memory(3)
     assert memory == CudaMemory(allocated_bytes=10, reserved_bytes=25, peak_allocated_bytes=30, peak_reserved_bytes=40)
     assert memory.free_bytes == 15
-    assert cuda.asked == [3]
-
-
-def test_before_cuda_is_used_there_is_nothing_to_read() -> None:
-    cuda = FakeCuda(initialized=False)
-    assert read_cuda_memory(cuda=cuda) is None
-    assert cuda.asked == []
+    assert asked == [3]
 
 
 @pytest.mark.gpu
@@ -65,8 +56,6 @@ def test_resident_memory_rises_with_pages_that_are_written() -> None:
         for _ in range(size // MIB):
             pages.write(bytes(MIB))
         after = read_process_memory()
-    assert before is not None
-    assert after is not None
     rise = after.rss_bytes - before.rss_bytes
     assert abs(rise - size) < 8 * MIB  # what else the process takes or gives back meanwhile
     assert after.peak_rss_bytes >= after.rss_bytes
@@ -76,25 +65,17 @@ def test_the_status_file_is_in_kib(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmPeak:\t    99 kB\nVmHWM:\t    7 kB\nVmRSS:\t      5 kB\nRssAnon:\t 1 kB\n")
     memory = read_process_memory(status)
-    assert memory is not None
     assert (memory.rss_bytes, memory.peak_rss_bytes) == (5 * 1024, 7 * 1024)
 
 
 @pytest.mark.parametrize("content", [None, "Name:\tkernel thread\n"])
 def test_without_a_status_file_the_peak_of_getrusage_stands_for_both(tmp_path: Path, content: str | None) -> None:
-    resource = pytest.importorskip("resource")
     status = tmp_path / "status"
     if content is not None:
         status.write_text(content)
     memory = read_process_memory(status)
-    assert memory is not None
     unit = 1 if sys.platform == "darwin" else 1024
     assert memory.rss_bytes == memory.peak_rss_bytes == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def test_where_nothing_tells_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert read_process_memory(tmp_path / "gone") is None
 
 
 def test_a_containers_limit_is_the_machines_memory(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.reports.exports import write_run_snapshot, write_run_trace
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
 from tiny_models import GPT2_UNTIED
 
 CLASSES = {item.value for item in TensorClass}

@@ -14,7 +14,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.equivalence import judge_size
 from hybridvalidation.study.protocol import ladders, read_study

@@ -17,7 +17,7 @@ from hybridtrain.planning.fitting import TrainingOption, confirmed
 from hybridtrain.planning.recommendation import Recommendation, recommend
 from hybridtrain.reports import recommend_report as command
 from hybridtrain.sizes import parse_size
-from hybridtrain.virtual_gpu.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.scenario_files import ScenarioFiles
 
 SEQ_LEN, NUM_SEQUENCES = 512, 2

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import read_generation
 from hybridtrain.cli.main import main
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray, encode_bytes
@@ -24,8 +26,6 @@ from hybridtrain.optim.slow_average import SlowMomentum
 from hybridtrain.phase import Phase
 from hybridtrain.run import train_data
 from hybridtrain.run.train_log import RunMonitor
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import read_generation
 from hybridtrain.trainer import Trainer
 from hybridtrain.training_file import load_config
 from tiny_files import shape_file

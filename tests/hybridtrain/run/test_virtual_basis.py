@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli.main import main
-from hybridtrain.virtual_gpu.basis import Basis
+from hybridtrain.virtual_gpu.facade.basis import Basis
 
 MIB = 2**20
 HEAD = "import torch\nfrom torch import nn\n"

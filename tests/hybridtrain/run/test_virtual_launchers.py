@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain.cli.main import main
 from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.launchers import PythonCommand, python_command
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, python_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler:UserWarning")  # of captured output
 
@@ -80,6 +80,16 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(
     code = main(["virtual", "--card", "rtx-4090", "--world", "4", "--", "torchrun", "--nproc_per_node=2", str(script)])
     assert code == 2
     assert "the launcher starts 2 processes and the world has 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch", "python -u"])
+def test_a_launcher_of_no_script_is_one_fault(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not shutil.which(launcher.split(maxsplit=1)[0]):
+        pytest.skip("not installed")
+    assert main(["virtual", "--card", "rtx-4090", "--", *launcher.split(), "nosuch.py"]) == 2
+    err = capsys.readouterr().err
+    assert "script 'nosuch.py' does not exist" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("way", ["environment", "arguments"])

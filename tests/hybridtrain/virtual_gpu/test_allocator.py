@@ -3,22 +3,13 @@
 import pytest
 
 from hybridtrain.errors import OutOfMemoryError
-from hybridtrain.virtual_gpu.allocator import (
-    AllocatorConfig,
-    AllocatorOutOfMemory,
-    BlockState,
-    CachingAllocator,
-    round_size,
-    segment_size,
-)
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig, round_size, segment_size
+from hybridtrain.virtual_gpu.allocator.segments import BlockState
 
 KIB = 2**10
 MIB = 2**20
-USED, WAITING, FREE = (
-    BlockState.ACTIVE_ALLOCATED,
-    BlockState.ACTIVE_PENDING_FREE,
-    BlockState.INACTIVE,
-)
+USED, WAITING, FREE = (BlockState.ACTIVE_ALLOCATED, BlockState.ACTIVE_PENDING_FREE, BlockState.INACTIVE)
 
 
 def blocks(allocator: CachingAllocator) -> list[list[tuple[int, BlockState]]]:
@@ -189,10 +180,7 @@ def test_streams_do_not_share_blocks() -> None:
     cache(allocator, 12 * MIB, stream=1)
     allocator.malloc(12 * MIB, stream=0)
     allocator.malloc(12 * MIB, stream=1)
-    assert [(segment.stream, segment.total_size) for segment in allocator.segments()] == [
-        (1, 12 * MIB),
-        (0, 12 * MIB),
-    ]
+    assert [(segment.stream, segment.total_size) for segment in allocator.segments()] == [(1, 12 * MIB), (0, 12 * MIB)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
@@ -437,10 +425,7 @@ def test_max_non_split_rounding_widens_what_an_oversize_block_serves() -> None:
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [
-        (31 * MIB - 512, [(31 * MIB - 512, USED), (MIB + 512, FREE)]),
-        (32 * MIB + 512, [(34 * MIB, USED)]),
-    ],
+    [(31 * MIB - 512, [(31 * MIB - 512, USED), (MIB + 512, FREE)]), (32 * MIB + 512, [(34 * MIB, USED)])],
 )
 def test_requests_from_max_split_size_on_are_not_split(size: int, expected: list[tuple[int, BlockState]]) -> None:
     allocator = CachingAllocator(OVERSIZE)

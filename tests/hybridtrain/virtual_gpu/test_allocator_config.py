@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import pytest
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 
 MIB = 2**20
 
@@ -25,27 +25,18 @@ ALLOWED: dict[str, Settings] = {
     "large_segment_size_mb:11": {"large_segment_size": 11 * MIB},
     "large_segment_size_mb:32": {"large_segment_size": 32 * MIB},  # max_non_split_rounding stays 20 MiB
     "max_split_size_mb:20": {"max_split_size": 20 * MIB},
-    "large_segment_size_mb:32,max_split_size_mb:32": {
-        "large_segment_size": 32 * MIB,
-        "max_split_size": 32 * MIB,
-    },
+    "large_segment_size_mb:32,max_split_size_mb:32": {"large_segment_size": 32 * MIB, "max_split_size": 32 * MIB},
     "max_non_split_rounding_mb:21": {"max_non_split_rounding": 21 * MIB},
     "roundup_power2_divisions:1": {"roundup_power2_divisions": 1},
     "roundup_power2_divisions:16": {"roundup_power2_divisions": 16},
     "garbage_collection_threshold:0.001": {"garbage_collection_threshold": 0.001},
     "garbage_collection_threshold:0.999": {"garbage_collection_threshold": 0.999},
-    "expandable_segments:True,large_segment_size_mb:64": {
-        "expandable_segments": True,
-        "large_segment_size": 64 * MIB,
-    },
+    "expandable_segments:True,large_segment_size_mb:64": {"expandable_segments": True, "large_segment_size": 64 * MIB},
 }
 REFUSED: dict[str, Settings] = {
     "large_segment_size_mb:10": {"large_segment_size": 10 * MIB},
     "max_split_size_mb:19": {"max_split_size": 19 * MIB},
-    "large_segment_size_mb:32,max_split_size_mb:31": {
-        "large_segment_size": 32 * MIB,
-        "max_split_size": 31 * MIB,
-    },
+    "large_segment_size_mb:32,max_split_size_mb:31": {"large_segment_size": 32 * MIB, "max_split_size": 31 * MIB},
     "max_non_split_rounding_mb:19": {"max_non_split_rounding": 19 * MIB},
     "large_segment_size_mb:32,max_non_split_rounding_mb:31": {
         "large_segment_size": 32 * MIB,

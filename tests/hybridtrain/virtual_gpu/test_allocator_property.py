@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator
-from hybridtrain.virtual_gpu.snapshot import build_snapshot
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot
 
 MIB = 2**20
 STRIP_DISTANCE = 2**44

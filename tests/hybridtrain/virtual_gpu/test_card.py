@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
-from hybridtrain.virtual_gpu import card as card_module
-from hybridtrain.virtual_gpu.card import (
+from hybridtrain.virtual_gpu.cards import card as card_module
+from hybridtrain.virtual_gpu.cards.card import (
     MARGIN_SHARE,
     NOT_FOUND,
     Card,
@@ -38,7 +38,7 @@ pcie_gbps = 30.0
 
 
 TABLES: dict[str, Any] = tomllib.loads(
-    resources.files("hybridtrain.virtual_gpu").joinpath("hardware.toml").read_text(encoding="utf-8")
+    resources.files("hybridtrain.virtual_gpu.cards").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
 
 
@@ -125,7 +125,7 @@ def test_a_card_without_sources_is_on_the_safe_side_and_says_so() -> None:
 
 def test_a_table_whose_memory_was_not_found_has_a_safe_one(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {name: value for name, value in TABLES["rtx-4060-ti-16gb"].items() if name != "memory_mib"}
-    monkeypatch.setattr(card_module, "_tables", lambda: TABLES | {"new": table | {"memory_source": NOT_FOUND}})
+    monkeypatch.setattr(card_module, "tables", lambda _file: TABLES | {"new": table | {"memory_source": NOT_FOUND}})
     found = card_catalogue.__wrapped__()["new"]
     assert found.memory_mib == safe_memory_mib(16380) < TABLES["rtx-4060-ti-16gb"]["memory_mib"]
     assert "no published figure for capacity (15.46 GiB) and CUDA context" in found.source_note
@@ -198,11 +198,7 @@ def test_a_compute_capability_that_is_no_version_is_refused(capability: str) -> 
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="pcie_gbps") as caught:
         card(memory_gbps=0, pcie_gbps=-2.0, compute_capability="?")
-    assert [fault.split(":")[0] for fault in faults_of(caught)] == [
-        "memory_gbps",
-        "pcie_gbps",
-        "compute_capability",
-    ]
+    assert [fault.split(":")[0] for fault in faults_of(caught)] == ["memory_gbps", "pcie_gbps", "compute_capability"]
 
 
 def test_a_card_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.dummy_weights import write_dummy_weights
+from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
 
 LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"], vocab_size=2**15, hidden_size=2048, intermediate_size=4096,

@@ -6,7 +6,7 @@ from torch import nn
 
 from hybridtrain import estimate_memory
 from hybridtrain.errors import ConfigError
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD, FitVerdict
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD, FitVerdict
 
 WIDTH = 1024
 PARAMS = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)

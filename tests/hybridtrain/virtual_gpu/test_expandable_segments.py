@@ -2,7 +2,8 @@
 
 import pytest
 
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 
 MIB = 2**20
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -23,12 +24,7 @@ def test_one_range_per_pool_and_stream_grows_by_pages() -> None:
     allocator.malloc(3 * MIB)
     allocator.malloc(30 * MIB)  # 17 MiB are free behind the 3: one more page of 20 MiB
     allocator.malloc(2 * MIB, stream=1)
-    assert actions(allocator) == [
-        ("segment_map", 2),
-        ("segment_map", 20),
-        ("segment_map", 20),
-        ("segment_map", 20),
-    ]
+    assert actions(allocator) == [("segment_map", 2), ("segment_map", 20), ("segment_map", 20), ("segment_map", 20)]
     small, large, other = allocator.segments()
     assert (small.is_small, small.total_size) == (True, 2 * MIB)
     assert [block.size for block in large.blocks] == [3 * MIB, 30 * MIB, 7 * MIB]
@@ -95,11 +91,7 @@ def test_a_hole_is_mapped_only_as_far_as_needed() -> None:
     allocator.empty_cache()
     # Too large for the 13 and 17 MiB that are mapped: 17 and one page of 20 MiB from the hole hold it.
     assert allocator.malloc(30 * MIB) == second
-    assert sizes(allocator.segments())[0] == [
-        (3, "active_allocated"),
-        (30, "active_allocated"),
-        (7, "inactive"),
-    ]
+    assert sizes(allocator.segments())[0] == [(3, "active_allocated"), (30, "active_allocated"), (7, "inactive")]
     assert allocator.reserved_bytes == 60 * MIB
 
 

@@ -17,11 +17,11 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu import op_rules
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.op_rules import MetaCache, register_scratch
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account import op_rules
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_rules import MetaCache, register_scratch
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
-from hybridtrain.virtual_gpu.links import Collective, find_link
-from hybridtrain.virtual_gpu.observer import Lane
-from hybridtrain.virtual_gpu.roofline import StepTime
+from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.cards.links import Collective, find_link
+from hybridtrain.virtual_gpu.cards.roofline import StepTime
 
 CARD = find_card("h100-sxm")
 SIZE = 2**28

@@ -207,7 +207,7 @@ def trained(build: Callable[[], nn.Module], move: Callable[[nn.Module], object],
     return kinds, account(t for t in everything if t.device.type == device), (model, optimizer, ids)
 
 
-@pytest.mark.sample(one_in=20)
+@pytest.mark.sample(one_in=40)
 @pytest.mark.parametrize("early", [False, True], ids=["optimizer-after", "optimizer-before"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("load", LOADS)
@@ -284,6 +284,31 @@ def test_work_on_the_host_is_counted_and_takes_no_memory(work: str, tmp_path: Pa
     taken = resident_bytes() - before
     assert taken < 0.5 * num_tensors * size * 4, "no more than the little that is computed for real, and its source"
     del made, moved
+
+
+@pytest.mark.parametrize("way", ["by hand", "backward pass on the host"])
+def test_weights_of_a_file_get_gradients_while_they_are_on_the_host(way: str, tmp_path: Path) -> None:
+    size = 2**19
+    torch.save([torch.zeros(size // 4, 4) for _ in range(4)], tmp_path / "weights.pt")
+    with VirtualGpu("rtx-4090") as gpu:
+        gpu.ledger.most_real_bytes = 2**21  # one result, of 2 MiB
+        layers = [nn.Linear(4, 1) for _ in range(4)]
+        for layer, weight in zip(layers, torch.load(tmp_path / "weights.pt"), strict=True):
+            layer.weight = nn.Parameter(weight)
+        model = nn.ModuleList(layers)
+        kept = list(model.parameters())
+        if way == "by hand":
+            for parameter in kept:
+                parameter.grad = torch.ones_like(parameter)
+        else:
+            model.forward = lambda x: sum(layer.weight.matmul(x).sum() for layer in layers)
+            model(torch.randn(4)).backward()
+        torch.optim.SGD([layer.weight for layer in layers], lr=0.1, momentum=0.9).step()
+        assert [*map(id, model.parameters())] == [*map(id, kept)]
+        assert all(layer.weight.grad is not None and layer.weight.grad.device.type == "cpu" for layer in layers)
+        assert torch.cuda.memory_allocated() == 0
+        model.cuda()
+        assert torch.cuda.memory_allocated() >= 2 * 4 * 4 * size, "weights and gradients"
 
 
 def test_what_a_script_prepares_keeps_its_values() -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from hybridtrain.errors import DataError
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig, CachingAllocator, falling, rising
-from hybridtrain.virtual_gpu.recorded_snapshot import RecordedDevice, read_snapshot, state_before
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
-from hybridtrain.virtual_gpu.snapshot_replay import lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.recorded_snapshot import RecordedDevice, read_snapshot, state_before
+from hybridtrain.virtual_gpu.allocator.segments import falling, rising
+from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import lawful_blocks, replay_device
 
 RECORDED = Path(__file__).parent / "recorded_snapshot.json"
 """Numbers of a training step on a CUDA card, from its first allocation on."""

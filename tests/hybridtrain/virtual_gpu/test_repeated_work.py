@@ -29,9 +29,9 @@ from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import WidenBy
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 
 MODELS = {

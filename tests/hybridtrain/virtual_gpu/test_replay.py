@@ -15,11 +15,11 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.allocator import AllocatorConfig
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, OpRecord, StepMark
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.replay import Replay, replay_trace
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StepMark
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import Replay, replay_trace
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED, LLAMA_GROUPED, random_steps
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from hybridtrain.optimizations import GradAccumulation, MixedPrecision
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.virtual_gpu import estimate_memory, find_card
-from hybridtrain.virtual_gpu.replay import replay_trace
-from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
+from hybridtrain.virtual_gpu.allocator.replay import replay_trace
+from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
 
 CARD = find_card("rtx-4090")
 WORKSPACE = CARD.cublas_workspace_bytes

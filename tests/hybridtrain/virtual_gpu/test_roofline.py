@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hybridtrain.virtual_gpu.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.roofline import (
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.roofline import (
     DEFAULT_EFFICIENCY,
     Bound,
     Efficiency,
@@ -19,7 +19,7 @@ from hybridtrain.virtual_gpu.roofline import (
     estimate_step,
     time_errors,
 )
-from hybridtrain.virtual_gpu.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 CARD = Card(
     name="round figures",
@@ -206,11 +206,7 @@ def test_ops_follow_each_other_and_their_shares_sum_up_to_the_step() -> None:
 def test_efficiencies_scale_the_rates() -> None:
     perfect = Efficiency(matmul=1.0, memory=1.0, bus=1.0, launch_seconds=0.0, kernel_seconds=0.0)
     time = estimate(
-        op(100_000_000_000, 1),
-        op(0, 1_000_000_000),
-        op(0, 1_000),
-        upload_bytes=25_000_000,
-        efficiency=perfect,
+        op(100_000_000_000, 1), op(0, 1_000_000_000), op(0, 1_000), upload_bytes=25_000_000, efficiency=perfect
     )
     assert [timed.duration_s for timed in time.ops] == pytest.approx([1e-3, 1e-3, 1e-9], rel=ROUNDING)
     assert time.upload_seconds == pytest.approx(1e-3, rel=ROUNDING)

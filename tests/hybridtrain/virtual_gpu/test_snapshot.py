@@ -1,7 +1,6 @@
 """Memory snapshots: torch's own functions open them, and the viewer's backward replay meets every moment."""
 
 import base64
-import json
 import pickle
 import pickletools
 import random
@@ -14,16 +13,11 @@ import numpy as np
 import pytest
 from torch.cuda import _memory_viz
 
-from hybridtrain.virtual_gpu.allocator import (
-    AllocatorConfig,
-    AllocatorEvent,
-    AllocatorOutOfMemory,
-    BlockState,
-    CachingAllocator,
-    Segment,
-)
-from hybridtrain.virtual_gpu.snapshot import Frame, build_snapshot, write_snapshot, write_snapshot_json
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockState
+from hybridtrain.virtual_gpu.allocator.snapshot import Frame, build_snapshot, write_snapshot
 
 KIB, MIB = 2**10, 2**20
 TORCH_VIEWS: dict[str, Callable[[object], str]] = {
@@ -185,9 +179,7 @@ def small_run() -> CachingAllocator:
     return allocator
 
 
-def small_snapshot(
-    categories: dict[int, str] | Callable[[int], str | None] | None = None,
-) -> dict[str, list[Any]]:
+def small_snapshot(categories: dict[int, str] | Callable[[int], str | None] | None = None) -> dict[str, list[Any]]:
     allocator = small_run()
     return dict(build_snapshot(history_of(allocator), allocator.segments(), categories=categories))  # type: ignore[arg-type]
 
@@ -294,11 +286,7 @@ def test_categories_are_plain_text_and_unknown_is_among_them(*, as_function: boo
 
 def test_allocations_without_a_category_are_unknown() -> None:
     trace = small_snapshot({1: "weight"})["device_traces"][0]
-    assert [entry["category"] for entry in trace if entry["action"] == "alloc"] == [
-        "weight",
-        "unknown",
-        "unknown",
-    ]
+    assert [entry["category"] for entry in trace if entry["action"] == "alloc"] == ["weight", "unknown", "unknown"]
 
 
 def test_without_categories_no_entry_has_one() -> None:
@@ -393,22 +381,10 @@ def test_a_history_that_does_not_lead_to_the_segments_is_refused(lost: str) -> N
         build_snapshot(history, before)
 
 
-def test_json_holds_the_same_as_the_pickle(tmp_path: Path) -> None:
-    allocator, _ = random_run("classic")
-    snapshot = build_snapshot(history_of(allocator), allocator.segments(), categories={1: "weight"})
-    write_snapshot_json(tmp_path / "run.json", snapshot)
-    text = (tmp_path / "run.json").read_text()
-    assert json.loads(text) == json.loads(json.dumps(snapshot))
-    assert text.count("\n") > len(history_of(allocator))  # a line per value, to be compared
-
-
-@pytest.mark.parametrize("write", [write_snapshot, write_snapshot_json])
-def test_a_failed_write_leaves_the_old_file(
-    write: Callable[[Path, object], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     snapshot = build_snapshot([], ())
-    write(path, snapshot)
+    write_snapshot(path, snapshot)
     old = path.read_bytes()
 
     def fail(*_: object) -> None:
@@ -417,6 +393,6 @@ def test_a_failed_write_leaves_the_old_file(
     monkeypatch.setattr(Path, "replace", fail)
     allocator = small_run()
     with pytest.raises(OSError, match="No space left"):
-        write(path, build_snapshot(history_of(allocator), allocator.segments()))
+        write_snapshot(path, build_snapshot(history_of(allocator), allocator.segments()))
     assert path.read_bytes() == old
     assert [*tmp_path.iterdir()] == [path]

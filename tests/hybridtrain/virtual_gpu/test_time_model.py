@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.ledger import OpRecord
-from hybridtrain.virtual_gpu.observer import Lane, Stage
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY, Efficiency, Rates, efficiency_of
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY, Efficiency, Rates, efficiency_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ModelConfig(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.virtual_gpu.trace import Counter, Slice, build_trace, write_trace
+from hybridtrain.virtual_gpu.account.trace import Counter, Slice, build_trace, write_trace
 
 FORWARD = Slice(name="block 0", category="forward", stream=0, start_us=5.0, duration_us=2.5, args={"bytes": 4096})
 COPY = Slice(name="weights", category="copy", stream=7, start_us=1.0, duration_us=0.0)
@@ -23,16 +23,7 @@ def test_every_event_is_written_out() -> None:
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "compute"}},
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 1, "args": {"sort_index": 1}},
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 2, "args": {"sort_index": 2}},
-        {
-            "name": "weights",
-            "cat": "copy",
-            "ph": "X",
-            "ts": 1.0,
-            "dur": 0.0,
-            "pid": 1,
-            "tid": 1,
-            "args": {},
-        },
+        {"name": "weights", "cat": "copy", "ph": "X", "ts": 1.0, "dur": 0.0, "pid": 1, "tid": 1, "args": {}},
         {"name": "memory", "ph": "C", "ts": 3.0, "pid": 1, "args": {"allocated": 10.0, "reserved": 20.0}},
         {
             "name": "block 0",

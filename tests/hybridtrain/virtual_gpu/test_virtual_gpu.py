@@ -19,8 +19,8 @@ import hybridtrain.virtual_gpu
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu import CardRun, TensorClass, VirtualGpu, find_card
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 CARD = find_card("rtx-4090")
 CUBLAS = 8_519_680
@@ -216,7 +216,12 @@ def test_torch_is_as_it_was_afterwards() -> None:
     assert (nn.functional.linear(query.float(), query.float()[0, 0])).dtype is torch.float32
 
 
-DOCUMENTED = hybridtrain.virtual_gpu._NAMES.keys() - {"card_run", "op_rules", "stand_in", "tensor_class"}
+DOCUMENTED = hybridtrain.virtual_gpu._NAMES.keys() - {
+    "account.op_rules",
+    "account.tensor_class",
+    "facade.card_run",
+    "facade.stand_in",
+}
 
 
 @pytest.mark.parametrize("module", sorted(DOCUMENTED))
@@ -230,7 +235,7 @@ def test_every_public_name_is_there_for_programs_and_for_type_checkers() -> None
     package = hybridtrain.virtual_gpu
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     typed = {
-        (node.module.rpartition(".")[2], alias.name)
+        (node.module.removeprefix(f"{package.__name__}."), alias.name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("hybridtrain.")
         for alias in node.names
@@ -243,7 +248,7 @@ def test_every_public_name_is_there_for_programs_and_for_type_checkers() -> None
 
 def test_it_imports_nothing_of_the_trainer_and_no_torch_before_it_is_needed() -> None:
     program = (
-        "import sys, hybridtrain.virtual_gpu as gpu, hybridtrain.virtual_gpu.tensor_class\n"
+        "import sys, hybridtrain.virtual_gpu as gpu, hybridtrain.virtual_gpu.account.tensor_class\n"
         "assert 'torch' not in sys.modules\n"
         "[getattr(gpu, name) for name in dir(gpu)]\n"
         "print(*sorted({'.'.join(name.split('.')[:2]) for name in sys.modules if name.startswith('hybrid')}))"

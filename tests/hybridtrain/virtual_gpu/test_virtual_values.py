@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, cuda_paths, find_card
+from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, find_card
+from hybridtrain.virtual_gpu.facade import cuda_paths
 
 CARD = find_card("rtx-4090")
 
@@ -292,3 +293,19 @@ def test_memory_efficient_attentions_backward_pass_takes_its_accumulators(
         before = len(gpu.ledger.trace().sizes)
         torch.autograd.grad(out, [query, key, value], grad)
         assert batch * heads * (4 * rows + scratch) in gpu.ledger.trace().sizes[before:]
+
+
+@pytest.mark.parametrize("draw", [torch.poisson, torch.bernoulli, torch._standard_gamma, torch.rrelu, torch.rand_like])
+def test_what_is_drawn_from_operands_is_unknown(gpu: VirtualGpu, draw: Callable[[Tensor], Tensor]) -> None:
+    before = torch.get_rng_state()
+    made = draw(torch.full((4,), 0.5, device="cuda"))
+    assert gpu.ledger.values.of(made) is None or draw is torch.rrelu, "of evaluation, rrelu draws nothing"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("make", [torch.hann_window, torch.arange, torch.eye, torch.ones, torch.fft.fftfreq])
+def test_what_a_factory_makes_is_known(gpu: VirtualGpu, make: Callable[..., Tensor]) -> None:
+    known = gpu.ledger.values.of(make(8, device="cuda"))
+    assert known is not None
+    assert torch.equal(known, make(8))
+    assert gpu.ledger.values.of(torch.empty(8, device="cuda")) is None

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hybridtrain.virtual_gpu import VirtualGpu, virtual_world
-from hybridtrain.virtual_gpu.virtual_world import TorchVersionError
+from hybridtrain.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade import virtual_world
+from hybridtrain.virtual_gpu.facade.virtual_world import TorchVersionError
 
 
 def test_a_script_is_told_what_torchrun_would_say() -> None:

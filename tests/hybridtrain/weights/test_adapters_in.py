@@ -121,11 +121,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "cut short": (
         lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4]) and None,
-        "is cut short",
+        "no whole safetensors file",
     ),
     "pickle": (pickle_it, "adapter_model.bin is a pickle, which can run code and is never opened"),
     "nothing": (lambda folder: (folder / FILE).unlink(), f"holds no {FILE}"),
-    "no config": (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG}.*\n?.*cannot be read"),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG}.*\n?.*does not exist"),
 }
 
 

@@ -54,22 +54,19 @@ def rewrite(change: Callable[[dict[str, Tensor]], None], tmp_path: Path, config:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (b"", "an empty file; it must be a whole safetensors file"),
-        (b"PK\x03\x04", "4 bytes without a header at their beginning"),
-        (b"PK\x03\x04" * 20, "80 bytes without a header at their beginning"),
-        (b"\x0a" + b"\0" * 7 + b"no header!", "its header is damaged (JSONDecodeError"),
-        (b"\x02" + b"\0" * 7 + b"[]", "its header is damaged (AttributeError"),
-        (b"\x07" + b"\0" * 7 + b'{"a":1}', "its header is damaged (TypeError"),
+        b"", b"PK\x03\x04", b"PK\x03\x04" * 20, b"\x0a" + b"\0" * 7 + b"no header!", b"\x02" + b"\0" * 7 + b"[]",
+        b"\x07" + b"\0" * 7 + b'{"a":1}',
     ],
-)
-def test_a_file_that_is_none_of_safetensors(content: bytes, words: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_file_that_is_none_of_safetensors(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ONE_FILE).write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         open_folder(tmp_path, LLAMA_ODD)
-    assert len(raised.value.faults) == 1
-    assert words in str(raised.value)
+    (fault,) = raised.value.faults
+    assert fault.startswith(f"{len(content)} bytes that are no whole safetensors file (")
+    assert fault.endswith("copy or download it again")
     assert str(tmp_path / ONE_FILE) in str(raised.value)
 
 
@@ -78,18 +75,18 @@ def test_a_tensor_whose_bytes_are_not_its_own(offsets: tuple[float, float], tmp_
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (fault,) = faults_of(tmp_path)
-    assert fault.startswith("w: bytes ")
+    assert "no whole safetensors file" in fault
 
 
 def test_a_file_cut_short_is_told_before_anything_is_read(saved: Path, tmp_path: Path) -> None:
     folder = copy_of(saved / "one", tmp_path)
     path = folder / ONE_FILE
     size = path.stat().st_size
-    os.truncate(path, size - 1)
-    (fault,) = faults_of(folder)
-    assert fault == f"is cut short: {size - 1} bytes, and its header tells of {size}; copy or download it again"
-    path.write_bytes(path.read_bytes() + b"12")
-    assert faults_of(folder)[0].startswith("is too long")
+    for length, content in ((size - 1, b""), (size, b"12")):
+        os.truncate(path, length)
+        path.write_bytes(path.read_bytes() + content)
+        (fault,) = faults_of(folder)
+        assert fault.startswith(f"{length + len(content)} bytes that are no whole safetensors file (incomplete")
 
 
 def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from hybridtrain.config.encode import JsonMapping
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.models.hf_config import HF_FAMILIES, hf_config_of, model_config_from_hf
+from hybridtrain.models.families import FAMILIES as ARCHITECTURES
+from hybridtrain.models.hf_config import hf_config_of, model_config_from_hf
 from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.plan.compose import compose
 from hybridtrain.trainer import Trainer
@@ -136,12 +137,13 @@ def test_what_a_file_of_the_hub_leaves_out_is_the_text_classes_default(name: str
 
 
 def test_every_size_of_the_text_class_is_transformers_own() -> None:
-    multimodal = HF_FAMILIES["gemma3"].multimodal
+    hf = ARCHITECTURES["gemma3"].hf
+    multimodal = hf.multimodal
     assert multimodal is not None
     theirs = Gemma3TextConfig().to_dict()
-    assert multimodal.text == {key: theirs[key] for key in HF_FAMILIES["gemma3"].sizes.values()}
+    assert multimodal.text == {key: theirs[key] for key in multimodal.text}
     others = ("num_key_value_heads", "head_dim", "query_pre_attn_scalar", "sliding_window")
-    assert [HF_FAMILIES["gemma3"].defaults[key] for key in others] == [theirs[key] for key in others]
+    assert [hf.defaults[key] for key in others] == [theirs[key] for key in others]
     assert multimodal.is_tied is Gemma3Config().tie_word_embeddings
 
 

@@ -81,7 +81,7 @@ def test_a_trained_model_has_the_same_logits_in_transformers(name: str, tmp_path
     config = FAMILY_MODELS[name]
     source = save_model(transformers_model(config), tmp_path / "source")
     trainer = Trainer(config, compose([]), SETTINGS, DirectTransfer(CPU), source=open_folder(source, config))
-    for batches in random_steps(config, 20):
+    for batches in random_steps(config, 6):
         trainer.step(batches)
     export_folder(trainer, tmp_path / "out", dtype=torch.float32)
     theirs = logits_of(load_model(tmp_path / "out", config), config)

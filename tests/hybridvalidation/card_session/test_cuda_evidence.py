@@ -23,7 +23,7 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.card_session import session as cuda_session
 from hybridvalidation.card_session import train as cuda_train
 from hybridvalidation.card_session import worker as cuda_worker
@@ -437,8 +437,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def close(self) -> None:
             facts["closed"] = True
 
-    monkeypatch.setattr(measure, "open_device_reader", lambda _identity: Reader())
-    monkeypatch.setattr(measure, "identify_device", lambda _index: None)
+    monkeypatch.setattr(measure, "DeviceReader", lambda _index: Reader())
     monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
     return facts
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead
-from hybridkernels.compile_case import CAPABILITIES, CompileCase
+from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, CompileCase, KernelResources, compile_ahead
 from hybridtrain.cli.main import main
 from hybridvalidation.gate import kernel_gate
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline

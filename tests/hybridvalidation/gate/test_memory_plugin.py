@@ -15,7 +15,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridtrain import estimate_memory
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 from hybridvalidation.gate.gate import annotation, markdown_table
 from hybridvalidation.gate.holders import fold, unfold
 from hybridvalidation.gate.pytest_plugin import COMMENT

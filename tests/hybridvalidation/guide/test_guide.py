@@ -17,7 +17,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.planning.savings import without
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.guide.models import recommendations
 from hybridvalidation.guide.reference import FILES, commands, file_settings, keys_of, settings_table, tables_of
 from hybridvalidation.guide.techniques import catalogue, example_stack, step_table, technique_sections

@@ -10,7 +10,7 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence, Outcome

@@ -13,8 +13,8 @@ from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB, GIB
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
 from hybridvalidation.records.outcome import Evidence, Outcome

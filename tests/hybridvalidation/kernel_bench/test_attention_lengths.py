@@ -12,8 +12,8 @@ from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.stacks import default_folder
-from hybridtrain.virtual_gpu.card import card_catalogue
-from hybridtrain.virtual_gpu.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench import attention_lengths
 from hybridvalidation.kernel_bench.attention_lengths import (

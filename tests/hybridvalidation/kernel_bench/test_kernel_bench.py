@@ -10,6 +10,7 @@ import torch
 from bench_cases import CPU, FakeClock, FakeStopwatch, bench, case, doubled, provider, times
 from hybridkernels import provider as chooser
 from hybridvalidation.kernel_bench import timing
+from hybridvalidation.kernel_bench.bench import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.case import (
     Clock,
     Inputs,
@@ -24,11 +25,10 @@ from hybridvalidation.kernel_bench.case import (
     widened,
 )
 from hybridvalidation.kernel_bench.record import KernelRecord
-from hybridvalidation.kernel_bench.run import call, judge, make_bounds, run_case, run_cases
 from hybridvalidation.kernel_bench.timing import (
     MOST_ROUNDS,
     DeviceStopwatch,
-    WallStopwatch,
+    Stopwatch,
     make_stopwatch,
     quantiles,
     time_in_turn,
@@ -74,7 +74,6 @@ def test_nan_other_shapes_and_other_counts_are_wrong(setup: Setup, says: str) ->
     found = case()
     inputs = found.make_inputs(CPU)
     verdict = judge(setup(inputs)(), make_bounds(found, inputs))
-    assert not verdict.is_right
     assert re.search(says, verdict.message)
 
 
@@ -84,8 +83,8 @@ def test_the_bound_is_twice_the_same_dtypes_error_and_one_rounding() -> None:
     inputs = found.make_inputs(CPU)
     (bound,) = make_bounds(found, inputs)
     assert bound.allowed == pytest.approx(2 * 0.006 + 6 * 2**-24, rel=1e-4)
-    assert judge(doubled(2.0039)(inputs)(), [bound]).is_right
-    assert not judge(doubled(2.0041)(inputs)(), [bound]).is_right
+    assert not judge(doubled(2.0039)(inputs)(), [bound]).message
+    assert judge(doubled(2.0041)(inputs)(), [bound]).message
 
 
 def test_where_plain_torch_is_exact_one_rounding_is_allowed() -> None:
@@ -94,8 +93,8 @@ def test_where_plain_torch_is_exact_one_rounding_is_allowed() -> None:
     bounds = make_bounds(found, inputs)
     one_step_up = torch.nextafter(inputs.args[0] * 2, torch.tensor(torch.inf))
     assert bounds[0].allowed == 6 * 2**-24
-    assert not judge((one_step_up,), bounds).is_right  # 4 + 2^-21 and 6 + 2^-21: a whole step, not half of one
-    assert judge((inputs.args[0] * 2 + torch.tensor([6 * 2**-24, 0, 0, 0]),), bounds).is_right
+    assert judge((one_step_up,), bounds).message  # 4 + 2^-21 and 6 + 2^-21: a whole step, not half of one
+    assert not judge((inputs.args[0] * 2 + torch.tensor([6 * 2**-24, 0, 0, 0]),), bounds).message
 
 
 def test_a_missing_provider_is_listed_with_its_reason() -> None:
@@ -162,7 +161,7 @@ def test_updates_in_place_are_checked_after_some_calls() -> None:
     inputs = found.make_inputs(CPU)
     bounds = make_bounds(found, inputs)
     assert bounds[0].largest == 3 * 8
-    assert judge(call(found, counting(2.0)(inputs)), bounds).is_right
+    assert not judge(call(found, counting(2.0)(inputs)), bounds).message
 
 
 def test_a_run_on_the_processor_is_executed_by_the_wall_clock() -> None:
@@ -246,7 +245,7 @@ def test_faster_means_that_the_quantiles_do_not_overlap() -> None:
 
 def test_the_wall_stopwatch_counts_the_call() -> None:
     calls = []
-    watch = WallStopwatch(CPU)
+    watch = Stopwatch(CPU)
     watch.warm_up(lambda: tuple(calls))
     assert 0 <= watch.seconds(lambda: (calls.append(1), ())[1]) < 60
     assert calls == [1]
@@ -290,8 +289,8 @@ def test_the_device_stopwatch_empties_caches_and_hides_the_launch(monkeypatch: p
 
 
 def test_where_there_is_no_card_every_clock_is_the_wall_clock() -> None:
-    assert isinstance(make_stopwatch(Clock.DEVICE, CPU), WallStopwatch)
-    assert isinstance(make_stopwatch(Clock.WALL, torch.device("cuda")), WallStopwatch)
+    assert type(make_stopwatch(Clock.DEVICE, CPU)) is Stopwatch
+    assert type(make_stopwatch(Clock.WALL, torch.device("cuda"))) is Stopwatch
 
 
 @pytest.mark.parametrize(("mode", "outputs"), [(Mode.FORWARD, 1), (Mode.BACKWARD, 2), (Mode.BOTH, 3)])
@@ -355,7 +354,7 @@ def test_an_op_that_lacks_the_provider_says_so() -> None:
 
 
 def test_on_the_processor_the_op_is_ours_and_the_cards_providers_are_missing() -> None:
-    found = own_providers("swiglu", "swiglu", doubled(), CPU, others=("torch", "bitsandbytes"))
+    found = own_providers("swiglu", doubled(), CPU, others=("torch", "bitsandbytes"))
     assert [(one.name, one.is_ours, one.missing) for one in found] == [
         ("triton", False, "needs a CUDA card"), ("torch", False, "needs a CUDA card"),
         ("bitsandbytes", False, "needs a CUDA card"), ("cpu", True, ""),

@@ -11,11 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench_cases import CPU, H200, record, result, times
 from hybridtrain.cli.main import main
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.kernel_bench import bench as command
+from hybridvalidation.kernel_bench.bench import BenchOutcome
 from hybridvalidation.kernel_bench.case import KernelCase, Mode, model_batches, own_providers
+from hybridvalidation.kernel_bench.cases import OPS, plan_cases
 from hybridvalidation.kernel_bench.record import KernelRecord, append_kernel, read_kernels
-from hybridvalidation.kernel_bench.run import OPS, BenchOutcome, plan_cases
 from hybridvalidation.kernel_bench.table import card_peaks
 from hybridvalidation.records.outcome import Outcome
 
@@ -238,4 +239,4 @@ def test_a_damaged_record_file_is_told_before_anything_runs(
 
 
 def test_forced_names_are_only_those_of_cards() -> None:
-    assert [one.name for one in own_providers("k", "swiglu", lambda _: tuple, CUDA)] == ["triton", "torch"]
+    assert [one.name for one in own_providers("k", lambda _: tuple, CUDA)] == ["triton", "torch"]

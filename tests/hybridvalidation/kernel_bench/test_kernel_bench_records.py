@@ -16,9 +16,18 @@ from hybridtrain.stacks import default_folder
 from hybridvalidation.card_session.record import Ceilings, EvidenceRecord
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.verdict import Status
-from hybridvalidation.kernel_bench.baseline import accept_speed, baseline_path, check_speed, read_baseline
 from hybridvalidation.kernel_bench.case import Clock, Mode
-from hybridvalidation.kernel_bench.choose import CHOICES, Choice, Undecided, choose, write_choices
+from hybridvalidation.kernel_bench.compare import (
+    CHOICES,
+    Choice,
+    Undecided,
+    accept_speed,
+    baseline_path,
+    check_speed,
+    choose,
+    read_baseline,
+    write_choices,
+)
 from hybridvalidation.kernel_bench.record import (
     KernelRecord,
     append_kernel,
@@ -30,7 +39,7 @@ from hybridvalidation.kernel_bench.table import (
     card_peaks,
     case_table,
     judge_kernels,
-    processor_lines,
+    processor_speedups,
     write_kernels,
 )
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -312,8 +321,9 @@ def test_who_was_not_timed_is_listed_once_with_reason() -> None:
 
 def test_the_processor_is_compared_with_on_cards_only() -> None:
     pair = (result("triton", times(1e-3)), result("cpu", times(12.5e-3)))
-    assert processor_lines([record(*pair)]) == ["adamw_int8, gpt2-1b block: 12.5 times as fast"]
-    assert not processor_lines([record(*pair, evidence=Evidence.EXECUTED)])
+    ((_, factor),) = processor_speedups([record(*pair)])
+    assert factor == pytest.approx(12.5)
+    assert not processor_speedups([record(*pair, evidence=Evidence.EXECUTED)])
 
 
 def test_speedups_over_the_processor_are_judged_by_the_slowest_shape() -> None:

@@ -15,7 +15,7 @@ from hybridtrain.models.model_config import BatchWorkload, ModelConfig, Workload
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.run.environment import read_environment
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train
 from hybridvalidation.peers import command as peers_command

@@ -14,7 +14,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import GIB, to_gib
-from hybridtrain.virtual_gpu.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, Series, View
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.pictures.png import figure_of, png_of

@@ -6,7 +6,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.recorded.compiled import compiling
 
 ROWS, WIDTH, INNER = 4096, 512, 2048

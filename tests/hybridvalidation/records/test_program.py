@@ -38,7 +38,7 @@ def test_the_digest_is_that_of_the_sources_wherever_they_lie(tmp_path: Path) -> 
     cache.mkdir(exist_ok=True)
     (cache / "other.cpython-311.pyc").write_bytes(b"1")
     assert digest_of(*place) == program_digest()
-    table = tmp_path / "hybridtrain/virtual_gpu/hardware.toml"
+    table = tmp_path / "hybridtrain/virtual_gpu/cards/hardware.toml"
     text = table.read_text()
     table.unlink()
     table.write_text(text + "\n")

@@ -14,7 +14,7 @@ from hybridtrain.config.encode import encode, to_json
 from hybridtrain.errors import RecordError
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import torch_series
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import SCHEMA
 from hybridvalidation.records.stack_run import StackRun
@@ -98,7 +98,7 @@ def test_a_record_whose_newline_an_editor_took_stays(store: RecordStore) -> None
 
 def test_writers_at_once_lose_nothing(store: RecordStore) -> None:
     program = (
-        "import sys; from pathlib import Path; from hybridtrain.virtual_gpu.card import Host; "
+        "import sys; from pathlib import Path; from hybridtrain.virtual_gpu.cards.card import Host; "
         "from hybridvalidation.records.store import append_line\n"
         "for size in range(10, 60): append_line(Path(sys.argv[1]), Host(memory_gib=size, disk_gib=int(sys.argv[2])))"
     )

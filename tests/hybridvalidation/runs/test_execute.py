@@ -28,8 +28,8 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StepMark
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.records.executed import ExecutedRun, append_executed, read_executed
 from hybridvalidation.runs import execute as execute_run
 from hybridvalidation.runs.execute import first_difference

@@ -13,7 +13,7 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.runs.job import make_job

@@ -11,8 +11,8 @@ from hybridtrain.planning.figures import RefusedRequest, StepPeaks, memory_figur
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.card import Host, find_card
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.outcome import Evidence, Outcome

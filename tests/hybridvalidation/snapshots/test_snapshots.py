@@ -9,8 +9,8 @@ from hybridtrain.cli.main import main
 from hybridtrain.errors import DataError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.allocator import CachingAllocator
-from hybridtrain.virtual_gpu.snapshot import build_snapshot, write_snapshot
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot, write_snapshot
 from hybridvalidation.snapshots.public import blob_of, read_public
 from hybridvalidation.snapshots.replayed import append_snapshots, differs, replay_files, write_reserved
 

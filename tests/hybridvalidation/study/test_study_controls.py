@@ -48,7 +48,7 @@ def moves(trainer: Trainer, kind: str) -> tuple[list[Tensor], float]:
     hybrid = HybridTrainer(trainer, CONFIG)
     predictor = hybrid.predictor
     if kind == "random":
-        predictor = RandomDirection(trainer, CONFIG.slow, CONFIG.max_move, CONFIG.max_relative_move)
+        predictor = RandomDirection(CONFIG, trainer)
     before = weights(trainer)
     jump = predictor.jump(STEPS, LR, None)
     return [after - old for after, old in zip(weights(trainer), before, strict=True)], jump.rms

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from faults.runs import Run, training_file
+from hybridtrain.checkpoint.generations import generations
+from hybridtrain.checkpoint.manifest import MANIFEST, read_generation, verify
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
@@ -25,18 +27,16 @@ from hybridtrain.diagnoses import diagnose, diagnosis_text, read_log
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.find_model import find_model
-from hybridtrain.models.hf_config import hf_config_of, model_config_from_hf
+from hybridtrain.models.hf_config import hf_config_of, model_config_from_hf, read_json
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.run.run_folder import read_run_files
 from hybridtrain.run.train import open_trainer
 from hybridtrain.stacks import default_folder
 from hybridtrain.tensor_file import open_tensor_file
-from hybridtrain.train_state.generations import generations
-from hybridtrain.train_state.manifest import MANIFEST, read_generation, verify
 from hybridtrain.training_file import load_config
-from hybridtrain.virtual_gpu.card import Card
-from hybridtrain.weights.adapters import _read_config, export_adapter, load_adapter
+from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.weights.adapters import export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
@@ -185,7 +185,10 @@ def _weights(folder: Path) -> Iterator[Parser]:
     )  # fmt: skip
     adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": False, "target_modules": ["q_proj"]}
     yield Parser(
-        name="adapter_config.json", file="adapter_config.json", sample=json.dumps(adapter).encode(), read=_read_config
+        name="adapter_config.json",
+        file="adapter_config.json",
+        sample=json.dumps(adapter).encode(),
+        read=partial(read_json, remedy="save it again"),
     )
     yield Parser(
         name="safetensors", file="model.safetensors", sample=_tensors(),

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from hybridtrain.checkpoint.generations import generations, newest_generation
 from hybridtrain.cli.main import main
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_toml
@@ -20,7 +21,6 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.group import DirectGroup
 from hybridtrain.run.run_folder import CHECKPOINTS
 from hybridtrain.run.train import train
-from hybridtrain.train_state.generations import generations, newest_generation
 from hybridtrain.training_file import _UNIONS, TrainFile
 
 NUM_STEPS: Final = 6

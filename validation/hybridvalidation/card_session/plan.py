@@ -11,8 +11,8 @@ from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.planning.recommendation import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Card, Host, card_catalogue
-from hybridtrain.virtual_gpu.roofline import DEFAULT_EFFICIENCY
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
 from hybridvalidation.card_session.parts import Part
 from hybridvalidation.card_session.record import Ceilings, Predicted
 from hybridvalidation.runs.job import plan_figures

@@ -16,12 +16,12 @@ import torch
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.tier import available_host_bytes
-from hybridtrain.profiler.nvml import DeviceReadError, identify_device, open_device_reader
+from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.run.environment import Environment, read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.card_session.parts import (
     CEILINGS,
     PAIR_STACKS,
@@ -344,9 +344,9 @@ def _session(minutes: float, on_record: Callable[[EvidenceRecord], None], say: C
 
 
 def _used_bytes() -> int | None:
-    """Return the memory of the whole card in use, None where neither NVML nor nvidia-smi answers."""
+    """Return the memory of the whole card in use, None where NVML does not answer."""
     try:
-        reader = open_device_reader(identify_device(0))
+        reader = DeviceReader(0)
     except DeviceReadError:
         return None
     try:

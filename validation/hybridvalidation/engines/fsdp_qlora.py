@@ -25,8 +25,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:

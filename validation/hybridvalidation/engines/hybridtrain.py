@@ -14,7 +14,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.planning.dry_runs import DryRun, dry_run
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
-from hybridtrain.virtual_gpu.card import Card, Host
+from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridvalidation.engines.task import Task
 
 

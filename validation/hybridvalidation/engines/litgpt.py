@@ -24,8 +24,8 @@ from litgpt.utils import chunked_cross_entropy, instantiate_bnb_optimizer, insta
 from torch import Tensor, nn
 
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.engines.task import Task
 
 _NUM_STEPS = 2

@@ -20,8 +20,8 @@ import torch
 from peft.optimizers import create_lorafa_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.engines.hf_model import build_model
 from hybridvalidation.engines.task import Task
 from hybridvalidation.engines.transformers import run_trainer

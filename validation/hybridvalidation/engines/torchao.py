@@ -13,8 +13,8 @@ import bitsandbytes
 import torch
 from torch import nn
 
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.recorded.compiled import compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 

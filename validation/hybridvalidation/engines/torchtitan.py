@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.cards.card import Card, find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _ATEN = torch.ops.aten
 _SAVED = frozenset(

@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from hybridtrain.virtual_gpu.card import find_card
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.recorded.compiled import boundary, compiling
 from hybridvalidation.recorded.torchvision_ops import declare
 

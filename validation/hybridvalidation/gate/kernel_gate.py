@@ -1,4 +1,4 @@
-"""The kernel gate: what each Triton kernel takes of each card, compiled ahead of time, against the baseline."""
+"""The kernel gate: resources of each Triton kernel on each card, compiled ahead of time, against the baseline."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,15 +9,14 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
-from hybridkernels.ahead_of_time import KERNELS, KernelResources, compile_ahead, compile_cases
-from hybridkernels.compile_case import CAPABILITIES
+from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, KernelResources, compile_ahead, compile_cases
 from hybridtrain.config.rules import young
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
 
 NAME = "kernels"
-"""What stands for all kernels where scenarios are named, and the baseline's file name."""
+"""Name of all kernels among those of scenarios, and the baseline's file name."""
 _COMPILER_SETTINGS = ("TRITON_", "PTXAS_", "DISABLE_", "LLVM_", "MLIR_")
 """Beginnings of the environment variables that change what Triton compiles."""
 _CACHE_SETTING = "TRITON_CACHE_DIR"
@@ -71,20 +70,15 @@ def run_kernel_gate(
     baselines: Path, on_kernel: Callable[[str], None], *, kernels: tuple[str, ...] = KERNELS,
     capabilities: Sequence[int] = CAPABILITIES, jobs: int | None = None,
 ) -> KernelGateResult:  # fmt: skip
-    """Compile every case of every kernel for some cards and compare; ``on_kernel`` hears of each that is done.
+    """Compile every case of every kernel for some cards and compare with ``kernels.json`` in the folder ``baselines``.
 
-    Args:
-        baselines: Folder of ``kernels.json``.
-        on_kernel: Called with ``sm_90 swiglu``, once a kernel and card.
-        kernels: Folders of ``hybridkernels``.
-        capabilities: Of the cards, as 89; what the baseline says of others stays.
-        jobs: Processes; None takes one a core.
+    ``on_kernel`` is called with ``sm_90 swiglu``, once a kernel and card. Figures of other cards stay in the
+    baseline. ``jobs`` are processes; None takes one a core.
     """
-    if find_spec("triton") is None:
-        reason = "triton is not installed, nothing was compiled; pip install triton (Linux)"
-        return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
+    reason = "" if find_spec("triton") else "triton is not installed, nothing was compiled; pip install triton (Linux)"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        reason = "TRITON_INTERPRET=1: kernels are interpreted, nothing was compiled; unset it"
+        reason = reason or "TRITON_INTERPRET=1: kernels are interpreted, nothing was compiled; unset it"
+    if reason:
         return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
     recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
     findings: list[Finding] = []
@@ -97,7 +91,6 @@ def run_kernel_gate(
                 findings.append(_not_measured(f"{card} {name}", result, settled=False))
             else:
                 compiled[card][name] = result
-    num_compiled = sum(map(len, compiled.values()))
     here = version("triton")
     if recorded is None:
         findings.append(_not_measured("", "there is no baseline to compare with"))
@@ -106,15 +99,12 @@ def run_kernel_gate(
         findings.append(_not_measured("", f"{reason}; install triton=={recorded.triton}"))
     else:
         findings += _compare(recorded, compiled, failed={finding.stack for finding in findings})
-    ordered: dict[str, Mapping[str, KernelResources]] = {
-        card: dict(sorted(cases.items())) for card, cases in compiled.items()
-    }
-    if recorded is not None and recorded.triton == here:  # another compiler's figures are not kept beside these
-        ordered = {**recorded.resources, **ordered}
+    # Another compiler's figures are not kept beside these.
+    kept = recorded.resources if recorded is not None and recorded.triton == here else {}
     return KernelGateResult(
         findings=tuple(sorted(findings, key=lambda finding: finding.stack)),
-        replacement=KernelBaseline(triton=here, resources=ordered),
-        num_compiled=num_compiled,
+        replacement=KernelBaseline(triton=here, resources={**kept, **compiled}),
+        num_compiled=sum(map(len, compiled.values())),
     )
 
 
@@ -124,9 +114,7 @@ def _compile_all(
     """Yield capability, kernel and its cases as they are done; one process sets the compiler up many times over."""
     work = [(capability, kernel) for kernel in kernels for capability in capabilities]
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
-        futures = {
-            pool.submit(_compile_kernel, capability, kernel): (capability, kernel) for capability, kernel in work
-        }
+        futures = {pool.submit(_compile_kernel, *pair): pair for pair in work}
         for future in as_completed(futures):
             yield *futures[future], future.result()
 
@@ -147,8 +135,8 @@ def _compile_kernel(capability: int, kernel: str) -> dict[str, KernelResources |
 def _compare(
     recorded: KernelBaseline, compiled: Mapping[str, Mapping[str, KernelResources]], *, failed: set[str]
 ) -> Iterator[Finding]:
-    for card in compiled:
-        old, new = recorded.resources.get(card, {}), compiled.get(card, {})
+    for card, new in compiled.items():
+        old = recorded.resources.get(card, {})
         for name in old.keys() - new.keys():
             if f"{card} {name}" not in failed:
                 yield _not_measured(f"{card} {name}", "stands in the baseline but is not compiled any more")

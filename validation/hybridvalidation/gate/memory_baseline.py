@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from hybridtrain.config.rules import young
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.gate.holders import change_text, moved_lines, unfold
 
 

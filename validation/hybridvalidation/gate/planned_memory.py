@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.sizes import parse_size
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.gate.holders import fold
 from hybridvalidation.gate.memory_baseline import PlanFigures
 
 if TYPE_CHECKING:  # torch is imported when the first plan is made: the plugin is in every run of pytest
     import torch
 
-    from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-    from hybridtrain.virtual_gpu.card import Card
-    from hybridtrain.virtual_gpu.card_run import CardRun
-    from hybridtrain.virtual_gpu.estimate import Batch, Loss
-    from hybridtrain.virtual_gpu.tensor_class import TensorClass
+    from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+    from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+    from hybridtrain.virtual_gpu.cards.card import Card
+    from hybridtrain.virtual_gpu.facade.card_run import CardRun
+    from hybridtrain.virtual_gpu.facade.estimate import Batch, Loss
 
 _PACKAGES = ("torch", "transformers", "peft", "hybridtrain")
 
@@ -51,7 +51,7 @@ class PlannedMemory:
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Return the peak's bytes by module path, the largest first; ``depth`` as for ``MemoryEstimate.by_module``."""
-        from hybridtrain.virtual_gpu.estimate import by_module  # noqa: PLC0415  torch
+        from hybridtrain.virtual_gpu.facade.estimate import by_module  # noqa: PLC0415  torch
 
         return by_module(self.run, depth)
 
@@ -102,7 +102,7 @@ class MemoryPlanner:
     ) -> PlannedMemory:  # fmt: skip
         """Plan a training step; ``name`` is that of the plan in the baseline, the rest as for ``estimate_memory``."""
         from hybridtrain.errors import ConfigError  # noqa: PLC0415  with torch
-        from hybridtrain.virtual_gpu.estimate import estimate_memory  # noqa: PLC0415
+        from hybridtrain.virtual_gpu.facade.estimate import estimate_memory  # noqa: PLC0415
 
         __tracebackhide__ = True
         try:

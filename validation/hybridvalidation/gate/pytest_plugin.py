@@ -13,7 +13,7 @@ import pytest
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import RecordError
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 from hybridvalidation.gate.baseline_file import read_baseline, write_baseline
 from hybridvalidation.gate.gate import annotation, markdown_table, write_markdown
 from hybridvalidation.gate.memory_baseline import CELL_HEADERS, MemoryBaseline, PlanChange, PlanFigures

@@ -17,7 +17,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
-from hybridtrain.virtual_gpu.roofline import time_errors
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations
 from hybridvalidation.judge.verdict import Status, Verdict

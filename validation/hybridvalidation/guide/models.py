@@ -4,7 +4,7 @@ from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.card import FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
 from hybridvalidation.study.quality import told_in_short
 

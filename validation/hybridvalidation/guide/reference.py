@@ -1,7 +1,6 @@
 """The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -19,7 +18,7 @@ from hybridtrain.plan.memory_plan import SETTINGS
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.stacks import Stack
 from hybridtrain.training_file import TrainFile
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.scenario import Scenario
 
 _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
@@ -28,9 +27,6 @@ FILES: Final[Mapping[str, type]] = {
     "training": TrainFile, "stack": Stack, "model": ModelConfig, "card": Card, "scenario": Scenario,
 }  # fmt: skip
 """What a user may write."""
-
-
-_VERB = re.compile(r"^## hybridtrain (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,10 @@ def keys_of(cls: type) -> Iterator[Key]:
             allowed = declared.words if declared and is_number else describe_hint(hints[field.name])
             yield Key(name=field.name, allowed=allowed, default=_default(field), says=meaning)
     if presets := getattr(cls, "PRESETS", None):
-        told = "; ".join(f"{name}: {_values(values)}" for name, values in presets.items())
+        told = "; ".join(
+            f"{name}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}"
+            for name, values in presets.items()
+        )
         yield Key(name="preset", allowed=f"one of {', '.join(presets)}", default="unset", says=f"{told}.")
 
 
@@ -128,10 +127,6 @@ def _default(field: "Field[object]") -> str:
     return "" if field.default is MISSING else _toml(field.default)
 
 
-def _values(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} = {_toml(value)}" for name, value in values.items())
-
-
 def _toml(value: object) -> str:
     if value is None:
         return "unset"
@@ -151,6 +146,4 @@ def _first_line(cls: type) -> str:
 def commands() -> str:
     """Return what ``hybridtrain VERB --help`` says of every verb, as Markdown."""
     text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
-    first = _VERB.search(text)
-    assert first is not None, "the help has verbs"
-    return f"{EXIT_CODES}\n\n{text[first.start() :]}"
+    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"

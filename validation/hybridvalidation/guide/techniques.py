@@ -15,7 +15,7 @@ from hybridtrain.planning.savings import without
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.guide.reference import settings_table
 from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
 from hybridvalidation.show.pages.scenario import headline, summary_table

@@ -5,7 +5,7 @@ from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.models.model_config import block_params
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import GB, format_count
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric, MetricOf
 from hybridvalidation.judge.planned import kept_bytes_reduction, optimizer_reduction, weight_peak_reduction
 from hybridvalidation.records.outcome import Evidence

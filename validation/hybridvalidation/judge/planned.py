@@ -8,7 +8,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import GB, GIB, format_bytes, to_gib
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.judge.case import Case, Decider, Metric, MetricOf, joined
 from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence

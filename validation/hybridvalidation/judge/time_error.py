@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.virtual_gpu.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bound
 from hybridvalidation.judge.statistics import Interval
 
 LEAST_WAITING, MOST_WAITING = 0.05, 0.18

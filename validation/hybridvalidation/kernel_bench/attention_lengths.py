@@ -5,7 +5,8 @@ Counted is what attention needs beside its inputs, its output and their gradient
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -21,11 +22,11 @@ from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card, card_catalogue
-from hybridtrain.virtual_gpu.ledger import StorageLedger, find_peak
-from hybridtrain.virtual_gpu.observer import Stage
-from hybridtrain.virtual_gpu.roofline import estimate_step
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger, find_peak
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
@@ -50,6 +51,7 @@ STATED_SAVING_PCT = 99.0
 _HEADERS = (
     "model", "tokens", "unfused peak", "flash peak", "saved %", "unfused kept", "flash kept", "saved %", "time %",
 )  # fmt: skip
+_BYTES = ("peak_bytes", "kept_bytes")
 _HOW = (
     "One layer, one sequence, {dtype}, forward and backward. Planned, by a dry run of the functions that the models "
     "call: peak is what attention holds beside its inputs, its output and their gradients at the moment when most is "
@@ -66,7 +68,7 @@ class AttentionCost:
     peak_bytes: int
     """Beside inputs, output and their gradients, at the moment when most is held."""
     kept_bytes: int
-    """What waits between forward and backward beside inputs and output, once a layer."""
+    """Kept between forward and backward beside inputs and output, once a layer."""
     seconds: float
     """Estimated, by the rates of the record's card."""
 
@@ -106,8 +108,8 @@ class AttentionRecord(Record):
     evidence: Evidence = Evidence.PLANNED
 
     def faults(self) -> list[str]:
-        """Return what cannot be."""
-        return [f"points: no such model '{name}'" for name in {each.model for each in self.points} - set(PRESETS)]
+        """Return faults of the content."""
+        return [f"points: no such model '{name}'" for name in {point.model for point in self.points} - set(PRESETS)]
 
 
 def plan_attention(targets: Mapping[str, Target]) -> AttentionRecord:
@@ -132,25 +134,15 @@ def _points(model: str, card: Card, stated_saving_pct: float) -> Iterator[Attent
         unfused, flash = (attention_cost(model, kind, seq_len, card) for kind in (Attention.UNFUSED, Attention.FLASH))
         return AttentionPoint(model=model, seq_len=seq_len, unfused=unfused, flash=flash)
 
-    border = _shortest(lambda seq_len: at(seq_len).saving_pct >= stated_saving_pct)
-    lengths = {*_LENGTHS} if border is None else {*_LENGTHS, border}
-    yield from map(at, sorted(lengths))
-
-
-def _shortest(holds: Callable[[int], bool]) -> int | None:
-    """Return the shortest multiple of the step at which it holds; the saving grows with the length."""
-    good = next(filter(holds, _LENGTHS), None)
-    if good is None:
-        return None
-    bad = max((seq_len for seq_len in _LENGTHS if seq_len < good), default=0)
-    while good - bad > _LENGTH_STEP:
-        middle = (good + bad) // 2 // _LENGTH_STEP * _LENGTH_STEP
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
-    return good
+    # The saving grows with the length: the shortest multiple of the step from which it holds lies in front of ``good``.
+    good = next((seq_len for seq_len in _LENGTHS if at(seq_len).saving_pct >= stated_saving_pct), 0)
+    lengths = range(_LENGTH_STEP, good, _LENGTH_STEP)
+    border = bisect_left(lengths, stated_saving_pct, key=lambda seq_len: at(seq_len).saving_pct)
+    yield from map(at, sorted({*_LENGTHS, *lengths[border : border + 1]}))
 
 
 def attention_cost(model: str, attention: Attention, seq_len: int, card: Card) -> AttentionCost:
-    """Return what one layer of a preset takes for one sequence."""
+    """Return the memory and time of one layer of a preset for one sequence."""
     config = PRESETS[model]
     shapes = [(1, seq_len, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
     ledger = StorageLedger()
@@ -184,20 +176,14 @@ def read_attention(records: Path) -> list[AttentionRecord]:
     return read_lines(records / _FILE, AttentionRecord)
 
 
-def attention_table(record: AttentionRecord, style: str) -> str:
-    """Return one row per model and length."""
-    return tabulate([_row(point) for point in record.points], headers=_HEADERS, tablefmt=style, disable_numparse=True)
-
-
 def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> list[Verdict]:
     """Return the verdicts at the length that each model is made for."""
-    verdicts = []
+    verdicts, stated = [], _stated_saving_pct(targets)
     for model in dict.fromkeys(point.model for point in record.points):
         points = [point for point in record.points if point.model == model]
         point = next(point for point in points if point.seq_len == PRESETS[model].max_seq_len)
         stack = f"{model} at {point.seq_len} tokens"
-        stated = _stated_saving_pct(targets)
-        holding = next((each.seq_len for each in points if each.saving_pct >= stated), None)
+        holding = next((other.seq_len for other in points if other.saving_pct >= stated), None)
         remark = (
             f"{stated:g} % from {holding:,} tokens on; of what waits between forward and backward "
             f"{point.kept_saving_pct:.2f} %"
@@ -216,9 +202,16 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
 
 
 def attention_text(record: AttentionRecord, targets: Mapping[str, Target], style: str) -> str:
-    """Return table, verdicts and how they were got."""
+    """Return a row per model and length, verdicts and how they were got."""
+    rows = []
+    for point in record.points:
+        peaks, kept = ([format_bytes(getattr(cost, name)) for cost in (point.unfused, point.flash)] for name in _BYTES)
+        saving, kept_saving = f"{point.saving_pct:.2f}", f"{point.kept_saving_pct:.2f}"
+        time_cell = f"{point.time_overhead_pct:+.0f}"
+        rows.append([point.model, f"{point.seq_len:,}", *peaks, saving, *kept, kept_saving, time_cell])
+    table = tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
     how = _HOW.format(dtype=record.dtype, card=card_catalogue()[record.card].name)
-    return f"{attention_table(record, style)}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
+    return f"{table}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
 
 
 def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target], results: Path) -> list[Path]:
@@ -228,17 +221,3 @@ def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target
     title, record = "# Attention: what flash attention saves, by length", records[-1]
     parts = [title, attention_text(record, targets, MARKDOWN), made_by([("", record)])]
     return [write_page(results, "attention", "\n\n".join(parts))]
-
-
-def _row(point: AttentionPoint) -> list[str]:
-    return [
-        point.model,
-        f"{point.seq_len:,}",
-        format_bytes(point.unfused.peak_bytes),
-        format_bytes(point.flash.peak_bytes),
-        f"{point.saving_pct:.2f}",
-        format_bytes(point.unfused.kept_bytes),
-        format_bytes(point.flash.kept_bytes),
-        f"{point.kept_saving_pct:.2f}",
-        f"{point.time_overhead_pct:+.0f}",
-    ]

@@ -1,13 +1,12 @@
-"""What is measured of a kernel: one op at one shape, by every provider, against one definition.
+"""A benchmark case of a kernel: one op at one shape, by every provider, against one definition.
 
 A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments
 that does the work once and returns what it made, so that the first call can be checked and the later ones timed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -98,12 +97,12 @@ class KernelCase:
     floor: float | None = None
     """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
     seen: Callable[[Tensors], Tensors] = tuple
-    """What of the outputs is judged, each part by its own largest value."""
+    """The part of the outputs that is judged, each tensor by its own largest value."""
     providers: tuple[Provider, ...]
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"{self.op} {self.shape} {self.dtype} {self.mode}"
 
 
@@ -127,13 +126,22 @@ def trained(function: Function, mode: Mode) -> Setup:
     return setup
 
 
+def writing(work: Callable[[], object], *outputs: Tensor) -> Run:
+    """Return a run of an op that works in place, with the tensors that it writes."""
+
+    def run() -> Tensors:
+        work()
+        return outputs
+
+    return run
+
+
 def widened(setup: Setup, dtype: torch.dtype) -> Setup:
     """Return a setup that works on copies of the inputs in ``dtype``."""
 
     def wide(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        is_exact = not tensor.is_floating_point()
+        return tensor if is_exact else tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
     def wide_setup(inputs: Inputs) -> Run:
         grad = None if inputs.grad is None else wide(inputs.grad)
@@ -171,28 +179,19 @@ def forced(key: str, provider: str, setup: Setup) -> Setup:
 
 
 def own_providers(
-    key: str, kernel: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
+    key: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
 ) -> tuple[Provider, ...]:
     """Return the providers among which an op of ours chooses on CUDA, and its only one on the CPU.
 
-    Args:
-        key: Of the op in choices.toml.
-        kernel: Folder in hybridkernels.
-        setup: Of the op.
-        device: Where it will run.
-        others: Choosable ones besides ``triton``.
+    ``key`` is the op's in choices.toml, ``others`` are those besides ``triton``.
     """
+    providers = [
+        Provider(name=name, setup=forced(key, name, setup), is_choosable=True, missing=needs_card(device))
+        for name in ("triton", *others)
+    ]
     if device.type != "cuda":
-        gone = [
-            Provider(name=name, setup=setup, is_choosable=True, missing=needs_card(device))
-            for name in ("triton", *others)
-        ]
-        return (*gone, Provider(name="cpu", setup=setup, is_ours=True))
-    triton = Provider(
-        name="triton", setup=forced(key, "triton", setup), is_ours=True, is_choosable=True,
-        missing=needs_triton(kernel),
-    )  # fmt: skip
-    return (triton, *(Provider(name=name, setup=forced(key, name, setup), is_choosable=True) for name in others))
+        return (*providers, Provider(name="cpu", setup=setup, is_ours=True))
+    return (replace(providers[0], is_ours=True, missing=needs_triton()), *providers[1:])
 
 
 def needs_card(device: torch.device) -> str:
@@ -200,26 +199,18 @@ def needs_card(device: torch.device) -> str:
     return "" if device.type == "cuda" else "needs a CUDA card"
 
 
-def needs_triton(kernel: str) -> str:
-    """Return why the Triton kernel of a folder in hybridkernels is missing on this machine with a card."""
-    if not has_module(f"hybridkernels.{kernel}.triton_kernel"):
-        return f"hybridkernels.{kernel} has no Triton kernel"
+def needs_triton() -> str:
+    """Return why Triton kernels are missing on this machine with a card."""
     return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
 
 
 def needs_package(package: str, device: torch.device) -> str:
-    """Return why a provider from a package for CUDA is missing."""
-    if not has_module(package):
-        return f"{package} is not installed"
-    return needs_card(device)
-
-
-def has_module(name: str) -> bool:
-    """Say whether a module can be found, without importing it."""
+    """Return why a provider from a package for CUDA is missing; the package is not imported."""
     try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+        is_there = find_spec(package) is not None
+    except ModuleNotFoundError:  # of a parent
+        is_there = False
+    return needs_card(device) if is_there else f"{package} is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +250,12 @@ _CPU = (ModelBatch("gpt2-small", 1, 64), ModelBatch("llama-1b", 1, 64))
 def model_batches(device: torch.device, *, family: str = "", quick: bool = False) -> tuple[ModelBatch, ...]:
     """Return the workloads of a device, of one model family if named; ``quick`` leaves the first."""
     of_device = _CARD if device.type == "cuda" else _CPU
-    found = tuple(workload for workload in of_device if family in {"", workload.config.family})
-    return found[:1] if quick else found
+    batches = tuple(workload for workload in of_device if family in {"", workload.config.family})
+    return batches[:1] if quick else batches
 
 
 class Maker:
-    """Makes random tensors, the same ones for every provider of a case.
-
-    Args:
-        device: Where tensors go.
-        dtype: Of those that name none.
-    """
+    """Makes random tensors on a device, the same ones for every provider of a case; ``dtype`` is that of most."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -288,21 +274,3 @@ class Maker:
     def integers(self, *shape: int, below: int) -> Tensor:
         """Return int64 numbers from 0."""
         return torch.randint(below, shape, generator=self._generator, device=self._device)
-
-
-def liger(module: str, function: str, *args: object) -> Tensor:
-    """Return what an autograd function of Liger gives; of several outputs the first."""
-    found = getattr(import_module(f"liger_kernel.ops.{module}"), function).apply(*args)
-    out: Tensor = found[0] if isinstance(found, tuple) else found
-    return out
-
-
-def liger_provider(function: Function, mode: Mode, device: torch.device) -> Provider:
-    """Return the provider of a function that calls Liger; on copies: its backward passes write over their inputs."""
-    setup = trained(function, mode)
-
-    def copied_setup(inputs: Inputs) -> Run:
-        args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in inputs.args)
-        return setup(Inputs(args, None if inputs.grad is None else inputs.grad.clone()))
-
-    return Provider(name="liger", setup=copied_setup, missing=needs_package("liger_kernel", device))

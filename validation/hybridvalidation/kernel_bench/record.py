@@ -1,6 +1,6 @@
 """The record of one benchmark case: what every provider took, or why it took no part. Bytes are integers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class KernelRecord(Record):
 
     @property
     def name(self) -> str:
-        """What the case is called in messages and baselines."""
+        """The case's name in messages and baselines."""
         return f"{self.op} {self.shape} {self.dtype} {self.mode}"
 
     @property
@@ -68,12 +68,16 @@ class KernelRecord(Record):
 
     def timed(self) -> list[tuple[ProviderResult, Times]]:
         """Return the providers that ended well, the fastest first."""
-        found = [
+        pairs = [
             (result, result.times)
             for result in self.results
             if result.outcome is Outcome.OK and result.times is not None
         ]
-        return sorted(found, key=lambda pair: pair[1].q50_s)
+        return sorted(pairs, key=lambda pair: pair[1].q50_s)
+
+    def fastest(self, wanted: Callable[[ProviderResult], bool]) -> tuple[ProviderResult, Times] | None:
+        """Return the fastest of the wanted providers that ended well."""
+        return next((pair for pair in self.timed() if wanted(pair[0])), None)
 
 
 def append_kernel(records: Path, record: KernelRecord) -> Path:

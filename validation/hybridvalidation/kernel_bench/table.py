@@ -8,14 +8,14 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB, MIB
-from hybridtrain.virtual_gpu.card import card_catalogue
+from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.card_session.record import EvidenceRecord
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric
 from hybridvalidation.kernel_bench.case import Clock
+from hybridvalidation.kernel_bench.cases import OPS
 from hybridvalidation.kernel_bench.record import KernelRecord, ProviderResult, newest_kernels
-from hybridvalidation.kernel_bench.run import OPS
 from hybridvalidation.kernel_bench.timing import Times
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -29,33 +29,28 @@ _ON_PROCESSOR = "cpu"
 
 def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
     """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
-    found = []
+    speedups = []
     for record in records:
-        timed = record.timed()
-        ours = next((times for result, times in timed if result.is_ours), None)
-        processor = next((times for result, times in timed if result.provider == _ON_PROCESSOR), None)
+        ours = record.fastest(lambda result: result.is_ours)
+        processor = record.fastest(lambda result: result.provider == _ON_PROCESSOR)
         if record.is_on_card and ours is not None and processor is not None:
-            found.append((record, processor.q50_s / ours.q50_s))
-    return found
+            speedups.append((record, processor[1].q50_s / ours[1].q50_s))
+    return speedups
 
 
 def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
     """Return one verdict a target, by its slowest case; unproven without a card's record."""
-    speedups = processor_speedups(records)
-    verdicts = []
+    speedups, verdicts = processor_speedups(records), []
     for name, op in SPEEDUPS.items():
-        if name not in targets:
-            continue
         cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
-        metric = None
-        if cases:
-            factor, shape = min(cases)
-            metric = Metric(factor, Evidence.MEASURED, "x", remark=f"{shape}; the least of {len(cases)} shapes")
-        verdicts.append(judge_metric(targets[name], op, metric, missing="no record of a CUDA card"))
+        factor, shape = min(cases, default=(0.0, ""))
+        remark = f"{shape}; the least of {len(cases)} shapes"
+        metric = Metric(factor, Evidence.MEASURED, "x", remark=remark) if cases else None
+        if name in targets:
+            verdicts.append(judge_metric(targets[name], op, metric, missing="no record of a CUDA card"))
     return verdicts
 
 
-_OP_ORDER = {op: place for place, op in enumerate(OPS)}
 _CASE_HEADERS = (
     "op", "shape", "mode", "clock", "winner", "ours us", "best other", "us", "ours / other", "GB/s", "TFLOP/s",
     "of roofline",
@@ -79,7 +74,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What a card can do at best."""
+    """Highest rates of a card."""
 
     bytes_per_s: float
     matmul_flops_per_s: float
@@ -107,9 +102,9 @@ def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
             )  # fmt: skip
     for record in reversed(evidence):
         if record.card == card and record.ceilings is not None:
-            found = record.ceilings
+            ceilings = record.ceilings
             return Peaks(
-                bytes_per_s=found.device_copy_gbps * GB, matmul_flops_per_s=found.matmul_tflops * 1e12,
+                bytes_per_s=ceilings.device_copy_gbps * GB, matmul_flops_per_s=ceilings.matmul_tflops * 1e12,
                 flops_per_s=0.0, source="the rates measured in results/records/evidence.jsonl",
             )  # fmt: skip
     return None
@@ -140,30 +135,21 @@ def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
                 cases.setdefault(key, []).append(f"{record.shape} {record.mode}")
     return [
         f"{op} `{provider}` is {_WORDS[outcome]}: {message}"
-        + (f" ({'; '.join(found)})" if outcome is not Outcome.SKIPPED else "")
-        for (op, provider, outcome, message), found in cases.items()
-    ]
-
-
-def processor_lines(records: Sequence[KernelRecord]) -> list[str]:
-    """Return how many times faster than its reference on the processor each op is that has one on a card."""
-    return [
-        f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
+        + (f" ({'; '.join(shapes)})" if outcome is not Outcome.SKIPPED else "")
+        for (op, provider, outcome, message), shapes in cases.items()
     ]
 
 
 def write_kernels(
-    records: Sequence[KernelRecord],
-    results: Path,
-    evidence: Sequence[EvidenceRecord],
-    targets: Mapping[str, Target],
+    records: Sequence[KernelRecord], results: Path, evidence: Sequence[EvidenceRecord], targets: Mapping[str, Target]
 ) -> list[Path]:
     """Write ``tables/kernels.md`` below ``results``; nothing without records."""
     if not records:
         return []
-    newest = sorted(newest_kernels(records), key=lambda record: (_OP_ORDER.get(record.op, len(OPS)), record.name))
-    parts = ["# Kernels"]
-    for card in sorted({record.card for record in newest}, key=lambda card: (not _on_card(newest, card), card)):
+    places = {op: place for place, op in enumerate(OPS)}
+    newest = sorted(newest_kernels(records), key=lambda record: (places.get(record.op, len(OPS)), record.name))
+    parts, on_card = ["# Kernels"], {record.card for record in newest if record.is_on_card}
+    for card in sorted({record.card for record in newest}, key=lambda card: (card not in on_card, card)):
         parts += _card_parts([record for record in newest if record.card == card], card_peaks(card, evidence))
     parts += ["## Stated targets", verdict_table(judge_kernels(newest, targets), MARKDOWN)]
     parts.append(made_by(("", record) for record in newest))
@@ -175,7 +161,10 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
     share = "nobody stated this machine's rates"
     if peaks is not None:
         share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
-    absent, processor = absent_lines(records), processor_lines(records)
+    absent = absent_lines(records)
+    processor = [
+        f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
+    ]
     made = [f"torch {last.environment.torch}", f"triton {last.triton or 'missing'}"]
     made += [f"driver {last.driver or 'unknown'}"] if last.is_on_card else [f"{last.environment.num_cpus} processors"]
     changes = ", with changes of its own" if last.environment.dirty else ""
@@ -192,10 +181,8 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
 
 
 def _case_row(record: KernelRecord, peaks: Peaks | None) -> list[str]:
-    timed = record.timed()
-    ours = next(((result, times) for result, times in timed if result.is_ours), None)
-    other = next(((result, times) for result, times in timed if not result.is_ours), None)
-    head = [record.op, record.shape, record.mode, record.clock, _winner(timed)]
+    ours, other = record.fastest(lambda result: result.is_ours), record.fastest(lambda result: not result.is_ours)
+    head = [record.op, record.shape, record.mode, record.clock, _winner(record.timed())]
     other_cells = ["-", "-"] if other is None else [other[0].provider, _us(other[1].q50_s)]
     if ours is None:
         return [*head, "-", *other_cells, *["-"] * 4]
@@ -235,7 +222,3 @@ def _us(seconds: float) -> str:
 
 def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.2g}"
-
-
-def _on_card(records: Sequence[KernelRecord], card: str) -> bool:
-    return any(record.is_on_card for record in records if record.card == card)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,16 +23,6 @@ _SLEEP_CYCLES_PER_S = 2.0e9
 _LAUNCH_MARGIN = 2.0
 
 
-class Stopwatch(Protocol):
-    """Times one call."""
-
-    def warm_up(self, run: Run) -> None:
-        """Call it until compilers, caches and clocks have settled."""
-
-    def seconds(self, run: Run) -> float:
-        """Return the seconds of one call."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
     """Quantiles of the seconds of one call."""
@@ -44,21 +33,22 @@ class Times:
     num_samples: int
 
     def is_faster_than(self, other: "Times") -> bool:
-        """Say whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
+        """Return whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
         return self.q80_s < other.q20_s
 
 
-class WallStopwatch:
-    """Seconds until the result is there, launches included; the caches stay as the call before left them."""
+class Stopwatch:
+    """Times one call, by the wall clock: seconds until the result is there, launches included.
 
-    _WARM_UPS = 2
+    The caches stay as the call before left them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def warm_up(self, run: Run) -> None:
-        """Call it twice."""
-        for _ in range(self._WARM_UPS):
+        """Call it until compilers, caches and clocks have settled."""
+        for _ in range(2):
             self.seconds(run)
 
     def seconds(self, run: Run) -> float:
@@ -74,23 +64,21 @@ class WallStopwatch:
             torch.cuda.synchronize(self._device)
 
 
-class DeviceStopwatch:
+class DeviceStopwatch(Stopwatch):
     """Seconds between two CUDA events around the call, its inputs in no cache.
 
     The card is kept busy, with overwriting a buffer larger than its second-level cache and then with sleep, until the
     call has been queued: else the gaps between slow launches would count.
     """
 
-    _WARM_UPS = 5
-
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._launch_s = 0.0
 
     def warm_up(self, run: Run) -> None:
-        """Call it a few times; the last ones tell how long queueing takes."""
-        for _ in range(self._WARM_UPS):
+        """Call it a few times; the last one tells how long queueing takes."""
+        for _ in range(5):
             torch.cuda.synchronize(self._device)
             begin = time.perf_counter()
             run()
@@ -111,10 +99,8 @@ class DeviceStopwatch:
 
 
 def make_stopwatch(clock: Clock, device: torch.device) -> Stopwatch:
-    """Return what measures this kind of time on this device."""
-    if clock is Clock.WALL or device.type != "cuda":
-        return WallStopwatch(device)
-    return DeviceStopwatch(device)
+    """Return the stopwatch of this kind of time on this device."""
+    return Stopwatch(device) if clock is Clock.WALL or device.type != "cuda" else DeviceStopwatch(device)
 
 
 def time_in_turn(
@@ -127,12 +113,8 @@ def time_in_turn(
 ) -> dict[str, Times]:
     """Return the times of each provider that ends well; rounds of one call each, in turn, the first not counted.
 
-    Args:
-        runs: By name, warmed up.
-        stopwatch: What times a call.
-        budget_s: Rounds are added while this lasts, up to 100; below 20 it may last three times as long.
-        on_fault: Hears of a provider that raises; it is timed no more, and has no times.
-        now: Seconds of any clock.
+    Rounds are added while ``budget_s`` lasts, up to 100; below 20 it may last three times as long. ``runs`` are warmed
+    up. ``on_fault`` hears of a provider that raises; it is timed no more, and has no times.
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     begin, rounds = now(), -1  # memory given back after warming up is taken again in the first round
@@ -148,7 +130,7 @@ def time_in_turn(
                 del samples[name]
                 on_fault(name, error)
         rounds += 1
-    return {name: quantiles(found) for name, found in samples.items() if found}
+    return {name: quantiles(seconds) for name, seconds in samples.items() if seconds}
 
 
 def quantiles(samples: list[float]) -> Times:

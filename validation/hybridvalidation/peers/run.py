@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.card_run import CardRun
-from hybridtrain.virtual_gpu.estimate import boundless
-from hybridtrain.virtual_gpu.replay import OutOfMemory
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.estimate import boundless
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
 from hybridvalidation.engines.task import Task, train
 from hybridvalidation.peers.figures import PeerFigures

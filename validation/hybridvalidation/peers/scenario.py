@@ -9,7 +9,7 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence

@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from hybridtrain.virtual_gpu.cuda_paths import Autocast
-from hybridtrain.virtual_gpu.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _ATEN = torch.ops.aten
 _VIEWS = frozenset({_ATEN._unsafe_view.default})

@@ -10,7 +10,7 @@ from hybridtrain.config.encode import DIGEST_LENGTH, JsonValue, to_json
 def values_of(**parts: object) -> dict[str, str]:
     """Return every value of some dataclasses by its path, as text.
 
-    >>> from hybridtrain.virtual_gpu.links import Link
+    >>> from hybridtrain.virtual_gpu.cards.links import Link
     >>> values_of(link=Link(gbps=25.0, hop_seconds=1e-5))
     {'link.gbps': '25', 'link.hop_seconds': '1e-05', 'link.share': '0.8'}
     """

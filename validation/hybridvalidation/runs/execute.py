@@ -35,7 +35,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
-from hybridtrain.virtual_gpu.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.records.executed import ExecutedJob, ExecutedRank, ExecutedRun, ExecutedStep, TierPeaks
 from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.runs.job import plan_figures
@@ -202,11 +202,10 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
         executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_told(step, spec.num_steps)))
     finally:
         transfer.close()
-    process = read_process_memory()
     return ExecutedRank(
         rank=group.rank, build_s=round(executed.build_s, 3), num_events=len(executed.trace.events),
         steps=tuple(map(_recorded, executed.steps, planned.steps)), executed=executed.peaks, planned=planned.peaks,
-        process_peak_bytes=0 if process is None else process.peak_rss_bytes, difference=_difference(planned, executed),
+        process_peak_bytes=read_process_memory().peak_rss_bytes, difference=_difference(planned, executed),
     )  # fmt: skip
 
 

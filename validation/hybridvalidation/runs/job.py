@@ -16,8 +16,8 @@ from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
-from hybridtrain.virtual_gpu.card import Card, Host
-from hybridtrain.virtual_gpu.links import World, find_link
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.cards.links import World, find_link
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, RunKind, StackRun

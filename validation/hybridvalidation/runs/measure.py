@@ -17,11 +17,11 @@ from hybridtrain.memory.cuda_transfer import open_transfer
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
-from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError, identify_device, open_device_reader
+from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.card import Card
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.records.stack_run import MeasuredFigures, StackRun
 from hybridvalidation.runs.job import Job, run_and_record
 
@@ -45,8 +45,8 @@ class MeasuredStep:
 class DeviceUse:
     """What this process takes of a card outside of torch's allocator: CUDA context, kernels, libraries.
 
-    NVML or nvidia-smi read the whole card before this process touches it and again at the end; the difference is this
-    process' own. Where neither answers, the card is taken to be used by nobody else.
+    NVML reads the whole card before this process touches it and again at the end; the difference is this process' own.
+    Where it does not answer, the card is taken to be used by nobody else.
 
     Args:
         device: The card.
@@ -58,7 +58,7 @@ class DeviceUse:
         self._reader: DeviceReader | None = None
         self._before = 0
         try:
-            self._reader = open_device_reader(identify_device(device.index))
+            self._reader = DeviceReader(device.index)
             self._before = self._reader.read().used_bytes if used_before_bytes is None else used_before_bytes
         except DeviceReadError:
             self._reader = None

@@ -12,7 +12,7 @@ from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import Environment, read_environment
 from hybridtrain.stacks import Stack
-from hybridtrain.virtual_gpu.card import Host
+from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.runs.child import Child, Ended, run_side_by_side

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridvalidation.judge.metrics import accuracy_retention
 from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View, intervals, rounded_gib
 from hybridvalidation.runs.runner import ScenarioRun

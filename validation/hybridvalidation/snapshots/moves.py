@@ -12,7 +12,7 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import to_gib
-from hybridtrain.virtual_gpu.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
+from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines

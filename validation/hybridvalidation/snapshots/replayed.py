@@ -14,8 +14,8 @@ from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
-from hybridtrain.virtual_gpu.recorded_snapshot import read_snapshot
-from hybridtrain.virtual_gpu.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import SnapshotReplay, lawful_blocks, replay_device
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record

@@ -17,7 +17,7 @@ from hybridtrain.hybrid.predictors.slow_gradient import SlowGradient
 from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy, visit_with
 from hybridtrain.memory import formats
-from hybridtrain.optim.slow_average import LARGEST_RATIO, SlowStep, move
+from hybridtrain.optim.slow_average import LARGEST_RATIO, move
 from hybridtrain.trainer import Trainer
 
 _AVERAGE_DECAY = 0.99
@@ -32,7 +32,7 @@ class RandomDirection(SlowGradient):
         """Move all weights by Gaussian noise of the predicted move's norm."""
         trainer, optimizer = self._trainer, self._trainer.config.optimizer
         correction = optimizer.correction(trainer.steps_done - trainer.states.born_after)
-        step = SlowStep(0.0, predicted_steps, self._new_norm(), self._new_norm())
+        step = self._step(0.0, predicted_steps)
 
         def work(swept: ParameterSlice) -> None:
             assert swept.second_P is not None, "asked for"

@@ -39,7 +39,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.card import find_card
+from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.study.bfloat16_products import fast_bfloat16, product_unit
@@ -147,7 +147,7 @@ class StudyTrial(Trial):
         samplers = [BatchSampler(tokens, seed=run.seed, **data) for tokens in (train, probe)]
         super().__init__(trainer, hybrid, samplers[0], probes=samplers[1])
         if hybrid is not None and is_random:
-            self.hybrid.predictor = RandomDirection(trainer, hybrid.slow, hybrid.max_move, hybrid.max_relative_move)
+            self.hybrid.predictor = RandomDirection(hybrid, trainer)
         self._average = WeightAverage(trainer) if method.control == "average" else None
         if self._disturbance == "nan_gradients":
             poison_gradients(trainer, run.num_steps // 2)

@@ -7,8 +7,8 @@ from typing import Final
 
 from faults.campaign import Campaign, Order, Tally
 from faults.runs import KINDS, Run, go_unbroken
+from hybridtrain.checkpoint.generations import generations, newest_generation
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.train_state.generations import generations, newest_generation
 
 _PAGE_BYTES: Final = 4096
 
@@ -62,7 +62,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
     if taken != older:
         return "accepted", f"{told}: the damaged state was taken"
     return (
-        ("noticed", "") if any("not a whole saved state" in line for line in said) else ("silent", f"{told}: not told")
+        ("noticed", "") if any("not a whole checkpoint" in line for line in said) else ("silent", f"{told}: not told")
     )
 
 

@@ -61,9 +61,7 @@ def _watched(run: Run, steps: int, warm_up: int, save_every: int) -> Callable[[]
                         file.seek(position)
                         new = file.read()
                     done, position = done + new.count(b"\n"), position + len(new)
-                memory = read_process_memory()
-                assert memory is not None, "this system tells"
-                looks.add(done, memory.rss_bytes)
+                looks.add(done, read_process_memory().rss_bytes)
 
         planned = training_file(run.kind, run.width)
         schedule = replace(planned.schedule, total_steps=steps)

@@ -8,7 +8,7 @@ from typing import Final
 from faults.campaign import Campaign, Order, Tally
 from faults.disk_log import Act, image_of, read_log, recorded
 from faults.runs import KINDS, Run, ended, fork, go_unbroken
-from hybridtrain.train_state.generations import generations
+from hybridtrain.checkpoint.generations import generations
 
 
 def _cut(order: Order) -> Tally:

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Final
-
-from torch import Tensor
+from typing import Any, Final
 
 from faults.campaign import Campaign, Order, Tally
 from faults.runs import NUM_STEPS, RANK_KINDS, SAVE_EVERY, Run, ended, fork, on_touch
+from hybridtrain.checkpoint.generations import generations, remove_generation
 from hybridtrain.memory.group import TorchGroup
-from hybridtrain.train_state.generations import generations, remove_generation
 
 KINDS: Sequence[str] = tuple(RANK_KINDS)
 RANK_TIMEOUT_S = 15.0
@@ -78,13 +76,13 @@ def _watch(place: str, states: Path, note: Callable[[], object]) -> None:
     if place == "a file":
         on_touch(states, note)
     if place == "a collective":
-        call = TorchGroup._call
+        start = TorchGroup._start
 
-        def noted(group: TorchGroup, collective: Callable[..., object], target: Tensor, source: Tensor) -> None:
+        def noted(group: TorchGroup, *arguments: Any, **settings: bool) -> Callable[[], None]:
             note()
-            call(group, collective, target, source)
+            return start(group, *arguments, **settings)
 
-        setattr(TorchGroup, "_call", noted)  # noqa: B010  this process is a child
+        setattr(TorchGroup, "_start", noted)  # noqa: B010  this process is a child
 
 
 def _said(run: Run, rank: int) -> Path:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
-from hybridtrain.virtual_gpu.card import MARGIN_TOLD
-from hybridtrain.virtual_gpu.roofline import efficiency_of
-from hybridtrain.virtual_gpu.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
+from hybridtrain.virtual_gpu.cards.roofline import efficiency_of
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval

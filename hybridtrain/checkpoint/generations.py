@@ -1,0 +1,104 @@
+"""The folder of a run's checkpoints: which there are, which is the newest whole one, which may go."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from hybridtrain.checkpoint.manifest import Generation, read_generation, verify
+from hybridtrain.errors import ConfigError, DiskSpaceError
+from hybridtrain.units import format_bytes
+
+_PREFIX, _DAMAGED = "step-", "damaged-"
+_HOUR_S = 3600
+
+Say = Callable[[str], None]
+
+
+def generation_folder(folder: Path, step: int) -> Path:
+    """Return where the checkpoint after ``step`` goes."""
+    return folder / f"{_PREFIX}{step:08d}"
+
+
+def generations(folder: Path) -> list[Path]:
+    """Return the folders of all checkpoints, the oldest first; whether they are whole is not looked at."""
+    steps = ((path.name.removeprefix(_PREFIX), path) for path in folder.glob(f"{_PREFIX}*"))
+    return [path for _, path in sorted((int(step), path) for step, path in steps if step.isdecimal())]
+
+
+def newest_generation(folder: Path, say: Say) -> Generation:
+    """Return the newest checkpoint every byte of which is as it was written; raises ``ConfigError`` if none is.
+
+    Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
+    """
+    faults: list[tuple[Path, str]] = []
+    for path in reversed(generations(folder)):
+        try:
+            generation = read_generation(path)
+            verify(generation)
+        except (ConfigError, OSError, ValueError) as error:
+            faults.append((path, str(error).replace("\n", " ")))
+            continue
+        for damaged, fault in faults:
+            aside = damaged.with_name(f"{_DAMAGED}{damaged.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.replace(aside)
+            say(f"{damaged}: not a whole checkpoint ({fault}), set aside as {aside.name}")
+        if faults:
+            say(f"going on from {path.name}, the newest that is whole")
+        return generation
+    if faults:
+        told = [
+            f"{path.name}: not a whole checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults
+        ]
+        raise ConfigError(str(folder), told)
+    if (old := folder.parent / "state.pt").is_file():
+        fault = (
+            "a checkpoint of an earlier version, one file without checksums; it must be a folder in "
+            f"{folder.name}/: finish this run with the version that began it, or start anew in another --out"
+        )
+        raise ConfigError(str(old), [fault])
+    raise ConfigError(str(folder), ["there is no checkpoint to resume from; start without --resume"])
+
+
+def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int) -> None:
+    """Remove all but the ``keep_last`` newest, at least 1, and the first of each of ``keep_hourly`` hours.
+
+    With less than ``spare_bytes`` of free space those of the hours go too, the oldest first.
+    """
+    older = generations(folder)[:-keep_last]
+    hours: dict[int, Path] = {}
+    for path in older:
+        hours.setdefault(_hour(path), path)
+    kept = [hours[hour] for hour in sorted(hours)][-keep_hourly:] if keep_hourly else []
+    for path in older:
+        if path not in kept:
+            remove_generation(path)
+    for path in kept:
+        if shutil.disk_usage(folder).free < spare_bytes:
+            remove_generation(path)
+
+
+def remove_generation(path: Path) -> None:
+    """Remove one; interrupted, what is left is a partial one, which the next run removes."""
+    leaving = path.with_name(f".{path.name}.leaving.partial")
+    path.replace(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
+
+
+def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
+    """Raise ``DiskSpaceError`` unless so much is free on the folder's disk."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes > free:
+        raise DiskSpaceError(
+            f"{folder}: {need} need {format_bytes(num_bytes)} ({num_bytes} bytes), {format_bytes(free)} ({free} bytes) "
+            f"are free; {advice}"
+        )
+
+
+def _hour(path: Path) -> int:
+    """Return the hour in which a checkpoint was saved, since 1970; of a damaged one, its folder's."""
+    try:
+        return int(read_generation(path).manifest.saved_at // _HOUR_S)
+    except (OSError, ValueError):
+        return int(path.stat().st_mtime // _HOUR_S)

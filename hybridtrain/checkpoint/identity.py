@@ -1,0 +1,76 @@
+"""The settings of a run: which a resumed one must share with its checkpoint, and which may change."""
+
+import json
+from collections.abc import Iterable, Mapping
+
+from hybridtrain.config.encode import JsonValue, flat_settings
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.phase import Phase
+from hybridtrain.trainer import Trainer
+
+_NAME_ONLY = "data.name"
+"""Shown beside a difference and makes none: a corpus may be renamed."""
+_DATA = "data"
+_LAYOUT = "plan"
+_MEANING = (
+    "plan.normalize_gradients", "plan.scale_lr", "plan.linear", "plan.history_tensors", "plan.adapter_rank",
+    "plan.adapter_alpha", "plan.adapter_scaling", "plan.adapter_dropout", "plan.adapter_targets",
+    "plan.adapter_magnitude",
+)  # fmt: skip
+"""Settings of a plan that say what is trained; the others say where it lives, and in how many bits."""
+_FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "scale_lr" not in name))
+"""What nobody can change: the saved tensors would mean something else."""
+
+
+def settings_of(
+    trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
+) -> dict[str, JsonValue]:
+    """Return everything that tells a run from another, by dotted name."""
+    parts: dict[str, object] = {"": trainer.config, "model": trainer.model.config, _LAYOUT: trainer.plan}
+    if hybrid is not None and hybrid.config is not None:
+        parts["hybrid"] = hybrid.config
+        parts |= {
+            f"plan in {phase}": trainer.memory_plan.for_phase(phase) for phase in Phase if phase is not Phase.FULL
+        }
+    return flat_settings(parts) | dict(data or {})
+
+
+def differences(
+    saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
+
+    Returns a sentence for each setting that stands in the way, and a line for each that changes; raises ``ConfigError``
+    if no setting has an allowed name.
+    """
+    allowed, known = tuple(allowed), {**given, **saved}
+    if unknown := [name for name in allowed if name != _DATA and not any(_is_in(setting, [name]) for setting in known)]:
+        groups = sorted({name.partition(".")[0].partition(" ")[0] for name in known})
+        raise ConfigError(
+            "settings that may change", [unknown_name("setting", name, [*groups, *known]) for name in unknown]
+        )
+    names = [name for name in known if given.get(name) != saved.get(name)]
+    if names == [_NAME_ONLY]:
+        return [], []
+    refused, changed = [], []
+    for name in names:
+        change = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
+        is_layout = name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(
+            name.replace(" in ", "."), _MEANING
+        )
+        if is_layout or (_is_in(name, allowed) and not _is_in(name, _FIXED)):
+            changed.append(change)
+        else:
+            option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
+            permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
+            refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
+    return refused, changed
+
+
+def _is_in(name: str, groups: Iterable[str]) -> bool:
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+def _shown(settings: Mapping[str, JsonValue], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "absent"

@@ -1,0 +1,181 @@
+"""The table of a generation's tensors: ``manifest.json``, with a checksum for every tensor and one for itself.
+
+Checksums of tensors are CRC-32, the fastest that Python brings along: every flipped bit and every burst of 32 is found,
+any other damage but for one chance in 2^32. The manifest has a SHA-256, and must be written as it was.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import JsonMapping, encode
+from hybridtrain.engine.loss_scale import LossScale
+from hybridtrain.errors import ConfigError
+from hybridtrain.memory.formats import SLICE_ELEMENTS
+from hybridtrain.memory.tier import has_room_for_threads
+from hybridtrain.tensor_file import FileTensor, open_tensor_file
+
+SCHEMA = 6
+MANIFEST = "manifest.json"
+_CHUNK_BYTES = 1 << 24
+TENSOR_KEY = "$tensor"
+"""In the state of the cycle: the name of the tensor that stands there."""
+_READERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file of tensors."""
+
+    num_bytes: int
+    header_crc32: int
+    """Of everything before the values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor of such a file."""
+
+    file: str
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """One tensor of optimizer state of one parameter."""
+
+    format: str
+    """One of ``STATE_FORMATS``."""
+    tensors: tuple[str, ...]
+    """What is stored of it; nothing before its first update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterEntry:
+    """A trained parameter."""
+
+    shape: tuple[int, ...]
+    format: str
+    """``WeightFormat.saved_as``."""
+    tensors: tuple[str, ...]
+    states: dict[str, StateEntry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything of a checkpoint but the values of tensors, and the three mappings of free form beside it."""
+
+    schema: int
+    steps_done: int
+    saved_at: float
+    """Seconds since 1970."""
+    born_after: int
+    """Steps done when the optimizer's state began."""
+    previous_norm: float | None
+    loss_scale: LossScale | None
+    parameters: dict[str, ParameterEntry]
+    files: dict[str, SavedFile]
+    tensors: dict[str, TensorEntry]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.born_after <= self.steps_done:
+            raise ValueError(f"steps_done: {self.steps_done} and born_after: {self.born_after} are no counts of steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A checkpoint: its folder, and the content of its manifest."""
+
+    folder: Path
+    manifest: Manifest
+    settings: JsonMapping
+    cycle: JsonMapping | None
+    """State of the cycle around the trainer; tensors in it are named."""
+    extra: JsonMapping
+    """Whatever whoever saved it wanted to keep."""
+
+    def tensors(self) -> Mapping[str, FileTensor]:
+        """Return all tensors, to be read range by range."""
+        return {
+            name: tensor
+            for file in self.manifest.files
+            for name, tensor in open_tensor_file(self.folder / file).tensors.items()
+        }
+
+
+def write_manifest(folder: Path, manifest: Manifest, content: JsonMapping) -> None:
+    """Write it, beside settings, cycle and extra, into the folder of its tensors."""
+    (folder / MANIFEST).write_bytes(_text(content | {"state": encode(manifest)}))
+
+
+def read_generation(folder: Path) -> Generation:
+    """Read a manifest, and nothing of the tensors; raises ``ValueError`` if it is damaged, or of another schema."""
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        content = json.loads(text)["content"]
+        if _text(content) != text:
+            raise ValueError(f"{MANIFEST} is not as it was written")
+        state, settings, cycle, extra = (content[key] for key in ("state", "settings", "cycle", "extra"))
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"schema {state['schema']}, this program reads {SCHEMA}")
+        if not all(isinstance(part, dict) for part in (settings, extra, {} if cycle is None else cycle)):
+            raise ValueError(f"{MANIFEST} lacks its settings")
+        manifest = decode(Manifest, state, source=MANIFEST)
+    except ConfigError as error:
+        raise ValueError("; ".join(error.faults)) from error
+    except (KeyError, RecursionError, TypeError, UnicodeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__}: {str(error)[:80]})") from error
+    return Generation(folder=folder, manifest=manifest, settings=settings, cycle=cycle, extra=extra)
+
+
+def verify(generation: Generation) -> None:
+    """Read every byte of a generation's tensors; raises ``ValueError`` with the name of one that has changed."""
+    files, entries = generation.manifest.files, generation.manifest.tensors
+    for name, file in files.items():
+        path = generation.folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != file.num_bytes:
+            raise ValueError(f"{name} has {size} bytes of {file.num_bytes}")
+        with path.open("rb") as content:
+            length = content.read(8)
+            header = length + content.read(min(int.from_bytes(length, "little"), file.num_bytes))
+        if zlib.crc32(header) != file.header_crc32:
+            raise ValueError(f"the header of {name} is not as it was written")
+    tensors = generation.tensors()
+    if tensors.keys() != entries.keys():
+        raise ValueError(f"tensors are missing, or too many: {sorted(tensors.keys() ^ entries.keys())[:3]}")
+    with ThreadPoolExecutor(_READERS) as readers:
+        sums = (readers.map if has_room_for_threads(_READERS) else map)(_crc32, tensors.values())
+        damaged = [name for name, crc in zip(tensors, sums, strict=True) if crc != entries[name].crc32]
+    if damaged:
+        raise ValueError(f"'{damaged[0]}' is not as it was written")
+
+
+def _crc32(tensor: FileTensor) -> int:
+    total = 0
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        rest = tensor.num_bytes
+        while rest:
+            content = file.read(min(rest, _CHUNK_BYTES))
+            if not content:
+                raise ValueError(f"{tensor.path.name} ends within '{tensor.name}'")
+            total, rest = zlib.crc32(content, total), rest - len(content)
+    return total
+
+
+def parts_of(count: int) -> Iterator[slice]:
+    """Yield the ranges in which a tensor of ``count`` elements is read and written."""
+    yield from (slice(start, min(start + SLICE_ELEMENTS, count)) for start in range(0, count, SLICE_ELEMENTS))
+
+
+def _text(content: JsonMapping) -> bytes:
+    """Return the whole file: nothing in it may be written otherwise."""
+    digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "content": content}, sort_keys=True, indent=1).encode() + b"\n"

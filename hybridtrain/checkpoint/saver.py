@@ -1,0 +1,299 @@
+"""Saving: a copy at the end of a step, written beside the training; or written at once where memory holds no copy."""
+
+import errno
+import math
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hybridtrain.atomic_write import new_folder
+from hybridtrain.checkpoint.generations import generation_folder, generations, remove_generation, require_room, thin_out
+from hybridtrain.checkpoint.identity import settings_of
+from hybridtrain.checkpoint.manifest import SCHEMA, TENSOR_KEY, Manifest, SavedFile, TensorEntry, write_manifest
+from hybridtrain.checkpoint.parts import HostCopies, SavedTensor, saved_parameters, state_bytes
+from hybridtrain.config.encode import JsonMapping, JsonValue
+from hybridtrain.errors import DiskSpaceError, DivergenceError, StateError
+from hybridtrain.hybrid.cycle import HybridTrainer
+from hybridtrain.memory.tier import available_host_bytes, has_room_for_threads
+from hybridtrain.phase import Phase
+from hybridtrain.plan.placement import Placement
+from hybridtrain.tensor_file import TensorFileWriter, TensorHead, tensor_header
+from hybridtrain.trainer import Trainer
+from hybridtrain.units import GIB
+
+_SHARD_BYTES = 4 * GIB
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_ADVICE = "what was saved before is as it was. Make room, or choose an --out on a larger disk."
+
+
+class CheckpointSaver:
+    """Saves a run again and again, beside its steps; at the end of a ``with`` the disk has everything.
+
+    Args:
+        folder: Of all generations.
+        keep_last: Newest ones that are kept.
+        keep_hourly: Hours of which one is kept besides.
+        copies_to_host: Whether the state is copied to host memory and written from there; None: where half of what is
+            free holds it. Else it is written before ``save`` returns, slice by slice, and what remains to be done
+            beside the next steps is waiting for the disk.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_hourly: int = 0, copies_to_host: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.saved_step = -1
+        """Of the last call of ``save``."""
+        self._keep_last = keep_last
+        self._keep_hourly = keep_hourly
+        self._copies_to_host = copies_to_host
+        self._copies = HostCopies()
+        self._clock = clock
+        self._last: Future[None] = _completed()
+        """Of the last save."""
+        self._gives_up = False
+
+    def require_room(self, trainer: Trainer, num_there: int) -> None:
+        """Raise ``DiskSpaceError`` before the first step unless all generations that are kept, and one more, have room.
+
+        All ranks ask, the first one looks; the folder has ``num_there`` generations already.
+        """
+        num_bytes = state_bytes(trainer)
+        if trainer.group.rank:
+            return
+        count = max(self._keep_last + 1 - num_there, 1)
+        need = f"{count} checkpoints ({self._keep_last} are kept while the next is written)"
+        advice = "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last."
+        require_room(self.folder, count * num_bytes, need, advice)
+
+    def save(
+        self,
+        trainer: Trainer,
+        hybrid: HybridTrainer | None = None,
+        data: Mapping[str, JsonValue] | None = None,
+        extra: JsonMapping | None = None,
+    ) -> None:
+        """Save everything the next step depends on; waits for the save before.
+
+        Args:
+            trainer: What is saved.
+            hybrid: The cycle around the trainer, if there is one.
+            data: What identifies the batches, by dotted name: must be the same when the checkpoint is loaded.
+            extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
+
+        Raises:
+            DivergenceError: a value is no finite number; nothing was written.
+            DiskSpaceError: the disk is full; what was saved before is as it was.
+            StateError: the disk failed.
+        """
+        self.finish()
+        trainer.enter_phase(Phase.FULL)  # state that waits elsewhere through PREDICT comes back
+        trainer.transfer.finish()
+        on_host = self._fits_host(trainer) if self._copies_to_host is None else self._copies_to_host
+        on_host = trainer.group.gather_numbers([float(on_host)])[0] > 0
+        self.saved_step = trainer.steps_done
+        tensors, parameters = saved_parameters(trainer)
+        if trainer.group.rank:  # the first rank writes; it reads in this order
+            for tensor in tensors:
+                for part in tensor.parts() if tensor.is_shared else ():
+                    tensor.read(part, None)
+            return
+        if on_host:
+            tensors = [self._copies.keep(tensor) for tensor in tensors]
+        cycle = None if hybrid is None else _cycle_mapping(hybrid, tensors)
+        norm = None if trainer.previous_norm is None else trainer.transfer.read(trainer.previous_norm)
+        manifest = Manifest(
+            schema=SCHEMA, steps_done=trainer.steps_done, saved_at=self._clock(), born_after=trainer.states.born_after,
+            previous_norm=norm,
+            loss_scale=None if trainer.loss_scale is None else replace(trainer.loss_scale),
+            parameters=parameters, files={}, tensors={},
+        )  # fmt: skip
+        content: JsonMapping = {
+            "settings": settings_of(trainer, hybrid, data),
+            "cycle": cycle,
+            "extra": dict(extra or {}),
+        }
+        self._make_room(sum(tensor.num_bytes for tensor in tensors))
+        write = self._written(tensors, manifest, content, trainer.config.optimizer.lr)
+        if not on_host:
+            next(write)
+        self._last = Future()
+        if has_room_for_threads():
+            threading.Thread(target=_exhaust, args=(write, self._last), name="saving", daemon=True).start()
+        else:
+            _exhaust(write, self._last)  # no step is done meanwhile
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved yet, by whomever."""
+        return not generations(self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        """Wait for what is being written; who wants to end at once (``KeyboardInterrupt``) gives it up."""
+        self._gives_up = kind is not None and not issubclass(kind, Exception)
+        if kind is None:
+            self.finish()
+        else:
+            self.forget_fault()  # the error before is the one to raise
+
+    def poll(self) -> None:
+        """Raise what went wrong beside the steps since the last call; does not wait."""
+        if self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the disk has what was saved; raises what ``save`` does."""
+        last, self._last = self._last, _completed()
+        last.result()
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What went wrong with the last save, once it has ended; waits for that."""
+        return self._last.exception()
+
+    def forget_fault(self) -> None:
+        """Wait for the last save, and forget what went wrong with it: an older checkpoint is taken."""
+        wait([self._last])
+        self._last = _completed()
+
+    def _written(
+        self, tensors: Sequence[SavedTensor], manifest: Manifest, content: JsonMapping, lr: float
+    ) -> Iterator[None]:
+        """Write a generation; stop once between its last byte and waiting for the disk."""
+        target = generation_folder(self.folder, manifest.steps_done)
+        with _explained(self.folder), new_folder(target) as partial:
+            files, entries = self._write_tensors(partial, tensors, manifest.steps_done, lr)
+            write_manifest(partial, replace(manifest, files=files, tensors=entries), content)
+            yield
+            if target.exists():  # saved again after the same step
+                remove_generation(target)
+        spare_bytes = 2 * sum(tensor.num_bytes for tensor in tensors)
+        thin_out(self.folder, keep_last=self._keep_last, keep_hourly=self._keep_hourly, spare_bytes=spare_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what need not be kept where there is no room else; raise ``DiskSpaceError`` where there is none."""
+        if self.folder.exists() and shutil.disk_usage(self.folder).free < num_bytes:
+            thin_out(self.folder, keep_last=self._keep_last, keep_hourly=0, spare_bytes=0)
+        require_room(self.folder, num_bytes, "the checkpoint", _ADVICE)
+
+    def _fits_host(self, trainer: Trainer) -> bool:
+        """Return whether half of what is free on the host, or half of what the run may still take, holds a copy."""
+        account, needed = trainer.transfer.tiers, state_bytes(trainer)
+        free = [available_host_bytes() or 0]
+        if account.host_limit_bytes is not None:
+            free.append(account.host_limit_bytes - sum(account.by_class(Placement.HOST).values()))
+        return self._copies.num_bytes >= needed or needed <= min(free) // 2
+
+    def _write_tensors(
+        self, folder: Path, tensors: Sequence[SavedTensor], step: int, lr: float
+    ) -> tuple[dict[str, SavedFile], dict[str, TensorEntry]]:
+        """Write files of at most 4 GiB, or one tensor; return their entries of the manifest."""
+        files: dict[str, SavedFile] = {}
+        entries: dict[str, TensorEntry] = {}
+        for number, shard in enumerate(_shards(tensors)):
+            name = f"tensors-{number:05d}.safetensors"
+            heads: list[TensorHead] = [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard]
+            with closing(TensorFileWriter(folder / name, heads)) as writer:
+                for tensor in shard:
+                    total = 0
+                    for part in tensor.parts():
+                        if self._gives_up:  # nobody waits for it any more
+                            raise KeyboardInterrupt
+                        values_P = tensor.read(part, None).contiguous()
+                        if tensor.must_be_finite and not _is_finite(values_P):
+                            raise DivergenceError(
+                                f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
+                                f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm "
+                                f"or check data.",
+                                layers=[tensor.name], is_applied=True, step=step,
+                            )  # fmt: skip
+                        total = zlib.crc32(values_P.view(torch.uint8).numpy().data, total)
+                        writer.write(tensor.name, part.start, values_P)
+                    entries[tensor.name] = TensorEntry(file=name, crc32=total)
+            header = tensor_header(heads)
+            size = len(header) + sum(tensor.num_bytes for tensor in shard)
+            files[name] = SavedFile(num_bytes=size, header_crc32=zlib.crc32(header))
+        return files, entries
+
+
+def _completed() -> Future[None]:
+    """Return the end of no work."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _exhaust(work: Iterator[None], end: Future[None]) -> None:
+    try:
+        for _ in work:
+            pass
+        end.set_result(None)
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        end.set_exception(error)
+
+
+def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
+    shard: list[SavedTensor] = []
+    for tensor in tensors:
+        if shard and sum(held.num_bytes for held in shard) + tensor.num_bytes > _SHARD_BYTES:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard
+
+
+def _is_finite(values_P: Tensor) -> bool:
+    if not values_P.is_floating_point():
+        return True
+    low, high = torch.aminmax(values_P)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _cycle_mapping(hybrid: HybridTrainer, tensors: list[SavedTensor]) -> JsonMapping:
+    """Return the state of a cycle, whose tensors are added to ``tensors``."""
+    mapping = _without_tensors(hybrid.state_dict(), "cycle", tensors)
+    assert isinstance(mapping, dict), "a state has names"
+    return mapping
+
+
+def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
+    """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
+    if isinstance(value, Tensor):
+        flat, shape = value.detach().cpu().contiguous().view(-1), tuple(value.shape)
+        tensors.append(
+            SavedTensor(
+                name=path, shape=shape, dtype=value.dtype, read=lambda part, _: flat[part], must_be_finite=False
+            )
+        )
+        return {TENSOR_KEY: path}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, f"{path}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    assert value is None or isinstance(value, bool | int | float | str), f"{path}: {type(value)} is none of a state's"
+    return value
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskSpaceError if error.errno in _NO_SPACE else StateError
+        raise kind(f"{folder}: the checkpoint could not be written ({error.strerror or error}); {_ADVICE}") from error

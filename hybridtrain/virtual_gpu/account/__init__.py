@@ -1,0 +1,1 @@
+"""Every storage and op of a run, counted: ledgers, traces, and the rules that ops follow."""

@@ -1,0 +1,558 @@
+"""A ledger of every storage: who allocated it, for what, how many bytes, until when.
+
+It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
+and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_rules import (
+    MATMUL_OPS,
+    Args,
+    Kwargs,
+    MetaCache,
+    Op,
+    OpKey,
+    count_bytes,
+    count_flops,
+    op_key,
+    scratch_bytes,
+    tensors_in,
+)
+from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, Piece, Result, Work
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One op as the dispatcher saw it."""
+
+    name: str
+    event: int
+    """Events recorded before it; its outputs come next."""
+    stage: Stage
+    unit: str
+    is_matmul: bool
+    flops: int
+    """Floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    bytes_moved: int
+    """Bytes of inputs and outputs."""
+    dtype: str
+    """Element type of the first floating point operand."""
+    lane: Lane = Lane.COMPUTE
+    waits: tuple[int, ...] = ()
+    """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
+    shape: tuple[int, int, int] | None = None
+    """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
+    link_seconds: float = 0.0
+    """Of a collective: how long it keeps the link."""
+
+
+def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
+    """Return an op of the compute lane at another place."""
+    return OpRecord(
+        record.name, event, stage, unit, record.is_matmul, record.flops, record.bytes_moved, record.dtype,
+        Lane.COMPUTE, waits, record.shape,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """The state at the beginning of a step."""
+
+    event: int
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTrace:
+    """The whole story. A storage is its index; an event is ``index`` for an allocation and ``~index`` for a release."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each storage, as requested."""
+    classes: tuple[TensorClass, ...]
+    units: tuple[str, ...]
+    """``embedding``, ``block.3``, ``head`` or empty."""
+    events: tuple[int, ...]
+    ops: tuple[OpRecord, ...]
+    steps: tuple[StepMark, ...]
+    """Where each optimizer step begins."""
+    cache_releases: tuple[int, ...] = ()
+    """Events before which the caching allocator was emptied."""
+    streams: tuple[int, ...] = ()
+    """On which stream each storage was allocated, whose cache serves no other; empty: all on the first."""
+
+    def stream_of(self, storage: int) -> int:
+        """Return the stream that a storage was allocated on."""
+        return self.streams[storage] if self.streams else 0
+
+    def step_range(self, step: int) -> range:
+        """Return the events of one step, counted from 0."""
+        end = self.steps[step + 1].event if step + 1 < len(self.steps) else len(self.events)
+        return range(self.steps[step].event, end)
+
+    def step_ops(self, step: int) -> tuple[OpRecord, ...]:
+        """Return the ops of one step, counted from 0."""
+        end = self.steps[step + 1].op if step + 1 < len(self.steps) else len(self.ops)
+        return self.ops[self.steps[step].op : end]
+
+    def live_bytes(self) -> Iterator[int]:
+        """Yield the live bytes after each event."""
+        live = 0
+        for event in self.events:
+            live += self.sizes[event] if event >= 0 else -self.sizes[~event]
+            yield live
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment with the most live bytes."""
+
+    total_bytes: int
+    event: int
+    by_class: dict[TensorClass, int]
+    by_unit: dict[tuple[TensorClass, str], int]
+
+
+def find_peak(trace: LedgerTrace, events: range) -> Peak:
+    """Return the first moment of greatest live bytes within ``events``, and who held them.
+
+    >>> with StorageLedger() as ledger:
+    ...     ledger.begin_step()
+    ...     total = torch.empty(1000, device="meta").exp().sum()
+    >>> peak = find_peak(ledger.trace(), ledger.trace().step_range(0))
+    >>> peak.total_bytes, peak.event
+    (8000, 1)
+    """
+    live = peak = 0
+    peak_event = events.start - 1
+    for position, event in enumerate(trace.events[: events.stop]):
+        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        if position >= events.start - 1 and live > peak:
+            peak, peak_event = live, position
+    return Peak(peak, peak_event, *holders(trace, peak_event))
+
+
+def holders(
+    trace: LedgerTrace, event: int, sizes: Mapping[int, int] | None = None
+) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
+    """Return live bytes by class, and by class and unit, right after ``event``; ``sizes`` may be those of blocks."""
+    taken = trace.sizes if sizes is None else sizes
+    alive: dict[int, None] = {}
+    for entry in trace.events[: event + 1]:
+        if entry >= 0:
+            alive[entry] = None
+        else:
+            del alive[~entry]
+    by_class: dict[TensorClass, int] = dict.fromkeys(TensorClass, 0)
+    by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
+    for index in alive:
+        by_class[trace.classes[index]] += taken[index]
+        by_unit[trace.classes[index], trace.units[index]] += taken[index]
+    return by_class, dict(by_unit)
+
+
+_DEFAULT_CLASS = {
+    Stage.BUILD: TensorClass.WEIGHT,
+    Stage.LOAD: TensorClass.ACTIVATION,
+    Stage.FORWARD: TensorClass.ACTIVATION,
+    Stage.BACKWARD: TensorClass.ACTIVATION,
+    Stage.UPDATE: TensorClass.WORKSPACE,
+}
+
+
+_META_CACHES: defaultdict[torch.dtype, MetaCache] = defaultdict(MetaCache)
+"""By the default type, one for all ledgers: what an op returns does not depend on who watches, and a search runs many
+small models dry."""
+
+
+_TAPE = (
+    "live_bytes", "peak_bytes", "_next_index", "_sizes", "_classes", "_units", "_events", "_ops", "_last_compute",
+    "_joined",
+)  # fmt: skip
+"""What a ledger has written down."""
+
+
+class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live storage bytes while it is active (``with ledger:``).
+
+        >>> with StorageLedger() as ledger:
+        ...     with ledger.region(Stage.FORWARD, "block.0"):
+        ...         hidden = torch.empty(1000, device="meta")
+        ...         half = hidden.bfloat16()
+        >>> ledger.live_bytes, ledger.trace().sizes, ledger.trace().units
+        (6000, (4000, 2000), ('block.0', 'block.0'))
+
+    Args:
+        record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
+            which a training run of any length can afford.
+        device: Count only what lives on this type of device (``meta``, ``cpu``, ``cuda``); None: everything.
+    """
+
+    def __init__(self, *, record: bool = True, device: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._record = record
+        self._device = device
+        self._known_ops: dict[OpKey, OpRecord] = {}
+        self._meta_cache = _META_CACHES[torch.get_default_dtype()]
+        self._pieces: dict[Hashable, Piece | None] = {}
+        """None: work that must be done each time."""
+        self._graphs: dict[Hashable, GraphPieces | None] = {}
+        self._next_index = 0
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
+        self._sizes: list[int] = []
+        self._classes: list[TensorClass] = []
+        self._units: list[str] = []
+        self._events: list[int] = []
+        self._ops: list[OpRecord] = []
+        self._steps: list[StepMark] = []
+        self._cache_releases: list[int] = []
+        self._stage = Stage.BUILD
+        self._unit = ""
+        self._last_compute = -1
+        self._joined: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here is ever compiled: the default wrapper imports torch._dynamo, 0.9 s of a dry run."""
+        return False
+
+    def __torch_dispatch__(self, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        """Run the op and enter its new storages."""
+        kwargs = kwargs or {}
+        if func.is_view:
+            out = func(*args, **kwargs)
+            for tensor in tensors_in([out]):
+                self.enter(tensor)
+            return out
+        key = op_key(func, args, kwargs)
+        out = func(*args, **kwargs) if key is None else self._meta_cache.call(func, args, kwargs, key)
+        event = len(self._events)
+        for tensor in tensors_in([out]):
+            self.enter(tensor)
+        scratch = scratch_bytes(func, args)
+        if scratch:
+            self._release(self._allocate(scratch, Stage.UPDATE), scratch)
+        if self._record and (self._device is None or self._is_counted(args, kwargs, out)):
+            self._last_compute = len(self._ops)
+            self._ops.append(self._remembered_record(key, func, args, kwargs, out, event))
+        return out
+
+    @contextmanager
+    def region(self, stage: Stage, unit: str) -> Iterator[None]:
+        """Give the storages allocated inside to ``unit`` and to the default class of ``stage``."""
+        outer = (self._stage, self._unit)
+        self._stage, self._unit = stage, unit
+        try:
+            yield
+        finally:
+            self._stage, self._unit = outer
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Give the storage of ``tensor`` a class and unit, from its allocation on."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        if found is not None and self._record:
+            self._classes[found[0]] = tensor_class
+            self._units[found[0]] = unit
+
+    def repeat(self, work: Work) -> tuple[Tensor, ...]:
+        """Do work, or write down what it did before where no operand has values; return its results.
+
+        Of tensors that it makes only its results may outlive it.
+        """
+        key = work.full_key(self._stage) if self._record else None
+        if key is None:
+            return work.do()
+        known = self._pieces.get(key)
+        if known is not None:
+            return self._write_down(known, work)[0]
+        results, piece, _ = self._learn(work)
+        self._pieces.setdefault(key, None if piece is None or piece.kept else piece)
+        return results
+
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+        """Do work that keeps tensors for ``repeat_backward``, or write down what it did before.
+
+        It is written down only where a backward pass of it is known; its results then have no graph.
+        """
+        key = work.full_key(self._stage) if self._record else None
+        if key is None:
+            return work.do(), None
+        known = self._graphs.get(key)
+        if known is not None and known.backward:
+            results, kept = self._write_down(known.forward, work)
+            return results, Held(key, work, known, kept, is_written=True)
+        results, piece, kept = self._learn(work)
+        if key not in self._graphs and piece is not None:
+            known = self._graphs[key] = GraphPieces(piece)
+        if known is None or known.forward != piece:  # something decides that is not in the key
+            self._graphs[key] = None
+            return results, None
+        return results, Held(key, work, known, kept, is_written=False)
+
+    def repeat_backward(
+        self,
+        held: Held | None,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Let go of what ``repeat_forward`` kept, or write that down; return the results.
+
+        Args:
+            held: What ``repeat_forward`` returned.
+            operands: On which it depends beside what was kept.
+            differentiate: Gets the results of a forward pass that had to be done once more, else nothing.
+        """
+        if held is None:
+            return differentiate(())
+        work = Work(partial(differentiate, ()), operands, lambda: True, held.work.memory)
+        key = work.full_key(self._stage)
+        known = held.pieces.backward.get(key)
+        if held.is_written:
+            if known is None:
+                known = held.pieces.backward[key] = self._learn_apart(held, operands, differentiate)
+            return self._write_down(known, work, held.kept)[0]
+        results, piece, kept = self._learn(work, held.kept)
+        if piece is None or kept or not piece.lets_go or known not in {None, piece}:
+            self._graphs[held.key] = None
+        else:
+            held.pieces.backward[key] = piece
+        return results
+
+    def _learn(
+        self, work: Work, inherited: tuple[int, ...] = ()
+    ) -> tuple[tuple[Tensor, ...], Piece | None, tuple[int, ...]]:
+        """Do work; return its results, what it did if that can be written down, and storages that it keeps."""
+        storage, event, op = len(self._sizes), len(self._events), len(self._ops)
+        joined = tuple(self._joined)
+        results = work.do()
+        events, ops = self._events[event:], self._ops[op:]
+        alive = {entry for entry in events if entry >= 0} - {~entry for entry in events if entry < 0}
+        given = [self._alive.get(tensor.untyped_storage()._cdata, (-1,))[0] for tensor in results]
+        kept = tuple(sorted(alive - {*given}))
+        if (
+            any(unit != self._unit for unit in self._units[storage:])
+            or any(
+                found < storage and tensor.untyped_storage().nbytes()
+                for found, tensor in zip(given, results, strict=True)
+            )
+            or any(
+                record.lane is not Lane.COMPUTE or record.stage is not self._stage or record.unit != self._unit
+                for record in ops
+            )
+            or [record.waits for record in ops] != [joined, *[()] * (len(ops) - 1)]
+        ):
+            return results, None, kept
+        places = {index: place for place, index in enumerate([*inherited, *range(storage, len(self._sizes))])}
+        if any((entry if entry >= 0 else ~entry) not in places for entry in events):
+            return results, None, kept
+        live = most = 0
+        for entry in events:
+            live += self._sizes[entry] if entry >= 0 else -self._sizes[~entry]
+            most = max(most, live)
+        piece = Piece(
+            inherited=len(inherited),
+            sizes=tuple(self._sizes[storage:]),
+            classes=tuple(self._classes[storage:]),
+            events=tuple(places[entry] if entry >= 0 else ~places[~entry] for entry in events),
+            ops=tuple(_placed(done, done.event - event, done.stage, "", ()) for done in ops),
+            results=tuple(
+                Result(places.get(found, -1), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+                for found, tensor in zip(given, results, strict=True)
+            ),
+            kept=tuple(places[index] for index in kept),
+            most_bytes=most,
+            net_bytes=live,
+            mark=work.mark(),
+        )
+        return results, piece, kept
+
+    def _learn_apart(
+        self, held: Held, operands: Sequence[Tensor], differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+    ) -> Piece:
+        """Do both passes where nobody counts; return what the backward pass did."""
+        mark = held.work.mark()
+        outside = {name: getattr(self, name) for name in _TAPE}
+        number = len(self._alive)
+        vars(self).update({name: [] if isinstance(value, list) else 0 for name, value in outside.items()})
+        try:
+            outputs, _, kept = self._learn(held.work)
+            held.work.restore(mark)
+            work = Work(partial(differentiate, outputs), operands, lambda: True, held.work.memory)
+            piece = self._learn(work, kept)[1]
+            del outputs, work
+        finally:
+            vars(self).update(outside)
+        assert piece is not None, "a backward pass that was written down before can be written down again"
+        assert len(self._alive) == number, "what nobody counted is gone"
+        return piece
+
+    def _write_down(
+        self, piece: Piece, work: Work, inherited: tuple[int, ...] = ()
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Enter what work would have done; return its results, and the storages that it keeps."""
+        first, event, stage, unit = self._next_index, len(self._events), self._stage, self._unit
+        count = len(piece.sizes)
+        places = [*inherited, *range(first, first + count)]
+        self._next_index += count
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + piece.most_bytes)
+        self.live_bytes += piece.net_bytes
+        self._sizes += piece.sizes
+        self._classes += piece.classes
+        self._units += [unit] * count
+        self._events += [places[entry] if entry >= 0 else ~places[~entry] for entry in piece.events]
+        waits, self._joined = tuple(self._joined), []
+        for done in piece.ops:
+            self._ops.append(_placed(done, event + done.event, stage, unit, waits))
+            waits = ()
+        self._last_compute = len(self._ops) - 1
+        work.restore(piece.mark)
+        return self._results(piece, places), tuple(places[place] for place in piece.kept)
+
+    def _results(self, piece: Piece, places: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return tensors for the results of a piece, whose releases are noticed."""
+        if not piece.results:
+            return ()
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes():
+            for number in {result.storage: None for result in piece.results}:
+                size = 0 if number < 0 else piece.sizes[number - piece.inherited]
+                storages[number] = storage = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+                if size:
+                    address = storage._cdata
+                    reference = weakref.ref(storage, self._on_release(address))
+                    self._alive[address] = (places[number], size, reference)
+            return tuple(result.tensor(storages[result.storage]) for result in piece.results)
+
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Do nothing: the op itself is counted."""
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Record a copy, or arithmetic of the host, beside the compute lane."""
+        if self._record:
+            self._ops.append(
+                OpRecord(
+                    name=lane.value, event=len(self._events), stage=self._stage, unit=self._unit, is_matmul=False,
+                    flops=0, bytes_moved=num_bytes, dtype="", lane=lane, waits=tuple(op for op in waits if op >= 0),
+                )
+            )  # fmt: skip
+        return len(self._ops) - 1
+
+    def mark(self) -> int:
+        """Return the number of the last op of the compute lane, -1 before the first."""
+        return self._last_compute
+
+    def join(self, op: int) -> None:
+        """Let the next op of the compute lane wait for ``op``."""
+        if self._record and op >= 0:
+            self._joined.append(op)
+
+    def begin_step(self) -> None:
+        """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
+        if self._record:
+            self._steps.append(StepMark(len(self._events), len(self._ops)))
+        self.peak_bytes = self.live_bytes
+
+    def trace(self) -> LedgerTrace:
+        """Return the record so far."""
+        return LedgerTrace(
+            tuple(self._sizes), tuple(self._classes), tuple(self._units),
+            tuple(self._events), tuple(self._ops), tuple(self._steps), tuple(self._cache_releases),
+        )  # fmt: skip
+
+    def enter(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` from now on, unless it is counted already; ops' results are entered so."""
+        if self._device is not None and tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        size = storage.nbytes()
+        if size == 0:
+            return
+        index = self._allocate(size, self._stage)
+        reference = weakref.ref(storage, self._on_release(address))
+        self._alive[address] = (index, size, reference)
+
+    def _allocate(self, size: int, stage: Stage) -> int:
+        index = self._next_index
+        self._next_index += 1
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._record:
+            self._sizes.append(size)
+            self._classes.append(_DEFAULT_CLASS[stage])
+            self._units.append(self._unit)
+            self._events.append(index)
+        return index
+
+    def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def release(_reference: weakref.ref[torch.UntypedStorage]) -> None:
+            index, size, _ = self._alive.pop(address)
+            self._release(index, size)
+
+        return release
+
+    def _release(self, index: int, size: int) -> None:
+        self.live_bytes -= size
+        if self._record:
+            self._events.append(~index)
+
+    def _is_counted(self, args: Args, kwargs: Kwargs | None, out: Any) -> bool:
+        """Return whether an op has anything to do with the device that is counted."""
+        tensors = tensors_in([*args, *(kwargs or {}).values(), out])
+        return any(tensor.device.type == self._device for tensor in tensors)
+
+    def _remembered_record(
+        self, key: OpKey | None, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int
+    ) -> OpRecord:
+        """Return the record of an op: its figures are those of the last op with the same key."""
+        known = None if key is None else self._known_ops.get(key)
+        if known is None:
+            made = self._op_record(func, args, kwargs, out, event)
+            if key is not None:
+                self._known_ops[key] = made
+            return made
+        waits, self._joined = tuple(self._joined), []
+        return _placed(known, event, self._stage, self._unit, waits)
+
+    def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
+        return count_flops(func, args, kwargs, out)
+
+    def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
+        operands = tensors_in([*args, *kwargs.values()])
+        dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
+        waits, self._joined = tuple(self._joined), []
+        return OpRecord(
+            name=str(func),
+            event=event,
+            stage=self._stage,
+            unit=self._unit,
+            is_matmul=func in MATMUL_OPS,
+            flops=self._flops(func, args, kwargs, out),
+            bytes_moved=count_bytes(func, args, kwargs, out),
+            dtype=dtype,
+            waits=waits,
+            shape=_matmul_shape(args) if func in MATMUL_OPS else None,
+        )
+
+
+def _matmul_shape(args: Sequence[Any]) -> tuple[int, int, int]:
+    """Return rows, columns and inner dimension of a product of the last two tensors: mm, bmm, addmm."""
+    left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+    inner, columns = right.shape[-2:]
+    return left.numel() // max(inner, 1), columns, inner

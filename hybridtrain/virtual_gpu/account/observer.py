@@ -1,0 +1,88 @@
+# ruff: noqa: ARG002  an observer that counts nothing takes the same
+"""The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+
+
+class Stage(StrEnum):
+    """What the step is doing."""
+
+    BUILD = "build"
+    LOAD = "load"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Lane(StrEnum):
+    """What runs beside what: each lane does its work in order, lanes wait for each other where they say so."""
+
+    COMPUTE = "compute"
+    COPY_IN = "copy in"
+    COPY_OUT = "copy out"
+    HOST = "host"
+    """Arithmetic of the processor."""
+    DISK = "disk"
+    LINK = "link"
+    """Collectives of many cards, and what a card does on streams beside its own for them."""
+
+
+class MemoryObserver(Protocol):
+    """Told where the step stands and what its tensors are for. The methods here count nothing."""
+
+    def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:
+        """Say that what follows belongs to ``stage`` of ``unit``."""
+        return nullcontext()
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Say what the storage of ``tensor`` is for, from its allocation on."""
+        return
+
+    def repeat(self, work: Work) -> tuple[Tensor, ...]:
+        """Do work of whose tensors none but its results outlives it, and return these.
+
+        Where there are no values, what it did the last time may be written down in its place.
+        """
+        return work.do()
+
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+        """Likewise do work that keeps tensors until ``repeat_backward``; results may have no graph."""
+        return work.do(), None
+
+    def repeat_backward(
+        self,
+        held: Held | None,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Do what lets go of it: ``differentiate`` gets the results of a forward pass only if that was done again."""
+        return differentiate(())
+
+    def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
+        """Say that values of one element type were written in another, or in the same one."""
+        return
+
+    def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
+        """Say that ``lane`` moves bytes once the named ops are done; return the number of this op."""
+        return 0
+
+    def mark(self) -> int:
+        """Return the number of the last op on the compute lane."""
+        return 0
+
+    def join(self, op: int) -> None:
+        """Say that the next op on the compute lane waits for ``op``."""
+        return
+
+
+class NullObserver(MemoryObserver):
+    """Counts nothing."""

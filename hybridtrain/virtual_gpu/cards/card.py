@@ -1,0 +1,257 @@
+"""Graphics cards: the catalogue, and any card a user describes in a TOML file; and the machine around the card."""
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from math import floor
+
+from hybridtrain.config.decode import decode
+from hybridtrain.units import GB, GIB, MIB, format_bytes
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, require_no, tables
+
+MARGIN_SHARE = 0.05
+"""Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
+
+A plan cannot know the driver (published capacities of one card differ by up to 0.8 %, of one with 4 GB by 4 %), how
+large context and libraries are (published figures of one card differ by up to 1 %), and what else draws on the card: a
+display takes 0.2 to 0.5 GiB, 1 to 3 % of 16 GB (assumed).
+"""
+NOT_FOUND = "not found"
+"""A source that was looked for; as good as none."""
+_KEPT_MIB, _KEPT_SHARE = 384, 0.01
+"""What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
+_HOPPER = 9
+_DATA_CENTER = frozenset({"8.0", "9.0"})
+"""A100, H100, H200."""
+_GEFORCE = frozenset({"8.6", "8.9", "12.0"})
+"""RTX 30, 40 and 50; workstation cards of the same chips have other names and other power limits."""
+
+
+class FitVerdict(StrEnum):
+    """Whether a plan fits a card."""
+
+    FITS = "fits"
+    BARELY = "fits barely"
+    """The planned run fits, and leaves less than the margin."""
+    NO = "does not fit"
+
+
+MARGIN_TOLD = (
+    f"{FitVerdict.BARELY}, within the margin of {100 * MARGIN_SHARE:g} % for other drivers, libraries and a display"
+)
+"""For a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """Facts about one card: rates from its vendor, memory as CUDA gives it.
+
+    What has no source is on the safe side: memory of the catalogue is 384 MiB and 1 % less than nvidia-smi's total, a
+    context that is left out the largest known of cards with the same compute capability.
+    """
+
+    name: str
+    """As nvidia-smi has it: GeForce cards are told by it."""
+    memory_mib: int
+    """Total MiB as CUDA gives it: torch's ``get_device_properties(0).total_memory``; nvidia-smi shows more."""
+    compute_capability: str
+    """As '8.9'."""
+    tflops_bf16: float
+    """Dense tensor-core rate with fp32 accumulation."""
+    tflops_fp32: float
+    """Rate of the CUDA cores, which fp32 matmuls use unless TF32 is allowed."""
+    memory_gbps: float
+    """GB/s of device memory."""
+    pcie_gbps: float
+    """GB/s of the bus in one direction, theoretical."""
+    sms: int = 0
+    """Multiprocessors; 0: unknown, nothing planned depends on it."""
+    l2_mib: int = 0
+    """Second-level cache; 0: unknown, every op is taken to read device memory."""
+    tops_int8: float = 0.0
+    """0: unknown."""
+    context_mib: int = None  # type: ignore[assignment]  # filled in below
+    """CUDA context and libraries in MiB, outside the allocator: what a process holds beside reserved bytes."""
+    nvidia_smi_mib: int = field(default=0, compare=False)
+    """Total memory in MiB as nvidia-smi reports it; 0: unknown."""
+    memory_source: str = field(default="", compare=False)
+    """Range in GiB and where it was published; ``not found`` or empty: none."""
+    context_source: str = field(default="", compare=False)
+    """Likewise of the context."""
+
+    def __post_init__(self) -> None:
+        if self.context_mib is None:
+            object.__setattr__(self, "context_mib", safe_context_mib(self.compute_capability))
+        rates = ("tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
+        faults = figure_faults(self, above_0=("memory_mib", *rates))
+        if self.context_mib < 0 or self.context_mib >= self.memory_mib:
+            faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
+        if not re.fullmatch(r"\d+\.\d+", self.compute_capability):
+            faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
+        require_no(faults)
+
+    @property
+    def family(self) -> str:
+        """Cards that reach about the same shares of their peak rates; ``other`` where nothing is known of them."""
+        if self.compute_capability in _DATA_CENTER:
+            return "data_center"
+        is_geforce = "GeForce" in self.name and self.compute_capability in _GEFORCE
+        return "geforce" if is_geforce else "other"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total memory in bytes, as CUDA gives it."""
+        return self.memory_mib * MIB
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the CUDA context."""
+        return self.context_mib * MIB
+
+    @property
+    def allocator_capacity_bytes(self) -> int:
+        """What is left for the allocator."""
+        return self.memory_bytes - self.context_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes that a plan must leave free to fit plainly."""
+        return round(MARGIN_SHARE * self.memory_bytes)
+
+    def verdict(self, used_bytes: float, *, fits: bool = True) -> FitVerdict:
+        """Return whether a plan fits, of which the card gives ``used_bytes``, context included."""
+        if not fits:
+            return FitVerdict.NO
+        return FitVerdict.FITS if used_bytes <= self.memory_bytes - self.margin_bytes else FitVerdict.BARELY
+
+    def told(self, verdict: FitVerdict) -> str:
+        """Return a verdict for a reader; one that is within the margin says how large that is."""
+        return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
+
+    @property
+    def source_note(self) -> str:
+        """Say which figures of the card have no source; empty: all have one."""
+        figures = (
+            (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
+            (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
+        )
+        found = {
+            "no published figure for {}: a safe one is taken": [
+                told for told, source in figures if source == NOT_FOUND
+            ],
+            "its file states no source for {}": [told for told, source in figures if not source],
+        }
+        notes = [note.format(" and ".join(missing)) for note, missing in found.items() if missing]
+        return f"{self.name}: {'; '.join(notes)}" if notes else ""
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """Per handle and stream, inside the allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+        major = int(self.compute_capability.split(".")[0])
+        return 33_554_432 if major >= _HOPPER else 8_519_680
+
+    @property
+    def flops_per_second(self) -> dict[str, float]:
+        """Peak rate by element type."""
+        tensor_cores = self.tflops_bf16 * 1e12
+        return {"bfloat16": tensor_cores, "float16": tensor_cores, "float32": self.tflops_fp32 * 1e12}
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Peak rate of device memory."""
+        return self.memory_gbps * GB
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Peak rate of the bus, one direction."""
+        return self.pcie_gbps * GB
+
+
+@cache
+def card_catalogue() -> dict[str, Card]:
+    """Return every known card by its short name."""
+    found = {}
+    for name, table in tables("hardware.toml").items():
+        filled = table if "memory_mib" in table else table | {"memory_mib": safe_memory_mib(table["nvidia_smi_mib"])}
+        found[name] = decode(Card, filled, source=f"hardware.toml [{name}]")
+    return found
+
+
+def safe_memory_mib(nvidia_smi_mib: int) -> int:
+    """Return MiB that CUDA gives at least of a total that nvidia-smi reports; no card with a source gives less."""
+    return floor(nvidia_smi_mib * (1 - _KEPT_SHARE)) - _KEPT_MIB
+
+
+def safe_context_mib(compute_capability: str) -> int:
+    """Return the largest context in MiB known of cards of a compute capability; of none: of all but A100 and H100."""
+    cards = [table for table in tables("hardware.toml").values() if "context_mib" in table]
+    known: list[tuple[str, int]] = [(card["compute_capability"], card["context_mib"]) for card in cards]
+    alike = [size for capability, size in known if capability == compute_capability]
+    return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
+
+
+def find_card(name: str) -> Card:
+    """Return a card by short name, or read it from a TOML file when ``name`` ends in ``.toml``.
+
+        >>> card = find_card("rtx-4090")
+        >>> card.name, card.memory_bytes, card.tflops_bf16
+        ('NVIDIA GeForce RTX 4090', 25249710080, 165.2)
+
+    A name in the catalogue is a table of ``hardware.toml``; a file of your own has the same entries.
+
+    Raises:
+        ConfigError: unknown name (the nearest one is suggested), or a faulty file.
+    """
+    return find_entry(Card, "card", name, card_catalogue())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Facts about a machine. The defaults are a desktop with two channels of DDR5 and one PCIe 4.0 drive (assumed)."""
+
+    memory_gib: float | None = None
+    """None: as much as a run asks for."""
+    reserved_gib: float = 4.0
+    """Of the memory: what system, libraries and the process itself take beside tensors (assumed)."""
+    memory_gbps: float = 60.0
+    """GB/s of host memory, read and written together; an update on the host is bound by it."""
+    disk_gib: float | None = None
+    """Free space; None: as much as a run asks for."""
+    disk_gbps: float = 4.0
+    """GB/s of the drive, one direction at a time."""
+
+    def __post_init__(self) -> None:
+        amounts = ("memory_gib", "memory_gbps", "disk_gib", "disk_gbps")
+        faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
+        if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
+            faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
+        require_no(faults)
+
+    def shared(self, ranks: int) -> "Host":
+        """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
+        if ranks == 1:
+            return self
+        names = ("memory_gib", "reserved_gib", "memory_gbps", "disk_gib", "disk_gbps")
+        whole = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value / ranks for name, value in whole.items() if value is not None})
+
+    @property
+    def tensor_bytes(self) -> float:
+        """Host memory that tensors may take."""
+        return float("inf") if self.memory_gib is None else (self.memory_gib - self.reserved_gib) * GIB
+
+    @property
+    def disk_bytes(self) -> float:
+        """Space that files may take."""
+        return float("inf") if self.disk_gib is None else self.disk_gib * GIB
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Rate of host memory."""
+        return self.memory_gbps * GB
+
+    @property
+    def disk_bytes_per_second(self) -> float:
+        """Rate of the drive."""
+        return self.disk_gbps * GB

@@ -1,0 +1,1 @@
+"""CUDA for code that believes it has a card."""

@@ -1,0 +1,171 @@
+"""What the plan of a script rests on: versions, what was seen of a run, and what went otherwise than on a card."""
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+
+_PACKAGES = (
+    "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "diffusers", "timm", "lightning",
+    "pytorch_lightning", "torchtune", "litgpt", "deepspeed", "liger_kernel", "flash_attn", "xformers", "unsloth",
+)  # fmt: skip
+"""Those whose version decides how many bytes a step takes."""
+_PLACES_SHOWN = 3
+_LIFE = 3
+"""Steps until whose third beginning variables may hold what one made: a loss holds the batch of the step before."""
+NUM_STEPS_OF_GROWTH = 2 + _LIFE
+"""Steps that must have begun before growth can be told; the first makes the optimizer's state and does not count."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a ledger notes of the code that runs, beside its tensors."""
+
+    refusals: list[str] = field(default_factory=list)
+    """What was refused to the code, in words: requests for memory, and sizes that depend on computed values."""
+    compiled: list[str] = field(default_factory=list)
+    """Where the code asked for compiled code, and by what."""
+    uncounted: dict[str, str] = field(default_factory=dict)
+    """What ops take on a card that is not counted, and where the first of them was called."""
+    approximated: dict[str, str] = field(default_factory=dict)
+    """What is planned otherwise than a card does it, and where."""
+    made_at: dict[int, str] = field(default_factory=dict)
+    """Where storages of the third and later steps were made."""
+    num_saves: int = 0
+    num_backwards: int = 0
+    num_evaluations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What each step leaves behind and nobody lets go of."""
+
+    bytes_per_step: int
+    places: tuple[str, ...]
+    """``file:line`` that made most of it, the largest first; empty where a run is too short to have noted them."""
+
+    def full_at(self, num_steps: int, free_bytes: int) -> int:
+        """Return about which step is the last that finds memory, after so many steps that left so much free."""
+        return num_steps + max(free_bytes, 0) // self.bytes_per_step
+
+
+def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
+    """Find the bytes that each step leaves behind; None where there are none, or the run is too short to tell.
+
+    What a step allocated counts where it outlives the next two, and only as far as live bytes rose as well: so a queue
+    of batches that are fetched ahead is no growth.
+    """
+    if len(trace.steps) < NUM_STEPS_OF_GROWTH:
+        return None
+    live = [0, *trace.live_bytes()]
+    released = {~entry: position for position, entry in enumerate(trace.events) if entry < 0}
+    rises, left = [], Counter[str]()
+    for step in range(1, len(trace.steps) - _LIFE):
+        end = trace.steps[step + _LIFE].event
+        events = trace.events[trace.steps[step].event : trace.steps[step + 1].event]
+        stays = [e for e in events if e >= 0 and released.get(e, len(trace.events)) >= end]
+        risen = live[trace.steps[step + 1].event] - live[trace.steps[step].event]
+        rises.append(min(risen, sum(trace.sizes[index] for index in stays)))
+        for index in stays:
+            if index in places:
+                left[places[index]] += trace.sizes[index]
+    if min(rises) <= 0:
+        return None
+    shown = tuple(place for place, _ in left.most_common(_PLACES_SHOWN))
+    return Growth(bytes_per_step=int(statistics.median(rises)), places=shown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What was seen of a script, and what was not."""
+
+    versions: dict[str, str]
+    """Of the packages in use whose code decides what a step takes."""
+    num_steps: int
+    """Iterations in which every optimizer made its step."""
+    has_state: bool
+    """Whether a whole step ran with the state of every optimizer in memory."""
+    num_backwards: int
+    num_evaluations: int
+    """Forward passes without gradients."""
+    num_saves: int
+    compiled: tuple[str, ...]
+    """Where the script asked for compiled code, by what; it is planned as eager code."""
+    refusals: tuple[str, ...]
+    """What the virtual card refused and the script caught: what followed may be another path than on a card."""
+    uncounted: dict[str, str]
+    """What ops take on a card that is not counted, and where the first of them was called."""
+    approximated: dict[str, str]
+    """What is planned otherwise than a card does it, and where."""
+    growth: Growth | None
+
+    @property
+    def lower_bound(self) -> str:
+        """Why a run of this script takes more than what was planned; empty where it does not."""
+        if not self.num_steps:
+            return "no step of a torch.optim optimizer ran, whose state would come on top"
+        return "" if self.has_state else "no whole step ran with the optimizer's state in memory; run more steps"
+
+    @property
+    def upper_bound(self) -> str:
+        """Why it takes less."""
+        if not self.compiled:
+            return ""
+        return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
+
+    def worth(self, *, fits: bool) -> list[str]:
+        """Return the caveats of a verdict: why the plan is a bound, and what went otherwise than on a card."""
+        found = []
+        if self.lower_bound and fits:
+            found.append(f"LOWER BOUND: {self.lower_bound}")
+        if self.upper_bound:
+            found.append(f"UPPER BOUND: {self.upper_bound}")
+        found += [f"APPROXIMATE: {what} ({where})" for what, where in self.approximated.items()]
+        if self.refusals:
+            found.append(f"ON THIS PATH ONLY: the script caught what the virtual card refused ({self.refusals[0]})")
+        return found
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return plain values."""
+        return asdict(self) | {"lower_bound": self.lower_bound, "upper_bound": self.upper_bound}
+
+    def as_text(self) -> str:
+        """Return a line for a reader."""
+        seen = [
+            _count(self.num_steps, "whole step") if self.num_steps else _count(self.num_backwards, "backward pass"),
+            "evaluation" if self.num_evaluations else "no evaluation",
+            "saving" if self.num_saves else "no saving",
+        ]
+        packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        code = "compiled code planned as eager" if self.compiled else "eager code"
+        missing = f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
+        return f"planned with {packages}; {code}; seen: {', '.join(seen)}{missing}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what was imported."""
+    loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
+    return {name: str(getattr(module, "__version__", "of unknown version")) for name, module in loaded.items()}
+
+
+def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
+    """Return the sentence about memory that grows."""
+    made = f", made at {_listed(growth.places)}" if growth.places else ""
+    return (
+        f"by {format_bytes(growth.bytes_per_step)} a step{made}; "
+        f"if that goes on, the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
+    )
+
+
+def _listed(places: tuple[str, ...]) -> str:
+    rest = len(places) - _PLACES_SHOWN
+    return ", ".join(places[:_PLACES_SHOWN]) + (f" and {rest} more places" if rest > 0 else "")
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number or 'no'} {what if number == 1 else plural}"

@@ -1,0 +1,396 @@
+# mypy: disable-error-code="no-untyped-call"
+"""What a script sees of a card: ``torch.cuda``, the methods of tensors that name a device, and who else asks for one.
+
+``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
+on a machine that has one neither.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
+from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_names, do_nothing
+from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
+from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
+from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
+
+_TRUE_DEVICE = torch.device
+_FROM_DATA = ("tensor", "as_tensor", "asarray")
+_NCCL_VERSION = (2, 27, 5)
+"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+_CUDNN_VERSION = 91002
+Replaced = Iterator[tuple[Any, str, Any]]
+"""Owner, name and what takes its place."""
+
+
+@contextmanager
+def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) -> Iterator[None]:
+    """Let code in this process believe that the ledger's card is there."""
+    _device_constructors()  # kept by torch: must list its true functions
+    cuda = cuda_names(ledger)
+
+    def note_save() -> None:
+        ledger.seen.num_saves += 1
+
+    with ExitStack() as stack:
+        for replaced in (
+            ((torch.Tensor, name, value) for name, value in methods.names().items()),
+            ((torch.cuda, name, value) for name, value in cuda.items()),
+            ((torch, name, value) for name, value in _torch_names(ledger, autocast).items()),
+            [(torch, "_has_compatible_shallow_copy_type", methods.may_share_type)],
+            _elsewhere(ledger, cuda),
+            _kernels(ledger),
+            _build_of_cuda(),
+            _libraries(),
+        ):
+            for owner, name, value in replaced:
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(nvidia_smi(ledger.card, ledger.num_cards))
+        # Threads that load weights would not be seen: what is watched is the thread that opened the block.
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of, note_save))
+        yield
+
+
+def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
+    """Yield what must be replaced outside ``torch``, ``torch.cuda`` and ``Tensor``."""
+    for module in (torch.cuda.memory, torch.cuda.random, torch.accelerator):
+        yield from ((module, name, value) for name, value in cuda.items() if hasattr(module, name))
+    yield torch.accelerator, "current_accelerator", answering(lambda: torch.device("cuda"))
+    yield torch.accelerator, "current_device_index", answering(lambda: ledger.card_index)
+    yield torch.accelerator, "set_device_index", do_nothing
+    for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
+        yield torch.cuda.nvtx, name, do_nothing
+    yield torch.cuda.nvtx, "range", contextmanager(lambda *_args, **_kwargs: iter([None]))  # decorates, too
+    yield torch.cuda.memory, "_record_memory_history", do_nothing
+    yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
+    one_hot = _one_hot(ledger)
+    for module in (torch.nn.functional, torch._C._nn):
+        yield module, "one_hot", one_hot
+    yield torch.utils.data.DataLoader, "_get_iterator", _load_here
+    yield torch.jit._state._enabled, "enabled", False  # torch's own switch (PYTORCH_JIT=0): code stays as it is
+    for name in ("script", "trace"):
+        yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
+    yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
+    yield torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(ledger)
+    true_data_ptr, true_resize = torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        ledger.resize(storage, size)
+        return true_resize(storage, size)
+
+    yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
+    yield torch.UntypedStorage, "resize_", resize
+    group = _group_by_place(torch.utils._foreach_utils._group_tensors_by_device_and_dtype)
+    for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
+        yield module, "_group_tensors_by_device_and_dtype", group
+    yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _group_by_place(true_group: Callable[..., Any]) -> Callable[..., Any]:
+    def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
+        """Group tensors as torch does, by the places that they would have."""
+        named: dict[Any, Any] = {}
+        for (_, dtype), (lists, indices) in true_group(tensorlistlist, with_indices).items():
+            for position, first in enumerate(lists[0]):
+                assert first is not None
+                found, places = named.setdefault((first.device, dtype), ([[] for _ in lists], []))
+                for members, member in zip(found, lists, strict=True):
+                    members.extend(member[position : position + 1])
+                places += indices[position : position + 1]
+        return named
+
+    return group
+
+
+def _kernels(ledger: VirtualLedger) -> Replaced:
+    """Yield what CUDA does in one kernel and the CPU does not."""
+    true_dropout = torch.dropout
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
+        """Drop elements by one kernel that keeps a mask of booleans (aten/src/ATen/native/Dropout.cpp)."""
+        if train and 0 < p < 1 and input.numel() and ledger.place_of(input) is Place.DEVICE:
+            return torch.native_dropout(input, p, train)[0]
+        return true_dropout(input, p, train)
+
+    for owner in (torch._VF, torch):
+        yield owner, "dropout", dropout
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        yield torch._VF, name, _unfused(ledger, name)
+
+
+def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
+    function = getattr(torch._VF, name)
+    told = f"{name.partition('_')[0].upper()} planned op by op, where cuDNN has one kernel that keeps other tensors"
+
+    def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
+        if ledger.place_of(input) is Place.DEVICE:
+            ledger.seen.approximated.setdefault(told, where_called())
+        return function(input, *args)
+
+    return run
+
+
+def _build_of_cuda() -> Replaced:
+    """Yield what torch says of its own build and libraries where it was built with CUDA."""
+    yield torch.version, "cuda", torch.version.cuda or "13.0"
+    yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: _CUDNN_VERSION
+    yield torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda"
+    yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
+    for module in (torch.distributed, import_module("torch.distributed.distributed_c10d")):
+        yield module, "is_nccl_available", lambda: True
+
+
+def _libraries() -> Replaced:
+    """Yield what must be replaced in libraries that reach the driver by themselves."""
+    if find_spec("triton") is not None:  # a kernel writes into tensors that its caller made: nothing is left to count
+        for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")):
+            yield getattr(import_module(f"triton.runtime.{module}"), name), "run", do_nothing
+    if "bitsandbytes" in sys.modules:
+        functional = import_module("bitsandbytes.functional")
+        # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
+        yield functional, "get_paged", _get_paged
+        for name in ("prefetch_tensor", "fill", "_mul"):
+            yield functional, name, do_nothing
+        # Tables that are kept as long as the process: those of one virtual card are nowhere on the next.
+        yield functional, "name2qmap", {}
+        yield import_module("bitsandbytes.backends.utils"), "_code_4bit_cache", {}
+
+
+def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:  # noqa: ARG001
+    """Return state that bitsandbytes would put into unified memory; its own attribute says so."""
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    made.is_paged = True  # type: ignore[attr-defined]
+    return made
+
+
+def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (getattr(obj, "__module__", None) or "").startswith("torch."):
+            ledger.seen.compiled.append(f"torch.jit.{function.__name__} at {where_called()}")
+        return function(obj, *args, **kwargs)
+
+    return call
+
+
+def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[Any, Any]:  # noqa: ARG001  torch's names
+    """Return the operands that ``DataParallel`` of one card passes on (torch/nn/parallel/scatter_gather.py).
+
+    Raises:
+        NotImplementedError: It is of several.
+    """
+    if len(cards) > 1:
+        raise NotImplementedError(
+            f"virtual GPU: DataParallel over {len(cards)} cards is not planned; plan DistributedDataParallel with "
+            "--world, or DataParallel of one card (device_ids=[0])."
+        )
+    card = as_device(cards[0])
+    inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(card), (tuple(inputs), kwargs or {}))
+    return (inputs,), (kwargs,)
+
+
+def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return torch's truncated normal, which since 2.13 draws until no sample is rejected (torch/nn/init.py)."""
+    true_draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(*args: Any, **kwargs: Any) -> Tensor:
+        with ledger.stand_ins.answering(truth=False):
+            return true_draw(*args, **kwargs)
+
+    return draw
+
+
+def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reader of ``Module.to``'s arguments, to which a number alone is a card."""
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (as_device(args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = as_device(kwargs["device"])
+        return parse(*args, **kwargs)
+
+    return parse_to
+
+
+def _one_hot(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return a ``one_hot`` that scatters as CUDA's kernel does; on the meta device torch compares unknown numbers."""
+    true_one_hot: Callable[..., Tensor] = torch.nn.functional.one_hot
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # vmap and the like take it apart
+        if is_wrapped or tensor.dtype is not torch.int64 or ledger.place_of(tensor) is None:
+            return true_one_hot(tensor, num_classes)
+        count = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
+        zeros = torch.zeros((*tensor.shape, count), dtype=tensor.dtype, device=tensor.device)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
+class _LoaderHere(torch.utils.data.dataloader._SingleProcessDataLoaderIter):
+    """Loads in the script's process; begins anew where a loader of persistent workers does."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._dataset_fetcher = torch.utils.data._DatasetKind.create_fetcher(
+            self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+        )
+
+
+def _load_here(loader: Any) -> Any:
+    """Return the iterator of a loader without workers: what they make could not be sent here, for it has no bytes."""
+    workers, timeout, loader.num_workers, loader.timeout = loader.num_workers, loader.timeout, 0, 0
+    try:
+        made = _LoaderHere(loader)
+    finally:
+        loader.num_workers, loader.timeout = workers, timeout
+    if workers and loader.worker_init_fn is not None:  # as the only worker
+        worker = torch.utils.data._utils.worker
+        info = worker.WorkerInfo(id=0, num_workers=1, seed=int(made._base_seed), dataset=loader.dataset)
+        with mock.patch.object(worker, "_worker_info", info):
+            loader.worker_init_fn(0)
+    return made
+
+
+class _DeviceType(type):
+    """Passes for the type that it stands for."""
+
+    def __call__(cls, device: Any = None, index: int | None = None, **kwargs: Any) -> Any:
+        """Return a device; a number alone is a card, whatever torch was built for."""
+        if isinstance(device, int) and index is None:
+            return _TRUE_DEVICE("cuda", device)
+        given = [value for value in (kwargs.get("type", device), index) if value is not None]
+        return _TRUE_DEVICE(*given)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TRUE_DEVICE)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _TRUE_DEVICE
+
+    def __hash__(cls) -> int:
+        return hash(_TRUE_DEVICE)
+
+
+class _Device(metaclass=_DeviceType):
+    """``torch.device`` of a torch that was built with CUDA."""
+
+
+def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
+    """Return functions of ``torch`` that take a device, or ask for one."""
+    true_set, true_clear, true_generator = torch.set_autocast_enabled, torch.clear_autocast_cache, torch.Generator
+    with_device = {id(function) for function in _device_constructors()}
+    makers = {name for name, value in vars(torch).items() if id(value) in with_device or name.endswith("_like")}
+
+    def set_enabled(*args: Any) -> None:
+        true_set(*args)
+        if args[0] == "cuda" or len(args) == 1:
+            autocast.enable(is_enabled=bool(args[-1]))
+
+    def clear() -> None:
+        true_clear()
+        autocast.clear_cache()
+
+    class Generator(true_generator):  # type: ignore[misc, valid-type]
+        """A generator whose numbers nobody draws."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:  # noqa: ARG004  torch's signature
+            return super().__new__(cls, device="cpu")
+
+        def __init__(self, device: Any = "cpu") -> None:
+            self._named = torch.device(device)
+
+        @property
+        def device(self) -> torch.device:
+            return self._named
+
+    return {
+        **{name: _without_pins(getattr(torch, name)) for name in makers.difference(_FROM_DATA)},
+        **{name: _from_data(getattr(torch, name)) for name in _FROM_DATA},
+        "set_autocast_enabled": set_enabled,
+        "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
+        "clear_autocast_cache": clear,
+        "Generator": Generator,
+        "compile": partial(_not_compiled, ledger),
+        "device": _Device,
+        "get_default_device": _default_device,
+        "get_device_module": lambda *_args: torch.cuda,
+    }
+
+
+def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
+    """Return the function that was to be compiled as it is: a virtual card runs eager code.
+
+    One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
+    into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
+    """
+    module = getattr(model, "__module__", None) or ""
+    if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
+        return do_nothing
+    if not kwargs.get("disable"):
+        ledger.seen.compiled.append(f"torch.compile at {where_called()}")
+    return (lambda found: found) if model is None else model
+
+
+def _without_pins(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        kwargs.pop("pin_memory", None)
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        kwargs.pop("pin_memory", None)
+        target = as_device(device)
+        if target is None:
+            target = data.device if isinstance(data, Tensor) else _default_device()
+        if target.type == "meta":
+            return function(data, *args, device=target, **kwargs).requires_grad_(requires_grad)
+        if isinstance(data, Tensor):
+            made = data.to(target, *args[:1])
+            made = made.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else made
+        else:
+            if isinstance(data, list | tuple):
+                data = _numbers(data)
+            made = function(data, *args, device="cpu", **kwargs).to(target)
+        return made.requires_grad_() if requires_grad else made
+
+    return make
+
+
+def _default_device() -> torch.device:
+    """Return the default device; torch's own function makes a tensor to learn its index."""
+    modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
+    context = next(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
+    found = torch.device("cpu") if context is None else context.device
+    return CARD if found.type == "cuda" else found
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, list | tuple):
+        return [_numbers(item) for item in data]
+    return data.item() if isinstance(data, Tensor) and data.numel() == 1 else data

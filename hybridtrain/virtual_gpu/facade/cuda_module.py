@@ -1,0 +1,130 @@
+# mypy: disable-error-code="no-untyped-call"
+"""What ``torch.cuda`` says of a virtual card, and its streams and events."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
+
+CARD = torch.device("cuda", 0)
+_COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+_CONSTANTS = {
+    "is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "is_current_stream_capturing": False,
+    "utilization": 100, "initial_seed": 0,
+}  # fmt: skip
+_NOTHING = (
+    "_lazy_init", "init", "set_device", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+_PEAKS = ("peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+_RATES = {
+    "is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 32, "max_threads_per_multi_processor": 1536,
+    "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
+    "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 0, "gcnArchName": "",
+}  # fmt: skip
+"""What ``get_device_properties`` says of any card."""
+
+
+def do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Take anything."""
+
+
+def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that answers whatever it is given."""
+    return lambda *_args, **_kwargs: answer()
+
+
+class VirtualStream:
+    """A stream, or an event on it, of a card that has done everything at once."""
+
+    cuda_stream = cuda_event = stream_id = device_index = priority = 0
+    device = CARD
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_args: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """Say that all work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Say that no graph is being captured."""
+        return False
+
+    def elapsed_time(self, _other: object) -> float:
+        """Return milliseconds: a stand-in; the report has the estimated time of a step."""
+        return 1.0
+
+    def record_event(self, event: "VirtualStream | None" = None) -> "VirtualStream":
+        """Return an event that has happened."""
+        return event or VirtualStream()
+
+    def synchronize(self, *_args: object) -> None:
+        """Wait for nothing."""
+
+    wait_event = wait_stream = record = wait = synchronize
+
+
+def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
+    """Return the replacements in ``torch.cuda``; the same names elsewhere in torch mean the same."""
+    allocator, card = ledger.allocator, ledger.card
+    major, minor = (int(part) for part in card.compute_capability.split("."))
+    properties = SimpleNamespace(
+        name=card.name, total_memory=card.memory_bytes, major=major, minor=minor, multi_processor_count=card.sms,
+        **_RATES,
+    )  # fmt: skip
+
+    def stats() -> dict[str, int]:
+        found = {}
+        for name in _COUNTERS:
+            found[f"{name}.all.current"] = getattr(allocator, name)
+            found[f"{name}.all.peak"] = getattr(allocator, f"peak_{name}")
+        return found | {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
+
+    def state() -> torch.Tensor:
+        return torch.tensor([0] * 16, dtype=torch.uint8, device="cpu")
+
+    def set_fraction(fraction: float, *_args: Any) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
+
+    answers: dict[str, Callable[[], Any]] = {
+        "device_count": lambda: ledger.num_cards,
+        "current_device": lambda: ledger.card_index,
+        "get_device_name": lambda: card.name,
+        "get_device_capability": lambda: (major, minor),
+        "get_device_properties": lambda: properties,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "is_bf16_supported": lambda: major >= 8,
+        "is_tf32_supported": lambda: major >= 8,
+        "memory_allocated": lambda: allocator.allocated_bytes,
+        "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
+        "memory_stats": stats,
+        "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in stats().items()),
+        "mem_get_info": lambda: (card.allocator_capacity_bytes - allocator.reserved_bytes, card.memory_bytes),
+        "get_rng_state": state,
+        "get_rng_state_all": lambda: [state()],
+        **dict.fromkeys(("memory_reserved", "memory_cached"), lambda: allocator.reserved_bytes),
+        **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), lambda: allocator.peak_reserved_bytes),
+        **{f"reset_{name}": allocator.reset_peaks for name in _PEAKS},
+        **dict.fromkeys(("device", "device_of", "_DeviceGuard", "stream"), nullcontext),
+    }
+    return {
+        **{name: answering(lambda value=value: value) for name, value in _CONSTANTS.items()},  # type: ignore[misc]
+        **dict.fromkeys(_NOTHING, do_nothing),
+        **{name: answering(answer) for name, answer in answers.items()},
+        **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),
+        "set_per_process_memory_fraction": set_fraction,
+        "empty_cache": ledger.release_cache,
+    }

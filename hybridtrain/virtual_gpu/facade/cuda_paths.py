@@ -1,0 +1,345 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
+
+Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
+tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch
+from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
+
+_ATEN = torch.ops.aten
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
+"""A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
+
+LOWER_PRECISION = (
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
+    "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+"""Ops that autocast runs in the lower precision: aten/src/ATen/autocast_mode.h."""
+FULL_PRECISION = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
+    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
+    "renorm", "logsumexp", "rms_norm", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)  # fmt: skip
+"""Ops that autocast runs in fp32."""
+FULL_PRECISION_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+"""Ops that autocast tells to return fp32; nothing is converted before."""
+WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add", "cat", "stack",
+)  # fmt: skip
+"""Ops that autocast runs in the widest type among their operands."""
+
+
+@contextmanager
+def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
+    """Let composite ops on a virtual card's tensors choose as on CUDA, and autocast work for them."""
+    fallback = torch.library.Library("_", "IMPL")
+    paths = torch.library.Library("aten", "IMPL")
+    autocast = Autocast(ledger)
+    try:
+        fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        chooser = _AttentionChoice(ledger)
+        paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
+        assert paths.m is not None
+        for name, kernel in _CUDA_KERNELS.items():
+            if _overload(name) is not None:
+                paths.m.impl(name, "Meta", kernel, False)  # Library.impl refuses to replace a composite
+        ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
+            chooser.efficient_backward
+        )
+        for rule, names in (
+            (autocast.lower, LOWER_PRECISION), (autocast.full, FULL_PRECISION),
+            (autocast.full_result, FULL_PRECISION_RESULT), (autocast.widest, WIDEST),
+        ):  # fmt: skip
+            for name in names:
+                op = _overload(name)
+                if op is not None:
+                    paths.impl(name, rule(op), "AutocastPrivateUse1")
+        yield autocast
+    finally:
+        autocast.enable(is_enabled=False)
+        paths._destroy()
+        fallback._destroy()
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002  torch's names
+    normalized_shape: Sequence[int],
+    _weight: Tensor | None,
+    _eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result and a number of each row, fp32 of halves: all that CUDA keeps (layer_norm_kernel.cu)."""
+    rows = [*input.shape[: input.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    dtype = torch.float32 if input.dtype in _HALVES else input.dtype
+    return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(rows, dtype=dtype)
+
+
+_CUDA_KERNELS: dict[str, Callable[..., Any]] = {
+    "_fused_rms_norm": _rms_norm,
+    "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
+    "_fused_sgd_": lambda *_args, **_kwargs: None,
+    "_fused_sgd_.tensor_lr": lambda *_args, **_kwargs: None,
+}
+"""Ops that are one kernel on CUDA, and none or several on the meta device (native_functions.yaml)."""
+
+
+def _overload(name: str) -> Op | None:
+    packet, _, overload = name.partition(".")
+    found: Op | None = getattr(getattr(_ATEN, packet, None), overload or "default", None)
+    return found
+
+
+class Autocast:
+    """Converts operands as autocast for CUDA does (aten/src/ATen/autocast_mode.cpp), weights once a region."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+        self._keys = torch._C.DispatchKeySet(_AUTOCAST_KEY)
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def enable(self, *, is_enabled: bool) -> None:
+        """Let ops pass here first, or no more."""
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST_KEY, not is_enabled)
+        torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST_KEY, is_enabled)
+
+    def clear_cache(self) -> None:
+        """Forget converted weights, as the outermost region does at its end."""
+        self._cache.clear()
+
+    def lower(self, op: Op) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in the region's type."""
+        return self._kernel(op, lambda _args: torch.get_autocast_dtype("cuda"))
+
+    def full(self, op: Op) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in fp32."""
+        return self._kernel(op, lambda _args: torch.float32)
+
+    def full_result(self, op: Op) -> Callable[..., Any]:
+        """Return a kernel that asks ``op`` for an fp32 result, unless the caller asks for another type."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._keys):
+                first = args[0]
+                takes = first.dtype in _HALVES and self._is_ours(first)
+                if takes and kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
+                    kwargs["dtype"] = torch.float32
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def widest(self, op: Op) -> Callable[..., Any]:
+        """Return a kernel that runs ``op`` in the widest type of its operands."""
+
+        def pick(args: Args) -> torch.dtype:
+            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
+            wide = any(tensor.dtype is torch.float32 for tensor in tensors)
+            return torch.float32 if wide else torch.get_autocast_dtype("cuda")
+
+        return self._kernel(op, pick)
+
+    def _kernel(self, op: Op, pick: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._keys):
+                dtype = pick(args)
+                return op(
+                    *(self._convert(value, dtype) for value in args),
+                    **{name: self._convert(value, dtype) for name, value in kwargs.items()},
+                )
+
+        return kernel
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and self._ledger.place_of(tensor) is Place.DEVICE
+
+    def _convert(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype is dtype or value.dtype is torch.float64 or not self._is_ours(value):
+                return value
+            is_weight = value.is_leaf and value.requires_grad and not value._is_view()
+            if dtype is torch.float32 or value.dtype is not torch.float32 or not is_weight:
+                return value.to(dtype)
+            if not torch.is_autocast_cache_enabled():
+                return value.to(dtype)
+            if id(value) not in self._cache:
+                self._cache[id(value)] = (value, value.to(dtype))
+            return self._cache[id(value)][1]
+        if isinstance(value, list | tuple):
+            return type(value)(self._convert(item, dtype) for item in value)
+        return value
+
+
+class _Attention(NamedTuple):
+    """Operands of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether there are four dimensions, and one element type."""
+        return self.query.dim() == 4 and self.query.dtype == self.key.dtype == self.value.dtype
+
+
+class _AttentionChoice:
+    """Flash, memory-efficient or plain attention, as native/transformers/cuda/sdp_utils.cpp chooses.
+
+    cuDNN's attention is never chosen: torch prefers it on no consumer card, and on Hopper only by environment.
+    """
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        self._ledger = ledger
+        major, minor = ledger.card.compute_capability.split(".")
+        self._capability = 10 * int(major) + int(minor)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = _Attention(*args, **kwargs)
+        if self._ledger.place_of(call.query) is Place.DEVICE:
+            if self._can_flash(call):
+                return _flash(call)
+            grouped = call.enable_gqa and call.key.shape[-3] != call.query.shape[-3]
+            if not grouped and self._can_be_efficient(call):
+                return _efficient(call)
+        out: Tensor = _ATEN._scaled_dot_product_attention_math(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)[
+            0
+        ]
+        return out
+
+    def _can_flash(self, call: _Attention) -> bool:
+        query, key, value = call[:3]
+        width = query.shape[-1]
+        consumer = 86 <= self._capability <= 89
+        too_wide = width > 256 or (consumer and call.needs_grad and width > 192 and (width > 224 or call.dropout_p > 0))
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self._capability >= 80
+            and call.attn_mask is None
+            and call.is_uniform
+            and query.dtype in _HALVES
+            and width == key.shape[-1] == value.shape[-1]
+            and not too_wide
+            and not (call.is_causal and query.shape[-2] != key.shape[-2])
+            and 0 not in query.shape
+            and 0 not in key.shape
+        )
+
+    def _can_be_efficient(self, call: _Attention) -> bool:
+        query, key, value, mask = call[:4]
+        aligned = 16 // query.element_size() if self._capability >= 80 or query.dtype in _HALVES else 1
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and call.is_uniform
+            and query.dtype in {*_HALVES, torch.float32}
+            and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
+            and query.shape[-3] == key.shape[-3] == value.shape[-3]
+            and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+        )
+
+    def efficient_backward(self, args: Sequence[Any]) -> int:
+        """Return the scratch of memory-efficient attention's backward pass: row sums, and accumulators in fp32.
+
+        Kernels and their order: mem_eff_attention/kernels/generate_kernels.py; accumulators: ``workspace_size`` of
+        mem_eff_attention/kernel_backward.h; splits of the keys: attention_backward.cu, all in native/transformers/cuda.
+        Taken for granted: compute capability 8.0 or above, and that 128 x 128 blocks fit the shared memory of 8.0 and
+        9.0 alone.
+        """
+        query, key, value = args[1:4]
+        batch, heads, rows, width = query.shape
+        columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
+        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100}
+        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and not args[9])
+        block_rows = 128 if width > 64 and (is_large or in_registers) else 64
+        block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64
+        splits = -(-columns // block_columns)
+        if batch * heads >= 256 and columns <= 2 * block_columns:
+            splits = 1
+        keys_and_values = 0
+        if is_half and not in_registers:
+            splits = min(splits, 200 // (batch * heads))
+            up = (-(-size // block_rows) * block_rows for size in (width, value.shape[-1]))
+            keys_and_values = max(splits, 1) * block_columns * sum(up)
+        blocks = -(-rows // block_rows) * -(-width // block_columns)
+        queries = blocks * (block_rows * block_columns + 4)
+        # In fp32 torch sums the rows by way of a product, which is smaller and gone by then.
+        accumulators: int = 4 * batch * heads * -(-(keys_and_values + queries) // 4) * 4
+        return rows_of_sums + accumulators
+
+
+def _flash(call: _Attention) -> Tensor:
+    query, key, value = call[:3]
+    width = query.shape[-1]
+    scale = width**-0.5 if call.scale is None else call.scale
+    if width % 8:
+        query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+    out: Tensor = _ATEN._scaled_dot_product_flash_attention(
+        query, key, value, call.dropout_p, call.is_causal, False, scale=scale
+    )[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _efficient(call: _Attention) -> Tensor:
+    query, key, value, mask = call[:4]
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = torch.full_like(mask, 0.0, dtype=query.dtype)
+        columns = mask.shape[-1]
+        if columns % 8:  # rows must be aligned: pad_bias of native/transformers/attention.cpp
+            mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=call.scale
+    )[0]
+    return out
+
+
+def _flash_backward(args: Any) -> int:
+    """Return the scratch of flash attention's backward pass (flash_attn/flash_api.cpp, ``mha_bwd``).
+
+    fp32: sums for the gradient of the queries, lengths rounded to 128 and widths to 32 (64 above 128), and a row sum;
+    for grouped heads also gradients of keys and values for every query head, in the operands' type.
+    """
+    query, key = args[1], args[2]
+    batch, heads, rows, width = query.shape
+    columns, key_heads = key.shape[2], key.shape[1]
+    rows_up, width_up = -(-rows // 128) * 128, -(-width // 32) * 32
+    if width > 128:
+        width_up = -(-width // 64) * 64
+    accumulated: int = 4 * batch * rows_up * heads * width_up + 4 * batch * heads * rows_up
+    expanded: int = 2 * batch * columns * heads * width * query.element_size() if heads != key_heads else 0
+    return accumulated + expanded
+
+
+register_scratch(_ATEN._scaled_dot_product_flash_attention_backward.default, _flash_backward)

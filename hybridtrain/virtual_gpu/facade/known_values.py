@@ -1,0 +1,212 @@
+"""Values of virtual tensors that follow from the script's own data: small ones are kept beside their storage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, traits_of
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.facade.op_sets import (
+    ANY_ALL,
+    FILLS,
+    FINITE_ANSWERS,
+    PUTS,
+    QUESTIONS,
+    TAKES_HOST_INDICES,
+    is_small,
+    is_truly_meta,
+    like,
+    made_on_meta,
+    map_tensors,
+    without_generator,
+)
+from hybridtrain.virtual_gpu.facade.stand_in import StandIns
+
+_CPU = torch.device("cpu")
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+
+class Place(Enum):
+    """Where the bytes of a tensor would be."""
+
+    HOST = "cpu"
+    DEVICE = "cuda"
+
+
+@dataclass(slots=True)
+class Holding:
+    """A virtual storage."""
+
+    place: Place
+    size: int
+    """Bytes."""
+    watch: ref[torch.UntypedStorage]
+    """Tells of its end."""
+    values: torch.UntypedStorage | None = None
+    """What is known of it, on the CPU."""
+    fill: bool | None = None
+    """What all its elements are, where no value was computed."""
+    label: tuple[TensorClass, str] | None = None
+    """What it was for, before it was resized to nothing."""
+    arriving: int | None = None
+    """Number of a collective that works on it: who reads it waits."""
+
+    def forget(self) -> None:
+        """Let its values be unknown."""
+        self.values = self.fill = None
+
+
+class KnownValues:
+    """Keeps values, and computes with them on the CPU where all that an op reads is known and small."""
+
+    def __init__(self, held: Mapping[int, Holding], stand_ins: StandIns) -> None:
+        self._held, self._stand_ins = held, stand_ins
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor's values, on the CPU; None where they do not follow from the script's own data."""
+        if not is_truly_meta(tensor):
+            return tensor
+        found = self._held.get(tensor.untyped_storage()._cdata)
+        if found is None or found.values is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(found.values, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let a tensor's values be unknown."""
+        found = self._held.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            found.forget()
+
+    def keep(self, func: Op, out: Any, written: Sequence[Tensor], results: Any) -> None:
+        """Keep the values of new tensors; forget those of tensors that were overwritten by unknown ones."""
+        if results is None:
+            for tensor in written:
+                self.forget(tensor)
+            answer = FINITE_ANSWERS.get(func._overloadpacket)
+            if answer is not None and (found := self._held.get(out.untyped_storage()._cdata)) is not None:
+                found.fill = answer
+            return
+        if written:
+            return
+        pairs = zip(out, results, strict=True) if isinstance(out, list | tuple) else [(out, results)]
+        for tensor, value in pairs:
+            if value is None or not isinstance(tensor, Tensor):
+                continue
+            found = self._held.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.values is None and is_small(tensor):
+                self._fresh(tensor, found).copy_(value)
+
+    def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
+        """Return an op's results on the CPU, none as an empty tuple; None where they are not known.
+
+        A factory's numbers are known, drawn ones too, for scripts make batches of them; what is drawn from operands is
+        not.
+        """
+        traits = traits_of(func)
+        if func.is_view or (traits.is_random and operands):
+            return None
+        if not operands and not (traits.is_factory and is_small(made_on_meta(func, args, kwargs))):
+            return None
+        if func in ANY_ALL and args[0].is_meta:
+            found = self._held.get(args[0].untyped_storage()._cdata)
+            if found is not None and found.fill is not None:
+                return torch.tensor(found.fill)
+        values: dict[int, Tensor] = {}
+        for tensor in operands:
+            if not is_small(tensor):
+                return None
+            known = self.of(tensor)
+            if known is None:
+                known = self._assume(func, args, tensor)
+            if known is None:
+                return self._stand_ins.rule(func, args)
+            values[id(tensor)] = known
+        kwargs = without_generator(kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
+        return _on_cpu(func, args, kwargs, values)
+
+    def read(self, func: Op, args: Args, _kwargs: Kwargs) -> Any:
+        """Return a number."""
+        known = self.of(args[0])
+        return self._stand_ins.number(func, args[0].dtype) if known is None else known.item()
+
+    def compare(self, func: Op, args: Args, kwargs: Kwargs) -> bool:
+        """Return whether two tensors are equal, or close."""
+        one, other = self.of(args[0]), self.of(args[1])
+        if one is None or other is None:
+            return bool(self._stand_ins.number(func, torch.bool))
+        return bool(func(one, other, *args[2:], **kwargs))
+
+    def is_masked_fill(self, func: Op, args: Args) -> bool:
+        """Return whether a put needs no positions: one mask, a number from the host (TensorAdvancedIndexing.cpp)."""
+        if func not in PUTS:
+            return False
+        masks = [(place, index) for place, index in enumerate(args[1]) if index is not None]
+        if len(masks) != 1 or args[2].numel() != 1 or (len(args) > 3 and args[3]):
+            return False
+        place, mask = masks[0]
+        found = self._held.get(args[2].untyped_storage()._cdata)
+        is_of_host = not args[2].is_meta or (found is not None and found.place is Place.HOST)
+        return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
+
+    def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
+        """Replace boolean indices that are known by their positions.
+
+        Raises:
+            DataDependentError: The shape of a result depends on values that nobody knows.
+        """
+        if func not in TAKES_HOST_INDICES:
+            self._stand_ins.refuse(func)
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in _MASKS:
+                indices.append(index)
+                continue
+            known = self.of(index)
+            if known is None:
+                self._stand_ins.refuse(func)
+            indices += map(like, known.nonzero(as_tuple=True))
+        return (args[0], indices, *args[2:])
+
+    def _fresh(self, tensor: Tensor, found: Holding) -> Tensor:
+        """Return room for the values of a tensor."""
+        found.values = torch.UntypedStorage(found.size)  # type: ignore[no-untyped-call]
+        known = self.of(tensor)
+        assert known is not None
+        return known
+
+    def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
+        """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
+        if func in FILLS and tensor is args[0]:
+            found = self._held.get(tensor.untyped_storage()._cdata)
+            if found is not None and tensor.nbytes == found.size:
+                return self._fresh(tensor, found)
+        if tensor.numel() == 1 and func._overloadpacket in QUESTIONS:
+            self._stand_ins.note(func, "one number of which something is asked: 1")
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return None
+
+
+def _on_cpu(func: Op, args: Args, kwargs: Kwargs, values: dict[int, Tensor]) -> Any:
+    """Return an op's results; None where the CPU has no kernel for it.
+
+    In float64 where it has none for whole numbers and CUDA has one.
+    """
+
+    def known(value: Any) -> Any:
+        return map_tensors(value, lambda tensor: values[id(tensor)])
+
+    try:
+        made = func(*map(known, args), **{name: known(value) for name, value in kwargs.items()})
+    except NotImplementedError:
+        if all(value.is_floating_point() for value in values.values()):
+            return None
+        return _on_cpu(func, args, kwargs, {key: value.double() for key, value in values.items()})
+    return () if made is None else made  # of lists that are written in place

@@ -1,0 +1,187 @@
+"""What a virtual card knows of ops where torch's tags and schemas (``traits_of``) say nothing, with the reason."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, tensors_in, traits_of
+
+_ATEN = torch.ops.aten
+META = torch.device("meta")
+is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+"""The truth, whatever ``Tensor.is_meta`` says to a script."""
+COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
+"""Between two places, by what they are given."""
+PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
+"""A mask among their indices becomes positions: a tensor whose size depends on values, not their result's."""
+TAKES_HOST_INDICES = PUTS | {_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor}
+QUESTIONS = frozenset(
+    {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
+)
+"""Ops that ask something of a number: no tag tells those whose result is a boolean."""
+ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
+"""Ops that ask something of all elements, likewise."""
+FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
+"""What is said of unknown values by ops that ask whether they are numbers."""
+FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
+"""Ops after which nothing is left of what a tensor held: the schema tells that they write, not that they read none."""
+WORKSPACES = {
+    **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
+    **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
+    **dict.fromkeys(
+        (_ATEN._linalg_svd, _ATEN._linalg_eigh, _ATEN.linalg_qr, _ATEN.linalg_cholesky_ex, _ATEN.linalg_lu_factor_ex,
+         _ATEN.linalg_inv_ex, _ATEN._linalg_solve_ex),
+        "workspaces of cuSOLVER",
+    ),
+}  # fmt: skip
+"""What libraries take inside of ops, by how they decide at run time."""
+_INTO_ZEROS = frozenset(
+    {_ATEN.index_put.default, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.index_add.default}
+)
+"""See ``accumulated``."""
+_SHRUNK = {
+    _ATEN.mse_loss.default: 2, _ATEN.smooth_l1_loss.default: 2, _ATEN.binary_cross_entropy.default: 3,
+}  # fmt: skip
+"""Losses whose mean or sum lies in the storage of all their elements (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu): the
+result is resized to a number. By the place of the reduction among the arguments."""
+_ENGINE = _engine_run_backward.__code__
+_KNOWN_FLOATS = 4096
+"""Elements of a floating point tensor up to which its values are kept."""
+_KNOWN_INTEGERS = 2**24
+"""Elements of an integer or boolean tensor up to which its values are kept: batches of tokens, masks, positions, an
+order of a weight's elements."""
+_REAL_WORK = 2**20
+"""Bytes of real operands from which an op's result is counted."""
+
+
+def is_dynamic(func: Op) -> bool:
+    """Return whether an op's result, or a temporary of it, has a size that may depend on values."""
+    return traits_of(func).is_dynamic or func in PUTS
+
+
+def is_integral(dtype: torch.dtype) -> bool:
+    """Return whether elements are whole numbers or booleans."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor's values are kept where they are known."""
+    return tensor.numel() <= (_KNOWN_INTEGERS if is_integral(tensor.dtype) else _KNOWN_FLOATS)
+
+
+def makes_much(func: Op, operands: list[Tensor]) -> bool:
+    """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
+    if func.is_view or func._schema.is_mutable or is_dynamic(func):
+        return False
+    return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
+
+
+def takes_both(func: Op) -> bool:
+    """Return whether operands may lie in two places: a copy, indices, or an update of paged state."""
+    return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
+
+
+def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
+    """Call an op with a device for the shape of its result."""
+    made: Tensor = func(*args, **(without_generator(kwargs) | {"device": META}))
+    return made
+
+
+def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether what an op makes on the CPU is made for real: copies of real data, and small integers.
+
+    So is what has no bytes: torch.load makes such, and gives it a real storage.
+    """
+    if func is _ATEN._to_copy.default:
+        return True
+    made = made_on_meta(func, args, kwargs)
+    return not made.numel() or (is_integral(made.dtype) and is_small(made))
+
+
+def without_generator(kwargs: Kwargs) -> dict[str, Any]:
+    """Return arguments without a generator, of no use on meta tensors, and without a wish for pinned memory."""
+    found = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    return found | {"generator": None} if "generator" in found else found
+
+
+def accumulated(func: Op, args: Args) -> Tensor | None:
+    """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
+
+    One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
+    place into one that nobody else holds, but never where tensors are on the meta device. Zeros that a gradient is put
+    into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
+    ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
+    this one. They are told from other ops by who called: autograd's engine, not Python code in a backward pass.
+    """
+    if func is _ATEN.add.Tensor and len(args) == 2:
+        is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype
+        targets: tuple[Tensor, ...] = args if is_like else ()
+    else:
+        targets = args[:1] if func in _INTO_ZEROS else ()
+    if not targets or sys._getframe(3).f_code is not _ENGINE:
+        return None
+    for gradient in targets:
+        storage = gradient.untyped_storage()
+        # Two users: the tensor, and the object that asks.
+        if torch._C._storage_Use_Count(storage._cdata) == 2 and torch.ops.aten.is_non_overlapping_and_dense(gradient):
+            return gradient
+    return None
+
+
+def made_otherwise(func: Op, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """Return the result of an op whose answer on the meta device is another than a card's; None for others."""
+    if func is _ATEN._grouped_mm.default:
+        return _grouped_matmul(*args, **kwargs)
+    position = _SHRUNK.get(func)
+    if position is not None and (len(args) <= position or args[position]):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return torch.empty(shape, dtype=args[0].dtype, device=META).resize_(())
+    return None
+
+
+def _grouped_matmul(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a grouped matmul's result, rows aligned to 16 bytes; torch's own answer on meta is for bfloat16 alone.
+
+    ``create_grouped_gemm_output_tensor`` of aten/src/ATen/native/GroupedMMUtils.h.
+    """
+    dtype = out_dtype or one.dtype
+    rows, columns = one.shape[-2], other.shape[-1]
+    aligned = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if one.dim() != other.dim():
+        return torch.empty_strided((rows, columns), (aligned, 1), dtype=dtype, device=META)
+    if one.dim() == 2 and offs is None:
+        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; say the offsets.")
+    groups = one.shape[0] if offs is None or one.dim() == 3 else offs.shape[0]
+    strides = (rows * aligned, aligned, 1)
+    return torch.empty_strided((groups, rows, columns), strides, dtype=dtype, device=META)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value, list or tuple with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Return a meta tensor of the same layout."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def to_meta(tensor: Tensor) -> Tensor:
+    """Return a CPU's tensor, single numbers excepted, as a meta tensor of the same layout."""
+    return tensor if tensor.is_meta or not tensor.dim() else like(tensor)
+
+
+def holds_real(args: Args, kwargs: Kwargs) -> bool:
+    """Return whether there is something for ``to_meta``."""
+    return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

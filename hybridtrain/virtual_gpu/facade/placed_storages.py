@@ -1,0 +1,284 @@
+"""Storages in two places, the host's memory and the card's: each byte is counted where it would be."""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybridtrain.units import format_bytes
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark, StorageLedger, holders
+from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_rules import Op
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.facade.basis import Seen
+from hybridtrain.virtual_gpu.facade.known_values import Holding, Place
+from hybridtrain.virtual_gpu.facade.op_sets import is_truly_meta, takes_both
+from hybridtrain.virtual_gpu.facade.stand_in import where_called
+
+_FIRST_STEP_WITH_PLACES = 3
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
+    """Counts virtual storages where they would be, and refuses as card and host would."""
+
+    def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
+        super().__init__(device="meta")
+        self.card = card
+        self.host = host or Host()
+        self.allocator = allocator
+        self.modules = ModuleUnits()
+        self.refusal: OutOfMemory | None = None
+        """The last request that the card could not serve."""
+        self.seen = Seen()
+        self.on_refusal: Callable[[], None] = lambda: None
+        self.updates = False
+        """Whether an optimizer is at work."""
+        self.host_bytes = 0
+        self.peak_host_bytes = 0
+        self.stream = 0
+        """On which of the card's streams the code works; each has a cache of its own in the allocator."""
+        self.first_matmuls: set[bool] = set()
+        self._held: dict[int, Holding] = {}
+        self._addresses: dict[int, int] = {}
+        self._streams: list[int] = []
+        self._target: Place | None = None
+
+    # What the facade asks for.
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
+        if not is_truly_meta(tensor):
+            return None
+        found = self._held.get(tensor.untyped_storage()._cdata)
+        if found is None and type(tensor) not in _PLAIN_TYPES:
+            local = getattr(tensor, "_local_tensor", None)  # a DTensor lies where this rank's share of it does
+            return None if local is None else self.place_of(local)
+        return None if found is None else found.place
+
+    @contextmanager
+    def moving_to(self, place: Place) -> Iterator[None]:
+        """Give what the next op makes a place."""
+        outer, self._target = self._target, place
+        try:
+            yield
+        finally:
+            self._target = outer
+
+    def enter_module(self, name: str) -> None:
+        """Say that what follows belongs to a module."""
+        self._unit = self.modules.enter(name)
+
+    def leave_module(self) -> None:
+        """Say that a module is done."""
+        self._unit = self.modules.leave()
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
+        """Say what a tensor is for; of a DTensor, what this rank has of it."""
+        super().label(getattr(tensor, "_local_tensor", tensor), tensor_class, unit)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count a storage that gets other bytes: FSDP frees what it gathered by resizing it to nothing."""
+        address = storage._cdata
+        found = self._held.get(address)
+        if found is None or size == found.size:
+            return
+        found.forget()
+        if found.place is Place.HOST:
+            self.host_bytes += size - found.size
+            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        else:
+            index = -1
+            if size:  # the new bytes are there before the old ones go (resize_bytes_cuda)
+                self._stage = self._stage_now()
+                index = self._allocate(size, self._stage)
+            alive = self._alive.pop(address, None)
+            if alive is not None:
+                found.label = self._classes[alive[0]], self._units[alive[0]]
+                self._release(alive[0], alive[1])
+            if size:
+                if found.label is not None:
+                    self._classes[index], self._units[index] = found.label
+                self._alive[address] = index, size, found.watch
+        found.size = size
+
+    def release_cache(self) -> None:
+        """Give the allocator's cached segments back, as ``torch.cuda.empty_cache`` does."""
+        self.allocator.empty_cache()
+        self._cache_releases.append(len(self._events))
+
+    def step_mark(self) -> StepMark:
+        """Return where a step that begins now would begin."""
+        return StepMark(len(self._events), len(self._ops))
+
+    def add_steps(self, marks: Sequence[StepMark]) -> None:
+        """Let steps have begun at earlier marks."""
+        self._steps = sorted([*self._steps, *marks], key=lambda mark: (mark.event, mark.op))
+
+    def trace(self) -> LedgerTrace:
+        """Return the record so far."""
+        return replace(super().trace(), streams=tuple(self._streams) if any(self._streams) else ())
+
+    # Places and bytes.
+
+    def _place(self, func: Op, operands: list[Tensor]) -> Place | None:
+        """Return where an op runs; None where nothing virtual takes part.
+
+        Raises:
+            RuntimeError: Its operands are in two places; torch refuses this too.
+        """
+        place: Place | None = None
+        other: Tensor | None = None
+        for tensor in operands:
+            found = self._held.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+            here = None if found is None else found.place
+            if here is Place.DEVICE:
+                place = here
+                continue
+            if (here is not None or not tensor.is_meta) and tensor.dim():
+                other = tensor
+            place = place or here
+        if place is Place.DEVICE and other is not None and not takes_both(func):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"(virtual GPU, in {func}; an operand of shape {tuple(other.shape)} is on the CPU)"
+            )
+        return place
+
+    def _enter_at(self, tensor: Tensor, place: Place) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        found = self._held.get(address)
+        if found is not None:
+            if size > found.size:  # resize_, or an out= that was too small
+                self.resize(storage, size)
+            return
+        watch = weakref.ref(storage, self._on_release(address))
+        if place is Place.DEVICE and size:
+            self._alive[address] = self._allocate(size, self._stage), size, watch
+        self._held[address] = Holding(place, size, watch)
+        if place is Place.HOST:
+            self._add_host_bytes(size)
+
+    def _add_host_bytes(self, size: int) -> None:
+        self.host_bytes += size
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        if self.host_bytes > self.host.tensor_bytes:
+            raise RuntimeError(
+                f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                f"{size} bytes. (virtual GPU: {self.host_bytes} bytes of tensors on the host, of "
+                f"{int(self.host.tensor_bytes)}; say --host-memory for another machine)"
+            )
+
+    def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def release(_reference: weakref.ref[torch.UntypedStorage]) -> None:
+            found, alive = self._held.pop(address, None), self._alive.pop(address, None)
+            if alive is not None:
+                self._release(alive[0], alive[1])
+            elif found is not None and found.place is Place.HOST:
+                self.host_bytes -= found.size
+
+        return release
+
+    def _allocate(self, size: int, stage: Stage) -> int:
+        try:
+            address = self.allocator.malloc(size, self.stream)
+        except AllocatorOutOfMemory as refusal:
+            self.on_refusal()
+            trace = self.trace()
+            held = holders(trace, len(trace.events) - 1)
+            self.refusal = OutOfMemory.of(refusal, len(trace.steps), (self._stage, self._unit), held)
+            text = _cuda_message(self.card, self.refusal)
+            self.seen.refusals.append(f"{where_called()}: {text}")
+            raise torch.OutOfMemoryError(text) from None
+        index = super()._allocate(size, stage)
+        if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
+            self.seen.made_at[index] = where_called()
+        if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
+            self._classes[index] = TensorClass.ACTIVATION
+        self._addresses[index] = address
+        self._streams.append(self.stream)
+        return index
+
+    def _release(self, index: int, size: int) -> None:
+        super()._release(index, size)
+        self.allocator.free(self._addresses.pop(index))
+
+    def _take_workspace(self) -> None:
+        """Take cuBLAS's workspace: one for the thread of the forward pass, one for that of the backward pass."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward not in self.first_matmuls:
+            self.first_matmuls.add(is_backward)
+            index = self._allocate(self.card.cublas_workspace_bytes, Stage.UPDATE)
+            self._classes[index], self._units[index] = TensorClass.WORKSPACE, "cublas"
+
+    def _stage_now(self) -> Stage:
+        if torch._C._current_graph_task_id() != -1:
+            return Stage.BACKWARD
+        if self.updates:
+            return Stage.UPDATE
+        return Stage.FORWARD if self._steps else Stage.BUILD
+
+
+def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
+    """Return torch's words for a refused request, and where the code stood."""
+    free = max(card.allocator_capacity_bytes - refusal.reserved_bytes, 0)
+    is_pass = refusal.stage in {Stage.FORWARD, Stage.BACKWARD}
+    place = f"in the {refusal.stage} pass" if is_pass else f"in {refusal.stage}"
+    return (
+        f"CUDA out of memory. Tried to allocate {format_bytes(refusal.requested_bytes)}. GPU 0 has a total "
+        f"capacity of {format_bytes(card.memory_bytes)} of which {format_bytes(free)} is free. Of the "
+        f"allocated memory {format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
+        f"{format_bytes(refusal.reserved_bytes - refusal.allocated_bytes)} is reserved by PyTorch but unallocated. "
+        f"(virtual {card.name}, {place}{f' of {refusal.unit}' if refusal.unit else ''})"
+    )
+
+
+class ModuleUnits:
+    """To which module an op belongs, in a forward pass and in the backward pass of what it recorded."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._numbers: list[int] = []
+        """Of nodes of the autograd graph, from which on ops come from the module of the same place in ``_units``."""
+        self._units: list[str] = []
+
+    def enter(self, name: str) -> str:
+        """Open a module; return what ops belong to from now on."""
+        self._open.append(name)
+        return self._mark()
+
+    def leave(self) -> str:
+        """Close the innermost module; return what ops belong to from now on."""
+        if self._open:
+            self._open.pop()
+        return self._mark()
+
+    def of_node(self) -> str:
+        """Return the module whose forward pass made the node that autograd is at."""
+        if self._open:  # recomputation
+            return self._open[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._numbers:
+            return ""
+        position = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._units[position] if position >= 0 else ""
+
+    def _mark(self) -> str:
+        unit = self._open[-1] if self._open else ""
+        number = torch._C._autograd._get_sequence_nr()
+        if self._numbers and self._numbers[-1] == number:
+            self._units[-1] = unit
+        else:
+            self._numbers.append(number)
+            self._units.append(unit)
+        return unit

@@ -1,0 +1,127 @@
+"""What stands for values that nobody computed, by rules that are written down and uses that are listed.
+
+    a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
+    are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
+    is a drawn number rejected    no: ``torch.nn.init.trunc_normal_`` draws once
+    which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
+    how many there are            not answered: ``DataDependentError`` names the op and the line
+
+A rule holds only for values that depend on arithmetic; what follows from the script's own data is known.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import HybridTrainError
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op
+from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
+
+_ATEN = torch.ops.aten
+_NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+"""Folders whose lines are not the script's: torch's and the virtual card's."""
+
+
+class DataDependentError(HybridTrainError):
+    """The code asks how many of something there are, and that depends on values which a virtual GPU does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """One place in the code where a stand-in was used."""
+
+    where: str
+    """``file:line``."""
+    op: str
+    rule: str
+    times: int
+
+
+class StandIns:
+    """Gives stand-ins, and remembers where."""
+
+    def __init__(self, note_refusal: Callable[[str], object]) -> None:
+        self._note_refusal = note_refusal
+        self._uses: Counter[tuple[str, str, str]] = Counter()
+        self._truth = True
+
+    def uses(self) -> tuple[StandIn, ...]:
+        """Return every place where one was used, the most frequent first."""
+        return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
+
+    def note(self, func: Op, rule: str) -> None:
+        """Remember that the code at this place went on with something that stands for a value."""
+        self._uses[where_called(), str(func), rule] += 1
+
+    def number(self, func: Op, dtype: torch.dtype) -> float | bool:
+        """Return the stand-in for one number."""
+        value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        self.note(func, f"a number that is read: {value}")
+        return value
+
+    @contextmanager
+    def answering(self, *, truth: bool) -> Iterator[None]:
+        """Let unknown booleans that are read be ``truth``: some loops go on until they are false."""
+        outer, self._truth = self._truth, truth
+        try:
+            yield
+        finally:
+            self._truth = outer
+
+    def rule(self, func: Op, args: Args) -> Any:
+        """Return a stand-in for results of unknown values, on the CPU; None where there is no rule."""
+        packet = func._overloadpacket
+        if packet in FINITE_ANSWERS:
+            return torch.full(args[0].shape, FINITE_ANSWERS[packet])
+        if packet is _ATEN.topk:
+            return (None, self._even_choice(func, args[0], args[1], args[2] if len(args) > 2 else -1))
+        return None
+
+    def refuse(self, func: Op) -> NoReturn:
+        """Say that a shape depends on values that nobody knows."""
+        text = (
+            f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
+            "computes none; sizes may follow from the script's own data (token ids, masks, lengths); use a path "
+            "without it (for experts: grouped or batched matmuls), or leave this line out of the run."
+        )
+        self._note_refusal(text)
+        raise DataDependentError(text)
+
+    def _even_choice(self, func: Op, scores: Tensor, k: int, dim: int) -> Tensor:
+        dim %= scores.dim()
+        shape = list(scores.shape)
+        num, shape[dim] = shape[dim], k
+        rows = scores.numel() // max(num, 1)
+        choice = (torch.arange(rows * k) % max(num, 1)).view(rows, k)
+        self.note(func, "which are the largest: all equally often")
+        others = [size for position, size in enumerate(shape) if position != dim]
+        return choice.view(*others, k).movedim(-1, dim).contiguous()
+
+
+def where_called() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        place = f"{path}:{frame.f_lineno}"
+        if not path.startswith(("<", *_NOT_THE_SCRIPT)):
+            return _shorten(place)
+        fallback = fallback or place
+        frame = frame.f_back  # type: ignore[assignment]
+    return _shorten(fallback)
+
+
+def _shorten(place: str) -> str:
+    """Return a place in an installed package without the folder where packages lie."""
+    for folder in ("site-packages/", f"{Path.cwd()}/"):
+        if folder in place:
+            return place.split(folder, 1)[1]
+    return place

@@ -1,0 +1,391 @@
+"""A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hybridtrain.errors import ConfigError, reasons
+from hybridtrain.virtual_gpu.account.ledger import StepMark
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
+from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.links import World
+from hybridtrain.virtual_gpu.cards.roofline import estimate_step
+from hybridtrain.virtual_gpu.facade.basis import Basis, find_growth, versions
+from hybridtrain.virtual_gpu.facade.card_run import CardRun
+from hybridtrain.virtual_gpu.facade.cuda_facade import facade
+from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.launchers import launchers
+from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
+from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
+
+_BEFORE = ("torch._dynamo", "bitsandbytes")
+"""Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the
+other loads CUDA's libraries where it believes that there is a card."""
+
+
+_PATIENCE = 8
+"""Steps of one optimizer after which another that has made none is taken to make none ever; and backward passes, for
+each step that was asked for, after which code is taken to have no optimizer."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """What is known of an optimizer's steps; kept alive, it would hold its state."""
+
+    updates: int = 0
+    is_done: bool = False
+    """Whether it has made a step in this iteration."""
+    is_idle: bool = False
+    """Whether it is taken to make none ever."""
+    is_stateless: bool = False
+
+
+class StepsDone(BaseException):
+    """As many optimizer steps as were asked for are done. Not an ``Exception``: a script must not swallow it."""
+
+
+class VirtualGpu:
+    """Runs PyTorch code, unmodified, on a card that this machine need not have.
+
+    Inside the block there is CUDA: ``torch.cuda.is_available()``, device "cuda", its allocator, streams, autocast.
+    Nothing is computed; a model of any size takes no memory. Where the card would be full, ``torch.OutOfMemoryError``
+    is raised. Import what you will use before or inside the block, as you like.
+
+        >>> import torch
+        >>> from hybridtrain.virtual_gpu import VirtualGpu
+        >>> with VirtualGpu("rtx-4090") as gpu:
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 65536), torch.nn.Linear(65536, 8192)).cuda()
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     for _ in range(2):  # the first step makes the optimizer's state
+        ...         loss = model(torch.randn(512, 8192, device="cuda")).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> run = gpu.report()
+        >>> run.fits_card, run.by_class()["optim_state"]
+        (True, 8590524416)
+
+    A step is an iteration: it ends when every optimizer has made its ``step``, and the next begins with the next
+    forward pass. Without an optimizer, each backward pass ends one.
+
+    Args:
+        card: A card, its name in the catalogue, or a TOML file that describes one.
+        host_memory: Bytes of host memory that tensors may take; None: as much as is asked for.
+        steps: After how many iterations the code is stopped; None: never.
+        allocator: Settings of the caching allocator; None: torch's defaults.
+        record_history: Keep what snapshots need.
+        world: Cards that torchrun would start the code on, of which it is one rank; None: it is started alone, and is
+            what a launcher that it calls makes of it.
+        rank: Which of them this card is.
+        cards_per_machine: Of the world, as torchrun's ``--nproc-per-node``.
+        link: What joins cards of one machine: nvlink, pcie or a TOML file.
+        network: What joins machines.
+
+    Raises:
+        ConfigError: The card is not known.
+        ValueError: There is no such rank.
+    """
+
+    def __init__(
+        self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
+        allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
+        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
+    ) -> None:  # fmt: skip
+        self.card = find_card(card) if isinstance(card, str) else card
+        host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
+        self._is_launched = world is not None
+        self.world = World(
+            size=1 if world is None else world,
+            rank=rank,
+            cards_per_machine=cards_per_machine,
+            link=link,
+            network=network,
+        )
+        self.config = allocator
+        self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
+        self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self.steps_done = 0
+        """Iterations that are done: steps of the optimizer that has made fewest, of those that make any."""
+        self.without_gradient: tuple[str, ...] = ()
+        """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
+        self.num_params = 0
+        """Of the largest module that ran."""
+        self.oom: OutOfMemory | None = None
+        """What ended the code; None where it caught a refusal and went on, or there was none."""
+        self._steps = steps
+        self._record_history = record_history
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._units = WeakIdKeyDictionary()
+        self._depth = 0
+        self._turns: WeakKeyDictionary[Optimizer, _Turns] = WeakKeyDictionary()
+        self._num_unused = 0
+        """Optimizers that were made and have made no step yet, those that are gone among them."""
+        self._has_state = False
+        self._has_updated = False
+        """Whether an optimizer has made a step in this iteration."""
+        self._marks: list[StepMark] = []
+        """Forward passes after an update, in this iteration."""
+        self._backwards_at_begin = 0
+        self._begun = False
+        self._last_refusal_step = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name in _BEFORE:
+            if find_spec(name) is not None:
+                import_module(name)
+        self._methods = TensorMethods(self.ledger)
+        with ExitStack() as stack:
+            autocast = stack.enter_context(cuda_paths(self.ledger))
+            stack.enter_context(facade(self.ledger, self._methods, autocast))
+            if self._is_launched:
+                stack.enter_context(virtual_world(self.world, self.ledger))
+            for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            for hook in (
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+            ):
+                stack.callback(hook.remove)
+            stack.enter_context(mock.patch.object(Optimizer, "__init__", self._noting(Optimizer.__init__)))
+            self.ledger.after_backward, self.ledger.on_refusal = self._after_backward, self._on_refusal
+            stack.enter_context(self.ledger)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._open.__exit__(kind, error, trace)
+        if self.ledger.refusal is not None and not isinstance(error, StepsDone):
+            was_last = self.steps_done == self._last_refusal_step
+            is_of_memory = any(isinstance(one, torch.OutOfMemoryError) for one in reasons(error))
+            if is_of_memory or (was_last and (error is not None or not self.steps_done)):
+                self.oom = self.ledger.refusal
+        return isinstance(error, StepsDone)
+
+    def begin_step(self) -> None:
+        """Say that a training step begins; said by itself where a forward pass follows the end of an iteration."""
+        self._begun, self._has_updated = True, False
+        for turns in self._turns.values():
+            turns.is_done = False
+        self._marks.clear()
+        self._backwards_at_begin = self.ledger.seen.num_backwards
+        self.ledger.begin_step()
+
+    def basis(self) -> Basis:
+        """Return the basis of a plan: what was seen of the code, and what went otherwise than on a card."""
+        seen = self.ledger.seen
+        ended_by = "" if self.oom is None else seen.refusals[-1]
+        return Basis(
+            versions=versions(), num_steps=self.steps_done, has_state=self._has_state,
+            num_backwards=seen.num_backwards, num_evaluations=seen.num_evaluations, num_saves=seen.num_saves,
+            compiled=tuple(dict.fromkeys(seen.compiled)),
+            refusals=tuple(dict.fromkeys(text for text in seen.refusals if text != ended_by)),
+            uncounted=dict(seen.uncounted), approximated=dict(seen.approximated),
+            growth=find_growth(self.ledger.trace(), seen.made_at),
+        )  # fmt: skip
+
+    def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
+        """Say what a tensor is for, from its allocation on."""
+        self.ledger.label(tensor, tensor_class, unit)
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Return where values stood in for such as were not computed."""
+        return self.ledger.stand_ins.uses()
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes of tensors on the host at a time."""
+        return self.ledger.peak_host_bytes
+
+    def report(self) -> CardRun:
+        """Replay what was seen so far on the card: to the end, or to the request that ended it.
+
+        Code without a step, a loss alone or a model that is only loaded, counts as one.
+        """
+        if self._num_unused:
+            self._split_step()
+        trace = self.ledger.trace()
+        if not trace.steps:
+            trace = replace(trace, steps=(StepMark(0, 0),))
+        replay = replay_trace(
+            trace, workspace_bytes=0, config=self.config, capacity_bytes=self.ledger.allocator.capacity_bytes,
+            record_history=self._record_history,
+        )  # fmt: skip
+        time = estimate_step(
+            trace.step_ops(len(trace.steps) - 1), self.card, upload_bytes=0, first=trace.steps[-1].op,
+            host=self.ledger.host,
+        )  # fmt: skip
+        return CardRun(card=self.card, trace=trace, uncapped=replay, capped=replace(replay, oom=self.oom), time=time)
+
+    # Hooks.
+
+    def _enter_module(self, module: nn.Module, _args: object) -> None:
+        if not self._depth:
+            # A forward pass inside of a backward pass recomputes, also where an optimizer has stepped in that pass.
+            if torch._C._current_graph_task_id() == -1:
+                self._begin_forward()
+            if module not in self._names:
+                self._name(module)
+        self._depth += 1
+        self.ledger.enter_module(self._names.get(module, ""))
+
+    def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what lets code open a process group that nobody launched: alone, or as its environment says."""
+        dist = import_module("torch.distributed")
+        true_init = dist.init_process_group
+
+        @wraps(true_init)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            size = max(int(kwargs.get("world_size", -1)), int(os.environ.get("WORLD_SIZE", "-1")))
+            if size > 0 and not self._is_launched:
+                self._enter_world(size, int(os.environ.get("RANK", max(0, int(kwargs.get("rank", 0))))))
+            return true_init(*args, **kwargs)
+
+        for module in (dist, import_module("torch.distributed.distributed_c10d")):
+            yield module, "init_process_group", init
+
+    def _enter_world(self, size: int, rank: int = 0) -> None:
+        """Be one rank of as many as a launcher starts.
+
+        Raises:
+            ConfigError: Another number was asked for.
+        """
+        if self._is_launched:
+            if size != self.world.size:
+                fault = f"the launcher starts {size} processes and the world has {self.world.size}; leave --world out."
+                raise ConfigError("virtual", [fault])
+            return
+        self._is_launched, self.world = True, replace(self.world, size=size, rank=rank)
+        self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self._open.enter_context(virtual_world(self.world, self.ledger))
+
+    def _begin_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self.ledger.seen.num_evaluations += 1
+        active = self._active()
+        if self._has_updated:
+            if all(turns.is_done for turns in active):
+                self.begin_step()
+            else:  # of a network that has a turn of its own, or an optimizer never makes a step
+                self._marks.append(self.ledger.step_mark())
+        elif not self._begun or (not active and self.ledger.seen.num_backwards > self._backwards_at_begin):
+            self.begin_step()
+
+    def _active(self) -> list["_Turns"]:
+        return [turns for turns in self._turns.values() if not turns.is_idle]
+
+    def _split_step(self) -> None:
+        """Let an iteration be as many as it had forward passes after an update: some optimizer makes no step ever."""
+        for turns in self._active():
+            turns.is_idle = not turns.updates
+        self.ledger.add_steps(self._marks)
+        self._marks.clear()
+
+    def _after_backward(self) -> None:
+        patience = None if self._steps is None else _PATIENCE * self._steps
+        if patience is not None and not self._active() and self.ledger.seen.num_backwards >= patience:
+            raise StepsDone
+
+    def _on_refusal(self) -> None:
+        """Say of an update that is refused what is state; the steps that follow a refusal say whether it mattered."""
+        self._last_refusal_step = self.steps_done
+        for optimizer in self._turns:
+            self._label_state(optimizer)
+
+    def _noting(self, true_init: Any) -> Any:
+        @wraps(true_init)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._note(optimizer)
+            true_init(optimizer, *args, **kwargs)
+
+        return init
+
+    def _note(self, optimizer: Optimizer) -> _Turns:
+        self._num_unused += optimizer not in self._turns
+        return self._turns.setdefault(optimizer, _Turns())
+
+    def _leave_module(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._depth -= 1
+        self.ledger.leave_module()
+
+    def _name(self, root: nn.Module) -> None:
+        self.num_params = max(self.num_params, sum(parameter.numel() for parameter in root.parameters()))
+        real = [one for one in root.parameters() if one.requires_grad and not self._methods.is_virtual(one)]
+        if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
+            for parameter in real:  # their gradients will be virtual
+                self._methods.become_virtual(parameter)
+        for name, module in root.named_modules():
+            self._names[module] = name
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._units[tensor] = name
+                self.ledger.label(tensor, TensorClass.WEIGHT, name)
+
+    def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        missing = []
+        self._note(optimizer).is_idle = False
+        for parameter in _parameters(optimizer):
+            unit = self._unit_of(parameter)
+            self.ledger.label(parameter, TensorClass.WEIGHT, unit)
+            if parameter.grad is not None:
+                self.ledger.label(parameter.grad, TensorClass.GRAD, unit)
+            elif parameter.requires_grad:
+                missing.append(unit)
+        self.without_gradient = tuple(missing)
+        self.ledger.updates = True
+
+    def _after_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        self.ledger.updates, self._has_updated = False, True
+        turns = self._turns[optimizer]
+        turns.is_stateless = turns.is_stateless or not self._label_state(optimizer)
+        self._num_unused -= not turns.updates
+        turns.updates, turns.is_done = turns.updates + 1, True
+        if turns.updates >= _PATIENCE and any(not one.updates for one in self._active()):
+            self._split_step()
+        counts = [one.updates for one in self._active()]
+        self.steps_done = max(self.steps_done, min(filter(None, counts)))
+        self._has_state = all(one.updates != 1 or one.is_stateless for one in self._active())
+        if self._steps is not None and min(counts) >= self._steps:
+            raise StepsDone
+
+    def _label_state(self, optimizer: Optimizer) -> bool:
+        """Say which tensors are an optimizer's state; return whether there are any on the card."""
+        found = False
+        for parameter in _parameters(optimizer):
+            state = optimizer.state.get(parameter, {})
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor):
+                    found = found or self.ledger.place_of(value) is Place.DEVICE
+                    self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
+        return found
+
+    def _unit_of(self, parameter: Tensor) -> str:
+        unit: str = self._units.get(parameter, "")  # type: ignore[no-untyped-call]
+        return unit
+
+
+def _parameters(optimizer: Optimizer) -> Any:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

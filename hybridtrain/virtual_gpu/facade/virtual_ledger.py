@@ -1,0 +1,350 @@
+"""A ledger for code that believes it has a card: every tensor of it lies on the meta device and has a place.
+
+A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
+card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
+without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
+stand-in (``stand_in.py``), and every place where one was used is listed.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_rules import (
+    MATMUL_OPS,
+    Args,
+    Kwargs,
+    MetaCache,
+    Op,
+    count_bytes,
+    scratch_bytes,
+    tensors_in,
+    written_tensors,
+)
+from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
+from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.facade.known_values import KnownValues, Place
+from hybridtrain.virtual_gpu.facade.op_sets import (
+    COPIES,
+    META,
+    WORKSPACES,
+    accumulated,
+    holds_real,
+    is_dynamic,
+    like,
+    made_otherwise,
+    makes_much,
+    map_tensors,
+    stays_real,
+    to_meta,
+    without_generator,
+)
+from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
+from hybridtrain.virtual_gpu.facade.stand_in import StandIns, where_called
+
+_ATEN = torch.ops.aten
+_PLAIN = torch._C._disabled_torch_dispatch_impl
+"""What a subclass has that leaves the dispatcher alone."""
+_FIRST_KEY = {
+    _ATEN._scaled_dot_product_flash_attention.default: 1,
+    _ATEN._scaled_dot_product_flash_attention_backward.default: 2,
+}
+"""Where the keys stand among the operands of attention that takes grouped heads; queries before, values after."""
+_FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
+_HOST_WORK = 2**20
+"""Bytes from which arithmetic on the host is worth a place in the timeline."""
+
+
+class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
+    """Runs PyTorch code on a card that is not there: counts as ``StorageLedger``, and refuses as the card would."""
+
+    def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
+        super().__init__(card, host, allocator)
+        self._meta_cache = MetaCache()  # a script may change default types as it goes
+        self.is_inside = False
+        """Whether an op is being run: then ``Tensor.device`` tells the truth."""
+        self.stand_ins = StandIns(self.seen.refusals.append)
+        self.values = KnownValues(self._held, self.stand_ins)
+        self.after_backward: Callable[[], None] = lambda: None
+        self.most_real_bytes = 2**28
+        """Of large results on the host that are computed for real at a time."""
+        self._real_bytes = 0
+        self.card_index = 0
+        """By which the code calls its card, of ``num_cards`` in the machine."""
+        self.num_cards = 1
+        self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
+        """Of ops whose scratch depends on the card."""
+        self.links: Callable[[Op, Args, Any], float | None] | None = None
+        """Says how long an op keeps the link to other cards; None of what is no collective."""
+        self._last_of_stream: dict[int, int] = {}
+        self._awaited: dict[int, list[int]] = {}
+        self._are_collectives_due = False
+        self._handlers: dict[Op, Callable[..., Any]] = {
+            _ATEN._local_scalar_dense.default: self.values.read,
+            _ATEN.item.default: self.values.read,  # as it comes from below autograd
+            _ATEN.is_nonzero.default: lambda *call: bool(self.values.read(*call)),
+            _ATEN.is_pinned.default: lambda *_: False,
+            **dict.fromkeys((_ATEN.equal.default, _ATEN.allclose.default), self.values.compare),
+            **dict.fromkeys(
+                (_ATEN._pin_memory.default, _ATEN._amp_update_scale_.default), lambda _func, args, _kwargs: args[0]
+            ),
+            **dict.fromkeys(
+                (_ATEN._amp_foreach_non_finite_check_and_unscale_.default, _ATEN.record_stream.default), lambda *_: None
+            ),
+            _ATEN.set_.default: self._set_storage,
+            _ATEN.set_.source_Storage: self._set_storage,
+            _ATEN.set_.source_Storage_storage_offset: self._set_storage,
+            _ATEN.set_.source_Tensor: self._set_storage,
+        }
+
+    def __torch_dispatch__(self, func: Op, types: Sequence[Any], args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        """Run an op on meta tensors, give its results a place, count them, keep what is known of their values."""
+        if any(
+            kind.__torch_dispatch__ is not _PLAIN for kind in types
+        ):  # a subclass takes itself apart; its parts come back here
+            return NotImplemented
+        outer, self.is_inside = self.is_inside, True
+        try:
+            return self._run(func, args, kwargs or {})
+        except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
+            self.seen.refusals.append(
+                f"{where_called()}: {func}: torch {torch.__version__} does not say what it makes."
+            )
+            raise
+        finally:
+            self.is_inside = outer
+
+    def _run(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
+        operands = list(tensors_in([*args, *kwargs.values()]))
+        target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
+        place = self._place(func, operands) if target is None else target
+        if place is None:
+            if makes_much(func, operands) and not any(tensor.is_meta for tensor in operands):
+                return self._compute_real(func, args, kwargs, operands)
+            return func(*args, **kwargs)  # real, or on meta by the script's own wish
+        if self._are_collectives_due:
+            self._await(operands)
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        was_backward, self._stage = self._stage is Stage.BACKWARD, self._stage_now()
+        if was_backward is not (self._stage is Stage.BACKWARD):
+            self.seen.num_backwards += not was_backward
+            if was_backward:
+                self.after_backward()
+        if self._stage is Stage.BACKWARD:
+            self._unit = self.modules.of_node()
+            gradient = accumulated(func, args)
+            if gradient is not None:
+                self.values.forget(gradient)
+                self._append_compute(func, args, {}, gradient, len(self._events))
+                return gradient
+        return self._perform(func, args, kwargs, operands, place, target)
+
+    def _perform(
+        self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
+        place: Place, target: Place | None
+    ) -> Any:  # fmt: skip
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:  # a storage that Python copied is first seen here
+            self._enter_at(tensor, place)
+        results = self.values.compute(func, args, kwargs, operands)
+        if written and not written[0].is_meta:
+            return self._write_to_host(func, args, written, results)
+        out = self._call(func, args, kwargs, results)
+        self._book(func, args, kwargs, out, place, target)
+        self.values.keep(func, out, written, results)
+        return out
+
+    def _compute_real(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
+        """Run an op on real tensors, for real as long as what such ops made is little; beyond, it is counted alone.
+
+        So data that a script prepares keeps its values, and weights that are converted or stacked on the host take no
+        memory.
+        """
+        shapes = self._call(func, args, kwargs, None)
+        size = sum(tensor.nbytes for tensor in tensors_in([shapes]))
+        if self._real_bytes + size > self.most_real_bytes:
+            return self._perform(func, args, kwargs, operands, Place.HOST, None)
+        out = func(*args, **kwargs)
+        theirs = {tensor.untyped_storage()._cdata for tensor in operands}
+        for tensor in tensors_in([out]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in theirs:
+                theirs.add(storage._cdata)
+                self._real_bytes += storage.nbytes()
+                self._add_host_bytes(storage.nbytes())
+                weakref.finalize(storage, self._release_real, storage.nbytes())
+        return out
+
+    def _release_real(self, size: int) -> None:
+        self._real_bytes -= size
+        self.host_bytes -= size
+
+    def _call(self, func: Op, args: Args, kwargs: Kwargs, results: Any) -> Any:
+        if is_dynamic(func):
+            if results is not None:
+                return map_tensors(results, like)
+            if self.values.is_masked_fill(func, args):
+                return args[0] if func._schema.is_mutable else torch.empty_like(args[0])
+            args = self.values.resolve_masks(func, args)
+        kwargs = without_generator(kwargs)
+        is_placed = kwargs.get("device") is not None
+        if is_placed:
+            kwargs["device"] = META
+        if holds_real(args, kwargs):
+            args, kwargs = map_tensors(args, to_meta), {name: map_tensors(v, to_meta) for name, v in kwargs.items()}
+        if func is _ATEN._to_copy.default:
+            if not args[0].is_meta:
+                args = (torch.empty_like(args[0], device=META),)
+            kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "non_blocking"}}
+        if is_placed:  # what a factory makes depends on the default type, too
+            return func(*args, **kwargs)
+        made = made_otherwise(func, args, kwargs)
+        return made if made is not None else self._meta_cache.call(func, args, kwargs)
+
+    def _set_storage(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""
+        place = self._place(func, list(tensors_in(args)))
+        out = func(*args, **kwargs)
+        if place is not None:
+            self._enter_at(out, place)
+        return out
+
+    def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
+        """Write what became known of a virtual tensor into a real one; a stand-in where it did not."""
+        if results is None:
+            self.stand_ins.note(func, "written into a tensor on the CPU: ones")
+            for tensor in written:
+                if not tensor.is_meta:
+                    tensor.fill_(1)
+        if len(written) == 1:
+            return args[0] if isinstance(args[0], Tensor) else written[0]
+        return None
+
+    # What is booked: results, copies, work of the host, and who waits for whom.
+
+    def _book(
+        self, func: Op, args: Args, kwargs: Kwargs, out: Any,
+        place: Place, target: Place | None
+    ) -> None:  # fmt: skip
+        event = len(self._events)
+        if place is Place.DEVICE and func in MATMUL_OPS:
+            self._take_workspace()
+        for tensor in tensors_in([out]):
+            self._enter_at(tensor, place)
+        if func.is_view:
+            return
+        if target is not None or func in COPIES:
+            self._book_copy(func, args, kwargs, out, place)
+        elif place is Place.DEVICE:
+            rule = self.scratch_rules.get(func)
+            scratch = scratch_bytes(func, args) if rule is None else rule(args)
+            if scratch:
+                self._release(self._allocate(scratch, Stage.UPDATE), scratch)
+            self._append_op(func, args, kwargs, out, event)
+            library = WORKSPACES.get(func._overloadpacket)
+            if library is not None:
+                self.seen.uncounted.setdefault(library, where_called())
+        else:
+            size = count_bytes(func, args, kwargs, out)
+            if size >= _HOST_WORK:
+                self.work(Lane.HOST, size, (self._last_compute,))
+
+    def _book_copy(self, func: Op, args: Args, kwargs: Kwargs, out: Any, place: Place) -> None:
+        is_copy = func in COPIES
+        sources = {self._place_or_host(tensor) for tensor in tensors_in(args)}
+        if not sources or (len(sources) < 2 if is_copy else sources == {place}):
+            if place is Place.DEVICE and (sources or not is_copy):
+                self._append_op(func, args, kwargs, out, len(self._events))
+            return
+        destination = self._place_or_host(next(tensors_in([args[0]]))) if is_copy else place
+        size = sum(tensor.nbytes for tensor in tensors_in([args[0] if is_copy else out]))
+        self.join(
+            self.work(Lane.COPY_IN if destination is Place.DEVICE else Lane.COPY_OUT, size, (self._last_compute,))
+        )
+
+    def _place_or_host(self, tensor: Tensor) -> Place:
+        found = self._held.get(tensor.untyped_storage()._cdata)
+        return Place.HOST if found is None else found.place
+
+    def _append_op(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
+        """Record an op on the lane of its stream: compute is the first stream's, what the others do is for the link."""
+        collective = None if self.links is None else self.links(func, args, out)
+        if not self.stream and collective is None:
+            self._append_compute(func, args, kwargs, out, event)
+            return
+        joined, self._joined = self._joined, []
+        record = self._op_record(func, args, kwargs, out, event)
+        waits = [*self._awaited.pop(self.stream, ())] if self.stream else [*joined, self._last_compute]
+        self._joined = joined
+        self._last_of_stream[self.stream] = number = len(self._ops)
+        self._ops.append(
+            replace(record, lane=Lane.LINK, waits=tuple(w for w in waits if w >= 0), link_seconds=collective or 0.0)
+        )
+        if not self.stream:
+            for tensor in tensors_in([*args, out]):
+                found = self._held.get(tensor.untyped_storage()._cdata)
+                if found is not None:
+                    found.arriving, self._are_collectives_due = number, True
+
+    def _append_compute(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
+        self._last_compute = len(self._ops)
+        self._ops.append(self._op_record(func, args, kwargs, out, event))
+
+    def last_op(self, stream: int) -> int:
+        """Return the last op of a stream, -1 before the first."""
+        return self._last_of_stream.get(stream, -1) if stream else self._last_compute
+
+    def await_op(self, stream: int, op: int) -> None:
+        """Let what comes next on a stream wait for an op."""
+        if stream:
+            self._awaited.setdefault(stream, []).append(op)
+        else:
+            self.join(op)
+
+    def _await(self, operands: Sequence[Tensor]) -> None:
+        """Let the next op of the compute lane wait for collectives that it reads from."""
+        for tensor in operands:
+            found = self._held.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.arriving is not None:
+                number, found.arriving = found.arriving, None
+                if not self.stream:
+                    self.join(number)
+
+    def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
+        """Record an op; the type of a matmul's result, where it is an operand, says nothing of its arithmetic."""
+        operands = tuple(value for value in args if not isinstance(value, torch.dtype))
+        return super()._op_record(func, operands, kwargs, out, event)
+
+    def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
+        """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on.
+
+        A product with a 4-bit weight, bitsandbytes' own op (A, B, shape of B unpacked, ...), is counted as any other.
+        """
+        if func._schema.name in _FOUR_BIT_PRODUCTS:
+            rows, _ = args[2]
+            return int(2 * args[0].numel() * rows)
+        first = _FIRST_KEY.get(func)
+        if first is not None and args[first].shape[1] != args[first - 1].shape[1]:
+            heads = args[first - 1].shape[1]
+            wide = (t.new_empty((t.shape[0], heads, *t.shape[2:])) for t in args[first : first + 2])
+            args = (*args[:first], *wide, *args[first + 2 :])
+        return super()._flops(func, args, kwargs, out)
+
+
+def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
+    """Return the place that an op's device names; None where it names none, or what it makes is made for real."""
+    device = kwargs.get("device")
+    if device is None or device.type == "meta":
+        return None
+    if device.type == "cuda":
+        return Place.DEVICE
+    is_real = not any(tensor.is_meta for tensor in operands)
+    return None if is_real and stays_real(func, args, kwargs) else Place.HOST

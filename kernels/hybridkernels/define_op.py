@@ -1,0 +1,76 @@
+"""Registering of ops with torch.library, and of what runs them on CUDA."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridkernels.provider import takes_triton
+
+Function = Callable[..., Any]
+
+
+def define_op(
+    name: str,
+    plain: Function,
+    *,
+    cuda: Function | None = None,
+    fake: Function = lambda *_: None,
+    mutates: Sequence[str] = (),
+    schema: str | None = None,
+    flops: Function | None = None,
+) -> Any:
+    """Register ``hybridkernels::{name}`` and return it, a ``CustomOpDef`` of torch.
+
+    Args:
+        name: Of the op.
+        plain: Its version for the CPU; for every device where ``cuda`` is None.
+        cuda: Its version for CUDA.
+        fake: Makes empty outputs of the right sizes; the default is that of an op that works in place.
+        mutates: Arguments that it overwrites.
+        schema: Its types as torch writes them; None takes them from the annotations of ``plain``.
+        flops: The formula for torch's counter, of shapes.
+    """
+    devices, full_name = None if cuda is None else "cpu", f"hybridkernels::{name}"
+    op = torch.library.custom_op(full_name, plain, mutates_args=mutates, device_types=devices, schema=schema)
+    op.register_fake(fake)
+    if cuda is not None:
+        op.register_kernel("cuda", cuda)
+    if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula  # noqa: PLC0415  its import takes 0.1 s
+
+        register_flop_formula(getattr(torch.ops.hybridkernels, name))(flops)
+    return op
+
+
+def triton_or(plain: Function, launcher: str, *, key: str = "", fits: Function = lambda *_: True) -> Function:
+    """Return an op's version for CUDA: its Triton launcher where that runs, else the plain version.
+
+    Args:
+        plain: In torch's own ops; its first argument is a tensor, or a list that begins with one.
+        launcher: Folder and function, as ``nf4.nf4_dequantize_triton``, of the arguments of ``plain``.
+        key: Name of the op in choices.toml; empty: that of the launcher without ``_triton``.
+        fits: Whether the launcher takes the arguments.
+    """
+    folder, _, function = launcher.partition(".")
+    key = key or function.removesuffix("_triton")
+
+    def cuda(*args: Any) -> Any:
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        if not takes_triton(key, first.device, fits=fits(*args)):
+            return plain(*args)
+        return getattr(import_module(f"hybridkernels.{folder}.triton_kernel"), function)(*args)
+
+    return cuda
+
+
+def empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return a contiguous tensor of the shape, dtype and device of each, not filled: a fake's outputs."""
+    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+def describe(*tensors: Tensor) -> str:
+    """Return dtype, shape and device of each tensor, for messages."""
+    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
