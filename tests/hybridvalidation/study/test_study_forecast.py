@@ -11,7 +11,7 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.hybrid.forecast import FORECASTERS
+from hybridtrain.hybrid.forecast.catalogue import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.records.store import append_line
 from hybridvalidation.runs.child import Ended

@@ -10,8 +10,8 @@ import torch
 
 from hybridtrain.data.batches import BatchSampler
 from hybridtrain.data.corpus import embedded_corpus
-from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.hybrid.forecast.base import TrainingSignal
+from hybridtrain.hybrid.forecast.catalogue import DEFAULT_FORECASTER, FORECASTERS
 from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore, evaluate_forecasters
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import model_preset
