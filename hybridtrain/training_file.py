@@ -9,7 +9,6 @@ from hybridtrain.config.decode import Unions, load_toml
 from hybridtrain.config.rules import Most, above_most, below_least
 from hybridtrain.data.data_config import DataConfig
 from hybridtrain.hybrid.config import HybridConfig, rival_faults
-from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
@@ -145,6 +144,8 @@ def _state_faults(file: TrainFile) -> Iterator[str]:
 
 def _budget_faults(config: HybridConfig, seed: int) -> Iterator[str]:
     """Yield a sentence unless the forecaster fits its budget."""
+    from hybridtrain.hybrid.watch import LossWatch  # noqa: PLC0415  plain training imports no forecaster
+
     try:
         LossWatch(config, seed, lambda _: 0.0)
     except ValueError as error:

@@ -12,12 +12,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridkernels.int8_quantize import GROUP_SIZE
 from hybridtrain.checkpoint.generations import Say, newest_generation
 from hybridtrain.checkpoint.identity import differences, settings_of
-from hybridtrain.checkpoint.manifest import TENSOR_KEY, Generation, Manifest, ParameterEntry, StateEntry, parts_of
+from hybridtrain.checkpoint.manifest import TENSOR_KEY, Generation, Manifest, ParameterEntry, StateEntry
 from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.block_places import Visit
-from hybridtrain.memory.formats import STATE_FORMATS, Int8Codes, PlainState, StateFormat, StoredWeight, weight_part
+from hybridtrain.memory.formats import (
+    STATE_FORMATS,
+    Int8Codes,
+    PlainState,
+    StateFormat,
+    StoredWeight,
+    parts,
+    weight_part,
+)
 from hybridtrain.memory.group import Group
 from hybridtrain.memory.shards import overlap
 from hybridtrain.memory.state_store import ParameterState, StateSlot
@@ -207,7 +215,7 @@ class _Loader:
         trainer, tensors = self._trainer, [self._files[name] for name in entry.tensors]
         storage, count = trainer.states.formats.of(weight), torch.Size(entry.shape).numel()
         is_same = storage.saved_as == entry.format
-        for part in [slice(0, count)] if storage.needs_whole else parts_of(count):
+        for part in [slice(0, count)] if storage.needs_whole else parts(count):
             target = weight_part(weight, part)
             master_P: Tensor | None
             if is_same and storage.is_coded:
@@ -221,11 +229,11 @@ class _Loader:
                 if not is_same:
                     self._compare(storage.load(target, master_P), value_P)
             if master_P is not None:
-                assert state.companion is not None, "made with the first values"
+                assert state.master_weight is not None, "made with the first values"
                 within, kept = overlap(part, trainer.shards.own(state.parameter.numel()))
                 if kept.stop > kept.start:
                     master_P = master_P[within].to(trainer.transfer.device)
-                    write_slice(state.companion, kept, master_P, trainer.copies)
+                    write_slice(state.master_weight, kept, master_P, trainer.copies)
         self._count("weights", entry.format, storage.saved_as)
 
     def _fill_slot(self, slot: StateSlot, state: ParameterState, entry: StateEntry) -> None:
@@ -241,7 +249,7 @@ class _Loader:
             return
         for number, (stored, source) in enumerate(zip(slot.tensors, tensors, strict=True)):
             before = slot.storage.part(number, slice(0, first)).stop
-            for part in parts_of(stored.numel()):
+            for part in parts(stored.numel()):
                 _write(stored, part, source.read(slice(before + part.start, before + part.stop)))
 
     def _convert(
@@ -249,7 +257,7 @@ class _Loader:
     ) -> None:
         """Store ``count`` elements of state from ``first`` on in another format, rounded to nearest, on the CPU."""
         target = slot.storage
-        for part in parts_of(count):
+        for part in parts(count):
             length = part.stop - part.start
             saved = slice(first + part.start, first + part.stop)
             held = [tensor.read(source.part(number, saved)) for number, tensor in enumerate(tensors)]

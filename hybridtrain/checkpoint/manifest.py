@@ -7,7 +7,7 @@ any other damage but for one chance in 2^32. The manifest has a SHA-256, and mus
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,7 +17,6 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import JsonMapping, encode
 from hybridtrain.engine.loss_scale import LossScale
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.formats import SLICE_ELEMENTS
 from hybridtrain.memory.tier import has_room_for_threads
 from hybridtrain.tensor_file import FileTensor, open_tensor_file
 
@@ -168,11 +167,6 @@ def _crc32(tensor: FileTensor) -> int:
                 raise ValueError(f"{tensor.path.name} ends within '{tensor.name}'")
             total, rest = zlib.crc32(content, total), rest - len(content)
     return total
-
-
-def parts_of(count: int) -> Iterator[slice]:
-    """Yield the ranges in which a tensor of ``count`` elements is read and written."""
-    yield from (slice(start, min(start + SLICE_ELEMENTS, count)) for start in range(0, count, SLICE_ELEMENTS))
 
 
 def _text(content: JsonMapping) -> bytes:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridkernels.int8_quantize import GROUP_SIZE
-from hybridtrain.checkpoint.manifest import ParameterEntry, StateEntry, parts_of
+from hybridtrain.checkpoint.manifest import ParameterEntry, StateEntry
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
-from hybridtrain.memory.formats import Split16Master
+from hybridtrain.memory.formats import Split16Master, parts
 from hybridtrain.memory.group import Group, gather_texts
 from hybridtrain.memory.shards import Shards, overlap, ranges_of
 from hybridtrain.memory.state_store import ParameterState, StateSlot
@@ -49,7 +49,7 @@ class SavedTensor:
 
     def parts(self) -> Iterator[slice]:
         """Yield the ranges in which it is read and written."""
-        return parts_of(prod(self.shape))
+        return parts(prod(self.shape))
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
@@ -98,8 +98,8 @@ def _weight(
     cuts = _cuts(shards, prod(shape)) if is_cut else None
     upper = _saved(name, weight[0], shape, cuts, shards)
     master = None
-    if state.companion is not None:
-        master = _saved(name, state.companion, shape, _cuts(shards, prod(shape)), shards)
+    if state.master_weight is not None:
+        master = _saved(name, state.master_weight, shape, _cuts(shards, prod(shape)), shards)
     if isinstance(storage, Split16Master):
         assert master is not None, "a split master is always kept"
         read, is_shared = partial(_joined, storage, upper.read, master.read), upper.is_shared or master.is_shared

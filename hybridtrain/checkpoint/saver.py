@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -112,7 +112,7 @@ class CheckpointSaver:
             return
         if on_host:
             tensors = [self._copies.keep(tensor) for tensor in tensors]
-        cycle = None if hybrid is None else _cycle_mapping(hybrid, tensors)
+        cycle = None if hybrid is None else _without_tensors(hybrid.state_dict(), "cycle", tensors)
         norm = None if trainer.previous_norm is None else trainer.transfer.read(trainer.previous_norm)
         manifest = Manifest(
             schema=SCHEMA, steps_done=trainer.steps_done, saved_at=self._clock(), born_after=trainer.states.born_after,
@@ -176,12 +176,17 @@ class CheckpointSaver:
     ) -> Iterator[None]:
         """Write a generation; stop once between its last byte and waiting for the disk."""
         target = generation_folder(self.folder, manifest.steps_done)
-        with _explained(self.folder), new_folder(target) as partial:
-            files, entries = self._write_tensors(partial, tensors, manifest.steps_done, lr)
-            write_manifest(partial, replace(manifest, files=files, tensors=entries), content)
-            yield
-            if target.exists():  # saved again after the same step
-                remove_generation(target)
+        try:
+            with new_folder(target) as partial:
+                files, entries = self._write_tensors(partial, tensors, manifest.steps_done, lr)
+                write_manifest(partial, replace(manifest, files=files, tensors=entries), content)
+                yield
+                if target.exists():  # saved again after the same step
+                    remove_generation(target)
+        except OSError as error:
+            kind = DiskSpaceError if error.errno in _NO_SPACE else StateError
+            fault = f"the checkpoint could not be written ({error.strerror or error})"
+            raise kind(f"{self.folder}: {fault}; {_ADVICE}") from error
         spare_bytes = 2 * sum(tensor.num_bytes for tensor in tensors)
         thin_out(self.folder, keep_last=self._keep_last, keep_hourly=self._keep_hourly, spare_bytes=spare_bytes)
 
@@ -210,12 +215,12 @@ class CheckpointSaver:
             heads: list[TensorHead] = [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard]
             with closing(TensorFileWriter(folder / name, heads)) as writer:
                 for tensor in shard:
-                    total = 0
+                    total, is_checked = 0, tensor.must_be_finite and tensor.dtype.is_floating_point
                     for part in tensor.parts():
                         if self._gives_up:  # nobody waits for it any more
                             raise KeyboardInterrupt
                         values_P = tensor.read(part, None).contiguous()
-                        if tensor.must_be_finite and not _is_finite(values_P):
+                        if is_checked and not all(map(math.isfinite, torch.aminmax(values_P))):
                             raise DivergenceError(
                                 f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
                                 f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm "
@@ -257,20 +262,6 @@ def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
     yield shard
 
 
-def _is_finite(values_P: Tensor) -> bool:
-    if not values_P.is_floating_point():
-        return True
-    low, high = torch.aminmax(values_P)
-    return math.isfinite(low) and math.isfinite(high)
-
-
-def _cycle_mapping(hybrid: HybridTrainer, tensors: list[SavedTensor]) -> JsonMapping:
-    """Return the state of a cycle, whose tensors are added to ``tensors``."""
-    mapping = _without_tensors(hybrid.state_dict(), "cycle", tensors)
-    assert isinstance(mapping, dict), "a state has names"
-    return mapping
-
-
 def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
     """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
     if isinstance(value, Tensor):
@@ -287,13 +278,3 @@ def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> Js
         return [_without_tensors(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
     assert value is None or isinstance(value, bool | int | float | str), f"{path}: {type(value)} is none of a state's"
     return value
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn the system's errors into ours."""
-    try:
-        yield
-    except OSError as error:
-        kind = DiskSpaceError if error.errno in _NO_SPACE else StateError
-        raise kind(f"{folder}: the checkpoint could not be written ({error.strerror or error}); {_ADVICE}") from error

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import PurePath
 from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
 
-from hybridtrain.config.rules import is_young
+from hybridtrain.config.rules import omit_if_default
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonMapping: TypeAlias = dict[str, JsonValue]
@@ -111,7 +111,7 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
     encoded: JsonMapping = {} if tag is None else {"kind": tag}
     for field in fields(obj):
         value, inner = getattr(obj, field.name), f"{path}.{field.name}"
-        if not (field.init and field.compare) or (is_young(field) and value == field.default):
+        if not (field.init and field.compare) or (omit_if_default(field) and value == field.default):
             continue
         if nulls or value is not None:
             encoded[field.name] = _encode_value(value, inner, nulls=nulls)

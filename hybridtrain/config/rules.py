@@ -23,7 +23,7 @@ def young(default: T) -> T:
     return field(default=default, metadata={"is_left_out_at_default": True})
 
 
-def is_young(declared: Field[Any]) -> bool:
+def omit_if_default(declared: Field[Any]) -> bool:
     """Return whether a field was declared by ``young``."""
     return bool(declared.metadata.get("is_left_out_at_default"))
 

@@ -134,26 +134,21 @@ class _Encoding:
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, source: TextSource, other: TextSource | None, vocab_size: int
     ) -> None:
-        self._config = config
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._source = source
-        self._other = other
+        self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
+        self._source, self._other = source, other
         self._num_split = 0
         """Conversations that became several documents."""
-        self._template = cache(self._open_template)
+        self._template = cache(lambda: ChatTemplate(self._template_text(), tokenizer.special_tokens))
         self._dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-        has_template = config.chat_template or "default" in tokenizer.templates
-        template = named_template(tokenizer, config.chat_template) if has_template else ""
         decides = [
-            _FORMAT, source.digest, "" if other is None else other.digest, tokenizer.digest, template, config.loss_on,
+            _FORMAT, source.digest, "" if other is None else other.digest, tokenizer.digest,
+            self._template_text() if config.chat_template or "default" in tokenizer.templates else "", config.loss_on,
             config.held_out_percent,
         ]  # fmt: skip
         self.key = sha256(json.dumps(decides).encode("ascii")).hexdigest()
 
-    def _open_template(self) -> ChatTemplate:
-        text = named_template(self._tokenizer, self._config.chat_template)
-        return ChatTemplate(text, self._tokenizer.special_tokens)
+    def _template_text(self) -> str:
+        return named_template(self._tokenizer, self._config.chat_template)
 
     def open(self, folder: Path, say: Say) -> tuple[EncodedDocuments, EncodedDocuments | None]:
         """Return the train and validation parts."""

@@ -86,7 +86,7 @@ class FirstValues:
                 self.weights.codes.encode(target.view(-1), stored)
             elif target is not stored[0]:
                 stored[0].copy_(target)
-        self.weights.write_frozen(unit)
+        self.weights.write_back(unit.name, frozen=True)
 
     def _fill(self, name: str, parameter: nn.Parameter, values: Tensor, number: int, *, reads: bool) -> None:
         if not reads:

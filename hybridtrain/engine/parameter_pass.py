@@ -92,7 +92,7 @@ class _Task:
         return state.extra if self.settings.uses_extra else ()
 
     def pieces(self, entry: Entry, part: slice) -> list[Piece]:
-        """Return gradient, state, extra state, then the companion, as far as they are needed."""
+        """Return gradient, state, extra state, then the master weight, as far as they are needed."""
         state = entry.state
         pieces = [] if entry.grad is None else [Piece(entry.grad, part, writes=False)]
         slots = (slot for slot in self.slots(state) if slot.is_elementwise)
@@ -100,8 +100,8 @@ class _Task:
         pieces += [
             piece for slot in self.extra_slots(state) for piece in slot.pieces(part, writes=self.settings.writes_extra)
         ]
-        if state.companion is not None:
-            pieces.append(Piece(state.companion, part, writes=self.settings.writes_weights))
+        if state.master_weight is not None:
+            pieces.append(Piece(state.master_weight, part, writes=self.settings.writes_weights))
         return pieces
 
     def written(self, state: ParameterState) -> None:
@@ -277,11 +277,11 @@ class ParameterPass:
 
         def compute() -> tuple[Tensor, ...]:
             rest = list(tensors)
-            companion_P = rest.pop() if entry.state.companion is not None else None
+            master_P = rest.pop() if entry.state.master_weight is not None else None
             grad_P = rest.pop(0) if entry.grad is not None else None
             state = take_slices(task.slots(entry.state), rest, count)
             extra = take_slices(task.extra_slots(entry.state), rest, count)
-            weight = WeightSlice(self._states.formats.of(stored), stored, companion_P)
+            weight = WeightSlice(self._states.formats.of(stored), stored, master_P)
             task.work(Operands(unit, entry, part, weight, grad_P, state, extra))
             return ()
 
@@ -357,8 +357,8 @@ class ParameterPass:
     def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Operands:
         state, count = entry.state, entry.state.parameter.numel()
         flat = tuple(part.view(-1) for part in stored)
-        companion = None if state.companion is None else _host_tensor(state.companion)
-        weight = WeightSlice(self._states.formats.of(flat), flat, companion, entry.role.shape)
+        master = None if state.master_weight is None else _host_tensor(state.master_weight)
+        weight = WeightSlice(self._states.formats.of(flat), flat, master, entry.role.shape)
         grad_P = None if entry.grad is None else _host_tensor(entry.grad)
         held = [_host_slice(slot, count) for slot in task.slots(state)]
         extra = [_host_slice(slot, count) for slot in task.extra_slots(state)]

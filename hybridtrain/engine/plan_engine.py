@@ -37,7 +37,7 @@ class PlanEngine:
         self.units = model.units()
         self.states = StateStore(full, self._formats[Phase.FULL], shards)
         self._stored_as = Phase.FULL
-        """Phase whose plan says how weights are stored, and where companions are unless they were stored away."""
+        """Phase whose plan says how weights are stored, and where master weights are unless they were stored away."""
         self.executor = Executor(model, self.weights, full, shards, wants_norm=wants_norm)
         self._connect()
 
@@ -81,7 +81,7 @@ class PlanEngine:
         return before
 
     def _must_move(self, phase: Phase) -> bool:
-        """Return whether a phase stores weights otherwise, or keeps companions elsewhere for true steps."""
+        """Return whether a phase stores weights otherwise, or keeps master weights elsewhere for true steps."""
         now, plan = self.memory_plan.for_phase(self._stored_as), self.memory_plan.for_phase(phase)
         stays = phase is Phase.PREDICT or plan.master.placement is now.master.placement
         return weight_storage(now) != weight_storage(plan) or not stays

@@ -82,21 +82,21 @@ class Update:
         state, formats = entry.state, self._formats
         if not self._optimizer.offers_groups or self._optimizer.needs_whole(entry.role):
             return False
-        companion = [] if state.companion is None else [state.companion]
+        master = [] if state.master_weight is None else [state.master_weight]
         moments = [tensor for slot in state.slots for tensor in slot.tensors]
         extra = [tensor for slot in state.extra for tensor in slot.tensors]
         return (
             all(isinstance(tensor, Tensor) and tensor.dtype != torch.bfloat16 for tensor in extra)
-            and all(isinstance(t, Tensor) and t.dtype == torch.float32 for t in [entry.grad, *moments, *companion])
+            and all(isinstance(t, Tensor) and t.dtype == torch.float32 for t in [entry.grad, *moments, *master])
             and len(moments) == len(state.slots)
             and formats.values.in_place
             and formats.values is formats.codes
-            and (bool(companion) or state.parameter.dtype == torch.float32)
+            and (bool(master) or state.parameter.dtype == torch.float32)
         )
 
     def key(self, entry: Entry, count: int) -> Hashable:
         """Return the key of equal updates of a slice; None where a hook may do as it likes."""
-        return None if self._hook else (self._step(entry), count, entry.state.companion is None)
+        return None if self._hook else (self._step(entry), count, entry.state.master_weight is None)
 
     def of_slice(self, operands: Operands) -> None:
         """Update a slice, let the hook work, store the weight."""
@@ -111,8 +111,8 @@ class Update:
     def of_group(self, entries: Sequence[Entry], weights: Sequence[StoredWeight], _: Sequence[Tensor]) -> None:
         """Update fp32 tensors in one fused call, nothing temporary."""
         storage = self._formats.values
-        companions = [None if e.state.companion is None else _tensor(e.state.companion) for e in entries]
-        values = [storage.load(weights[e.index], companion) for e, companion in zip(entries, companions, strict=True)]
+        masters = [None if e.state.master_weight is None else _tensor(e.state.master_weight) for e in entries]
+        values = [storage.load(weights[e.index], master) for e, master in zip(entries, masters, strict=True)]
         grads = [_tensor(entry.grad) for entry in entries]
         if self.factor is not None:
             torch._foreach_mul_(grads, self.factor)
@@ -125,21 +125,21 @@ class Update:
                 state = [whole_slice(slot).part(part) for slot in entry.state.slots]
                 extra = [whole_slice(slot).part(part) for slot in entry.state.extra]
                 self._hooked(weight, grad.view(-1)[part], state, extra, part, step)
-        for entry, value, companion in zip(entries, values, companions, strict=True):
-            storage.store(value, weights[entry.index], companion)
+        for entry, value, master in zip(entries, values, masters, strict=True):
+            storage.store(value, weights[entry.index], master)
             self._observer.cast(torch.float32, weights[entry.index][0].dtype, value.numel())
 
     def of_whole(self, entry: Entry, weights: Sequence[StoredWeight], _: Sequence[Tensor]) -> None:
         """Update a parameter in one piece: what waits elsewhere comes whole; extra state goes by in slices."""
         state, step, hook = entry.state, self._step(entry), self._hook
         grad = self._scaled(self._brought(entry.grad))
-        companion = None if state.companion is None else self._brought(state.companion)
+        master = None if state.master_weight is None else self._brought(state.master_weight)
         homes = [(tensor, spec.zero if slot.is_fresh else None) for slot in state.slots
                  for spec, tensor in zip(slot.specs, slot.tensors, strict=True)]  # fmt: skip
         brought = [self._brought(*home) for home in homes]
         rest = [tensor.view(-1) for tensor in brought]
         slices = [slot.slice_of([rest.pop(0) for _ in slot.specs], slot.tensors[0].numel()) for slot in state.slots]
-        weight = WeightSlice(self._formats.of(weights[entry.index]), weights[entry.index], companion, entry.role.shape)
+        weight = WeightSlice(self._formats.of(weights[entry.index]), weights[entry.index], master, entry.role.shape)
 
         def compute() -> tuple[Tensor, ...]:
             self._observer.cast(grad.dtype, torch.float32, grad.numel())
@@ -148,7 +148,7 @@ class Update:
             return ()
 
         key = None if hook is not None else (step, entry.role.shape)
-        held = [*brought, *([] if companion is None else [companion])]
+        held = [*brought, *([] if master is None else [master])]
         self._observer.repeat(Work(compute, [grad, *weights[entry.index], *held], lambda: key))
         if hook is not None:
             ranges = list(parts(state.parameter.numel()))
@@ -160,7 +160,7 @@ class Update:
                 write(piece, self._observer)
             if weight.storage.needs_whole:
                 write(weight, self._observer)
-        for home, tensor in zip([state.companion, *(home for home, _ in homes)], [companion, *brought], strict=True):
+        for home, tensor in zip([state.master_weight, *(home for home, _ in homes)], [master, *brought], strict=True):
             if isinstance(home, TierTensor) and tensor is not None:
                 self._copies.wait(self._copies.store(tensor, home.buffer, home.offset))
         for slot in (*state.slots, *(state.extra if hook else ())):

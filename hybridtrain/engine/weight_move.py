@@ -24,7 +24,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 @dataclass(slots=True)
 class WeightMove:
-    """One passage from ``old`` to ``new``, which is empty; companions and formats become those of the new plan."""
+    """One passage from ``old`` to ``new``, which is empty; master weights and formats become those of the new plan."""
 
     old: WeightStore
     new: WeightStore
@@ -43,7 +43,7 @@ class WeightMove:
                 with self.states.copies.observer.region(Stage.UPDATE, unit.name):
                     self.states.copies.transfer.seed(random_key(seed, number))
                     self._move_unit(unit)
-        self.old.close()
+        self.old.places.close()
         self.states.formats = self.formats
 
     def _move_unit(self, unit: Unit) -> None:
@@ -66,12 +66,12 @@ class WeightMove:
         self.new.initialized(unit.name, unit.tensors)
 
     def _carry(self, state: ParameterState, unit: str) -> None:
-        companion = state.companion
-        if companion is None or _place(companion) is self.master:
+        master = state.master_weight
+        if master is None or _place(master) is self.master:
             return
-        kept = self._make(companion.shape, companion.dtype, unit)
-        for part in parts(companion.numel()):
-            write_slice(kept, part, read_slice(companion, part, self.states.copies), self.states.copies)
+        kept = self._make(master.shape, master.dtype, unit)
+        for part in parts(master.numel()):
+            write_slice(kept, part, read_slice(master, part, self.states.copies), self.states.copies)
         self._replace(state, kept)
 
     def _convert(
@@ -80,36 +80,36 @@ class WeightMove:
     ) -> None:  # fmt: skip
         """Store the exact values anew, slice by slice."""
         (old, source), (new, target) = before, after
-        companion, kept, count = state.companion, None, state.parameter.numel()
-        if companion is None:
+        master, kept, count = state.master_weight, None, state.parameter.numel()
+        if master is None:
             self.states.copies.observer.cast(source[0].dtype, torch.float32, count)
         self.states.copies.observer.cast(torch.float32, target[0].dtype, count)
-        if new.companion_dtype is not None:
-            stays = old.companion_dtype is new.companion_dtype is torch.float32
-            stays = stays and companion is not None and _place(companion) is self.master
-            kept = companion if stays else self._make(state.parameter.shape, new.companion_dtype, unit)
+        if new.master_dtype is not None:
+            stays = old.master_dtype is new.master_dtype is torch.float32
+            stays = stays and master is not None and _place(master) is self.master
+            kept = master if stays else self._make(state.parameter.shape, new.master_dtype, unit)
         # Slices as in a pass: weights that come back to 16 bits are rounded by the same random numbers as if they had
         # stayed.
         for part in [slice(0, count)] if new.needs_whole else parts(count):
-            companion_P = None if companion is None else read_slice(companion, part, self.states.copies)
-            value_P = old.load(weight_part(source, part), companion_P)
+            master_P = None if master is None else read_slice(master, part, self.states.copies)
+            value_P = old.load(weight_part(source, part), master_P)
             created_P = self._store(new, value_P, weight_part(target, part))
-            if kept is not None and created_P is not None and kept is not companion:
+            if kept is not None and created_P is not None and kept is not master:
                 write_slice(kept, part, created_P, self.states.copies)
-            del companion_P, value_P, created_P
+            del master_P, value_P, created_P
         self._replace(state, kept)
 
     def _store(self, codec: WeightFormat, value_P: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Write a value for the first time; return its companion."""
-        if codec.companion_dtype is not None or codec.in_place:
+        """Write a value for the first time; return its master weight."""
+        if codec.master_dtype is not None or codec.in_place:
             return codec.create(value_P, weight)
         codec.store(value_P, weight, None, nearest=self.nearest)
         return None
 
     def _replace(self, state: ParameterState, kept: Stored | None) -> None:
-        if isinstance(state.companion, TierTensor) and kept is not state.companion:
-            self.states.copies.release(state.companion.buffer)
-        state.companion = kept
+        if isinstance(state.master_weight, TierTensor) and kept is not state.master_weight:
+            self.states.copies.release(state.master_weight.buffer)
+        state.master_weight = kept
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, unit: str) -> Stored:
         return new_stored(shape, dtype, self.master, TensorClass.MASTER, unit, self.states.copies)

@@ -15,12 +15,10 @@ from hybridtrain.errors import ConfigError, DivergenceError
 from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import TrainingSignal
-from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster
 from hybridtrain.hybrid.predictors import make_predictor
 from hybridtrain.hybrid.predictors.weight_predictor import Jump
 from hybridtrain.hybrid.rollback_copy import RollbackCopy
 from hybridtrain.hybrid.stateful import State, Stateful
-from hybridtrain.hybrid.watch import LossWatch, read_moments
 from hybridtrain.optim.slow_average import SlowStep
 from hybridtrain.phase import Phase
 from hybridtrain.trainer import Trainer
@@ -125,6 +123,8 @@ class HybridTrainer(Stateful):
         self.controller = PhaseController(
             config, schedule.warmup_steps if config.warmup_steps is None else config.warmup_steps
         )
+        from hybridtrain.hybrid.watch import LossWatch  # noqa: PLC0415  plain training imports no forecaster
+
         self.watch = LossWatch(config, trainer.config.seed, trainer.lr_at, schedule.total_steps)
         self.predictor = make_predictor(config, trainer)
 
@@ -161,11 +161,10 @@ class HybridTrainer(Stateful):
         slow, jumps = self._slow_step(controller, number)
         done, is_rolled_back = self._guarded_step(controller, batches, slow)
         self._last_lr = done.lr
-        encodes = isinstance(self.watch.forecaster, EnsembleForecaster) and not controller.state.block_steps
         signal = TrainingSignal(
             step=done.step, loss=done.loss, grad_norm=done.grad_norm, lr=done.lr, phase=phase,
             predicted_steps=0.0 if slow is None else slow.predicted_steps,
-            moments=read_moments(self.trainer, done) if encodes else None,
+            moments=None if controller.state.block_steps else self.watch.moments(self.trainer, done),
         )  # fmt: skip
         error = self.watch.observe(signal, controller)
         controller.count_step(number)

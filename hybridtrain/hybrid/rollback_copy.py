@@ -29,7 +29,7 @@ class RollbackCopy:
             stored = trainer.weights.stored_tensors(unit.name, unit.tensors)
             for state, weight in zip(trainer.states.of(unit.name), stored, strict=True):
                 firsts.append(len(tensors))
-                tensors += [*weight, *([] if state.companion is None else [state.companion])]
+                tensors += [*weight, *([] if state.master_weight is None else [state.master_weight])]
             layout = lay_out((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
             name = f"rollback of {unit.name}"
             buffer = trainer.copies.allocate(layout.num_bytes, Placement.HOST, TensorClass.MASTER, name)
@@ -62,8 +62,8 @@ class RollbackCopy:
     def _fields(self, piece: ParameterSlice) -> tuple[TierBuffer, list[tuple[Tensor, Field]]]:
         """Return the buffer of a slice's unit, and each tensor of the slice with its parameter's field."""
         layout, firsts, buffer = self._layouts[piece.unit]
-        companion = piece.weight.companion
-        tensors = [*piece.weight.stored, *([] if companion is None else [companion])]
+        master_weight = piece.weight.master_weight
+        tensors = [*piece.weight.stored, *([] if master_weight is None else [master_weight])]
         return buffer, list(zip(tensors, layout.fields[firsts[piece.index] :], strict=False))
 
     def _places(self, piece: ParameterSlice) -> Iterator[tuple[Tensor, TierBuffer, int]]:

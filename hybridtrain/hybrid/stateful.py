@@ -9,23 +9,16 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import UnionType
-from typing import ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridtrain.config.rules import is_young
+from hybridtrain.config.rules import omit_if_default
 
 State = dict[str, object]
 T = TypeVar("T")
-
-
-@runtime_checkable
-class _SavesItself(Protocol):
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 class Stateful:
@@ -61,7 +54,7 @@ def _saved(value: object) -> object:  # noqa: PLR0911  one a type
             return value.tolist()
         case Enum():
             return value.value
-        case _SavesItself():
+        case Stateful():
             return value.state_dict()
         case dict():
             return {key: _saved(item) for key, item in value.items()}
@@ -69,7 +62,9 @@ def _saved(value: object) -> object:  # noqa: PLR0911  one a type
             return [_saved(item) for item in value]
     if is_dataclass(value):
         items = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: _saved(item) for field, item in items if not (is_young(field) and item == field.default)}
+        return {
+            field.name: _saved(item) for field, item in items if not (omit_if_default(field) and item == field.default)
+        }
     return value
 
 
@@ -88,7 +83,7 @@ def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0
     if get_origin(hint) is UnionType:  # X | None
         return None if value is None else _restored(get_args(hint)[0], own, value)
     match own:
-        case _SavesItself():
+        case Stateful():
             own.load_state_dict(_checked(value, dict))
             return own
         case torch.Generator():
@@ -108,7 +103,7 @@ def _restored(hint: object, own: object, value: object) -> object:  # noqa: PLR0
         return kind(**{
             field.name: _entry(value, field.name, hints[field.name], getattr(own, field.name, None))
             for field in fields(kind)
-            if not is_young(field) or field.name in _checked(value, dict)
+            if not omit_if_default(field) or field.name in _checked(value, dict)
         })  # fmt: skip
     return _collected(hint, kind, own, value)
 

@@ -17,8 +17,9 @@ from hybridtrain.engine.step import StepResult
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.divergence import DivergenceMonitor
-from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, make_forecaster
 from hybridtrain.hybrid.forecast.base import LossForecast, TrainingSignal
+from hybridtrain.hybrid.forecast.catalogue import DEFAULT_FORECASTER, make_forecaster
+from hybridtrain.hybrid.forecast.ensemble import EnsembleForecaster
 from hybridtrain.hybrid.forecast.residual_store import ResidualStore
 from hybridtrain.hybrid.stateful import State, Stateful
 from hybridtrain.trainer import Trainer
@@ -106,6 +107,10 @@ class LossWatch(Stateful):
         if self._residuals is not None:
             self._residuals.add(self._features, error + self._correction)  # what the forecaster itself missed
         return error
+
+    def moments(self, trainer: Trainer, done: StepResult) -> Sequence[float] | None:
+        """Return the statistics of the optimizer's moments for a forecaster that encodes them; None for others."""
+        return read_moments(trainer, done) if isinstance(self.forecaster, EnsembleForecaster) else None
 
     def load_state_dict(self, state: State) -> None:
         """Take over a state; what forecasts is no part of the card's memory."""

@@ -271,13 +271,13 @@ StoredWeight = tuple[Tensor, ...]
 
 
 class WeightFormat:
-    """Turns what is stored of a weight, and its companion, into the fp32 value that an update changes, and back."""
+    """Turns what is stored of a weight, and its master weight, into the fp32 value that an update changes, and back."""
 
     in_place = False
     """``load`` returns a stored tensor itself, so nothing temporary is made."""
     reads_weight = True
     """``load`` looks at the stored weight; without that it need not be fetched for an update."""
-    companion_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
     """Of what is kept beside the weight; None: nothing is."""
     rounds_stochastically = False
     """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
@@ -289,17 +289,15 @@ class WeightFormat:
     """What of it a checkpoint holds: the widest values, codes where there are none, both where codes are kept too."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Write fp32 ``initial`` into ``weight``, rounded to nearest; return the companion to keep, or None."""
+        """Write fp32 ``initial`` into ``weight``, rounded to nearest; return the master weight to keep, or None."""
         weight[0].copy_(initial)
         return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
+    def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
         """Return the fp32 value, (P,)."""
         return weight[0].float()
 
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
         """Write an updated fp32 value back; ``nearest``: where it would be rounded stochastically, round to nearest."""
 
 
@@ -315,9 +313,7 @@ class StochasticWeight(WeightFormat):
     rounds_stochastically = True
     saved_as = "bfloat16"
 
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
         """Round up or down."""
         if nearest:
             weight[0].copy_(value_P)
@@ -331,29 +327,27 @@ class Split16Master(WeightFormat):
     Exact ties round away from zero, where torch's own cast rounds to even: 16 bits hold one side of a tie only.
     """
 
-    companion_dtype = torch.int16
+    master_dtype = torch.int16
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         """Split ``initial``; return the lower half."""
-        companion = torch.empty(initial.shape, dtype=torch.int16, device=initial.device)
-        self.store(initial, weight, companion)
-        return companion
+        master_weight = torch.empty(initial.shape, dtype=torch.int16, device=initial.device)
+        self.store(initial, weight, master_weight)
+        return master_weight
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
+    def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
         """Join both halves; exact."""
-        assert companion_P is not None, "a split master is always kept"
+        assert master_P is not None, "a split master is always kept"
         bits_P = weight[0].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        return bits_P.add_(companion_P).view(torch.float32)
+        return bits_P.add_(master_P).view(torch.float32)
 
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
         """Split the value."""
-        assert companion_P is not None, "a split master is always kept"
+        assert master_P is not None, "a split master is always kept"
         bits_P = value_P.view(torch.int32)
         upper_P = bits_P.add(1 << 15).bitwise_right_shift_(16)
         weight[0].view(torch.int16).copy_(upper_P)
-        companion_P.copy_(bits_P - upper_P.bitwise_left_shift_(16))
+        master_P.copy_(bits_P - upper_P.bitwise_left_shift_(16))
 
 
 class Int8Weight(WeightFormat):
@@ -381,15 +375,13 @@ class Int8Weight(WeightFormat):
             self.codes.encode(initial.view(-1), weight, static=True)
         return None
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
+    def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
         """Widen the codes; exact."""
         value_P = torch.empty(weight[0].shape, dtype=torch.float32, device=weight[0].device)
         self.codes.widen(weight, value_P)
         return value_P
 
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
+    def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
         """Round onto the grid, which a new range spans unless ranges are static."""
         self.codes.encode(value_P.view(-1), weight, stochastic=not nearest, static=self._is_static)
 
@@ -399,20 +391,18 @@ class _OfMaster(WeightFormat):
 
     in_place = True
     reads_weight = False
-    companion_dtype = torch.float32
+    master_dtype = torch.float32
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
         super().create(initial, weight)
         return initial
 
-    def load(self, weight: StoredWeight, companion_P: Tensor | None) -> Tensor:
-        assert companion_P is not None, "a float32 master is always kept"
-        return companion_P
+    def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
+        assert master_P is not None, "a float32 master is always kept"
+        return master_P
 
-    def store(
-        self, value_P: Tensor, weight: StoredWeight, companion_P: Tensor | None, *, nearest: bool = False
-    ) -> None:
-        super().store(value_P, weight, companion_P, nearest=True)
+    def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
+        super().store(value_P, weight, master_P, nearest=True)
 
 
 class Float32Master(_OfMaster, StochasticWeight):

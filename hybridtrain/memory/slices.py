@@ -28,7 +28,7 @@ class WeightSlice:
 
     storage: WeightFormat
     stored: StoredWeight
-    companion: Tensor | None
+    master_weight: Tensor | None
     shape: tuple[int, ...] = ()
     _value: Tensor | None = field(default=None, init=False)
 
@@ -36,20 +36,20 @@ class WeightSlice:
     def value(self) -> Tensor:
         """The (P,) float32 value, to be changed in place; what reads it last writes it back."""
         if self._value is None:
-            self._value = self.storage.load(self.stored, self.companion)
+            self._value = self.storage.load(self.stored, self.master_weight)
         return self._value
 
     def part(self, part: slice) -> "WeightSlice":
         """Return a range of the elements, with a value of its own, or one that the whole writes where it must."""
         if self.storage.needs_whole:
             return WeightSlice(ExactWeight(), (self.value.view(-1)[part],), None)
-        companion = None if self.companion is None else self.companion.view(-1)[part]
-        return WeightSlice(self.storage, weight_part(self.stored, part), companion)
+        master_weight = None if self.master_weight is None else self.master_weight.view(-1)[part]
+        return WeightSlice(self.storage, weight_part(self.stored, part), master_weight)
 
     def write(self, *, nearest: bool = False) -> None:
         """Store the value if it was asked for."""
         if self._value is not None:
-            self.storage.store(self._value, self.stored, self.companion, nearest=nearest)
+            self.storage.store(self._value, self.stored, self.master_weight, nearest=nearest)
 
 
 @dataclass(frozen=True, slots=True)

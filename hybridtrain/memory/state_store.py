@@ -1,4 +1,4 @@
-"""State of parameters beside weight and gradient: companion, optimizer state and what goes with it."""
+"""State of parameters beside weight and gradient: master weight, optimizer state and what goes with it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,7 +73,7 @@ class ParameterState:
     """State of one parameter."""
 
     parameter: nn.Parameter
-    companion: Stored | None
+    master_weight: Stored | None
     """The weight format's, shape of the parameter, or flat where this rank holds a range of it."""
     slots: tuple[StateSlot, ...]
     """Of the optimizer."""
@@ -92,9 +92,9 @@ class ParameterState:
         return self.parameter.numel() if self.own is None else self.own.stop - self.own.start
 
     def stored(self) -> list[Stored]:
-        """Return all tensors: of the optimizer, extra ones, the companion."""
+        """Return all tensors: of the optimizer, extra ones, the master weight."""
         tensors = [tensor for slot in (*self.slots, *self.extra) for tensor in slot.tensors]
-        return [*tensors, *([] if self.companion is None else [self.companion])]
+        return [*tensors, *([] if self.master_weight is None else [self.master_weight])]
 
     @property
     def num_bytes(self) -> int:
@@ -120,18 +120,18 @@ class StateStore:
     def initialize(
         self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight, specs: Sequence[StateSpec]
     ) -> None:
-        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its companion.
+        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its master weight.
 
         ``specs``: the state that the optimizer wants of it.
         """
-        companion: Stored | None = self.formats.of(weight).create(initial, weight)
-        if isinstance(companion, Tensor):
+        master: Stored | None = self.formats.of(weight).create(initial, weight)
+        if isinstance(master, Tensor):
             if self.shards.cuts_state:
-                companion = companion.view(-1)[self.shards.own(companion.numel())].clone()
-            self.copies.observer.label(companion, TensorClass.MASTER, unit)
+                master = master.view(-1)[self.shards.own(master.numel())].clone()
+            self.copies.observer.label(master, TensorClass.MASTER, unit)
             if self._plan.master.placement is not Placement.DEVICE:
-                companion = self._store(companion, self._plan.master.placement, TensorClass.MASTER, unit)
-        self._add(unit, parameter, companion, specs)
+                master = self._store(master, self._plan.master.placement, TensorClass.MASTER, unit)
+        self._add(unit, parameter, master, specs)
 
     @torch.no_grad()
     def initialize_slices(
@@ -144,26 +144,26 @@ class StateStore:
     ) -> None:
         """Do as ``initialize`` with float32 values that come slice by slice, and never whole."""
         storage = self.formats.of(weight)
-        companion: Stored | None = None
+        master: Stored | None = None
         for part, value_P in slices:
             created_P = storage.create(value_P, weight_part(weight, part))
             if created_P is not None:
-                if companion is None:
+                if master is None:
                     shape, place = self._shape(parameter), self._plan.master.placement
-                    companion = new_stored(shape, created_P.dtype, place, TensorClass.MASTER, unit, self.copies)
+                    master = new_stored(shape, created_P.dtype, place, TensorClass.MASTER, unit, self.copies)
                 found, kept = overlap(part, self.shards.own(parameter.numel()))
                 if kept.stop > kept.start:
-                    write_slice(companion, kept, created_P[found], self.copies)
-        self._add(unit, parameter, companion, specs)
+                    write_slice(master, kept, created_P[found], self.copies)
+        self._add(unit, parameter, master, specs)
 
-    def _add(self, unit: str, parameter: nn.Parameter, companion: Stored | None, specs: Sequence[StateSpec]) -> None:
+    def _add(self, unit: str, parameter: nn.Parameter, master: Stored | None, specs: Sequence[StateSpec]) -> None:
         shape, cell = self._shape(parameter), self._plan.optim_state
         slots = tuple(self._slot(spec, shape, cell, parameter.numel()) for spec in specs)
         history = Cell(placement=cell.placement, codec=self._plan.history_codec)
         names = (f"history{number}" for number in range(self._plan.history_tensors))
         extra = tuple(self._slot(StateSpec(name), shape, history, parameter.numel()) for name in names)
         own = self.shards.own(parameter.numel()) if self.shards.cuts_state else None
-        self._states[unit].append(ParameterState(parameter, companion, slots, extra, own=own))
+        self._states[unit].append(ParameterState(parameter, master, slots, extra, own=own))
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         # Of what is held of a parameter's state.
@@ -205,8 +205,8 @@ class StateStore:
         below = (slot for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE)
         sizes = (prod(spec.shape) * spec.dtype.itemsize for slot in below for spec in slot.specs)
         total = sum(padded(ceil(size * share)) for size in sizes)
-        if isinstance(state.companion, TierTensor):
-            total += padded(ceil(state.companion.numel() * share) * state.companion.dtype.itemsize)
+        if isinstance(state.master_weight, TierTensor):
+            total += padded(ceil(state.master_weight.numel() * share) * state.master_weight.dtype.itemsize)
         return total
 
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
@@ -252,8 +252,8 @@ class StateStore:
                 slot.reset()
             self.born_after = step
         for unit, state in resident:
-            if self._master_is_away and isinstance(state.companion, Tensor):
-                state.companion = self._store(state.companion, Placement.HOST, TensorClass.MASTER, unit)
+            if self._master_is_away and isinstance(state.master_weight, Tensor):
+                state.master_weight = self._store(state.master_weight, Placement.HOST, TensorClass.MASTER, unit)
             slots = [slot for slot in state.slots if slot.is_elementwise]  # rows and columns: there is nothing to gain
             if moments.placement is Placement.HOST:
                 for slot in (*slots, *state.extra):
@@ -276,8 +276,8 @@ class StateStore:
                 home = self._slot(slot.spec, shape, self._plan.optim_state, count)
                 if slot.tensors and home.storage != slot.storage:  # codes that were made on the way into PREDICT
                     self._convert(slot, home.storage, home.specs, state, unit)
-            if self._master_is_away and state.companion is not None:
-                state.companion = self._fetch(state, state.companion, TensorClass.MASTER, unit)
+            if self._master_is_away and state.master_weight is not None:
+                state.master_weight = self._fetch(state, state.master_weight, TensorClass.MASTER, unit)
             for slot in (*state.slots, *state.extra):
                 slot.tensors = tuple(self._fetch(state, t, TensorClass.OPTIM_STATE, unit) for t in slot.tensors)
         self._away.clear()

@@ -99,7 +99,7 @@ class WeightStore:
             self._make_value_slots(plan)
         layout = StoredLayout.of(self._shapes, self.compute_dtype, self.codes)
         num_slots = plan.max_active_layers if self.codes is None else plan.prefetch_distance + 1
-        self._places = BlockPlaces(layout, streamed_blocks(plan, model.part.blocks), num_slots, plan, shards)
+        self.places = BlockPlaces(layout, streamed_blocks(plan, model.part.blocks), num_slots, plan, shards)
         for block in () if is_empty else sorted(self._packed):
             names = [name for name, _ in without_adapters(model.blocks[block])]
             bind(model.blocks[block], names, self._give_memory(block))
@@ -116,11 +116,11 @@ class WeightStore:
         """Return the stored tensors of each parameter where they live, for checkpoints."""
         if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
-        return self._places.stored(block_number(unit))
+        return self.places.stored(block_number(unit))
 
     def reload(self) -> None:
         """Note that stored weights were replaced: invalidate slots, copy to the host anew."""
-        self._places.forget()
+        self.places.forget()
         self._forget_values()
         for mirror in self._mirrors.values():
             mirror.write()
@@ -141,45 +141,36 @@ class WeightStore:
 
     def give_up(self, unit: str) -> None:
         """Give a unit's memory back; it is not asked for again."""
-        self._places.give_up(block_number(unit))
+        self.places.give_up(block_number(unit))
         if unit in self._mirrors:
             self._mirrors.pop(unit).close()
 
-    def close(self) -> None:
-        """Wait for the slots' copies before their memory goes."""
-        self._places.close()
-
     def plan_visits(self, visits: Sequence[Visit]) -> None:
         """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
-        self._places.plan_visits([visit for visit in visits if visit.block in self._packed])
+        self.places.plan_visits([visit for visit in visits if visit.block in self._packed])
 
     def acquire(self, block: int) -> nn.Module:
         """Return ``block`` with its weights on the device, and start fetching the ones that come next."""
         if block in self._packed:
-            stored = self._places.load(Visit(block))
+            stored = self.places.load(Visit(block))
             if self._value_slots:
                 self._widen(block, stored)
-            self._places.prefetch()
+            self.places.prefetch()
         return self._model.blocks[block]  # a ModuleList's item
 
     def acquire_stored(self, unit: str, parameters: Sequence[nn.Parameter], *, reads: bool) -> list[StoredWeight]:
         """Return the stored tensors of each trained parameter of a unit, on the device, to be changed in place."""
         if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
-        return self._places.load_to_change(Visit(block_number(unit), reads))
+        return self.places.load_to_change(Visit(block_number(unit), reads))
 
     def acquire_frozen(self, unit: Unit) -> list[StoredWeight]:
-        """Return the place of each frozen parameter of a unit on the device, to be filled before ``write_frozen``."""
+        """Return the place of each frozen parameter of a unit on the device, to be filled before ``write_back``."""
         if block_number(unit.name) in self._packed:
-            return self._places.load_to_change(Visit(block_number(unit.name), reads=False))
+            return self.places.load_to_change(Visit(block_number(unit.name), reads=False))
         for _, parameter in unit.frozen:
             self._copies.observer.label(parameter, TensorClass.WEIGHT, unit.name)
         return [(parameter.data,) for _, parameter in unit.frozen]
-
-    def write_frozen(self, unit: Unit) -> None:
-        """Write back frozen parameters."""
-        self._forget_values(block_number(unit.name))
-        self._places.write_back(block_number(unit.name))
 
     def initialized(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
         """Write back the first values of a unit, and copy them to the host where it updates."""
@@ -188,27 +179,27 @@ class WeightStore:
             weights = self.acquire_stored(unit, parameters, reads=True)
             self._mirrors[unit] = WeightMirror(unit, weights, self._copies)
 
-    def write_back(self, unit: str) -> None:
-        """Write back the stored weights of a unit, changed on the device."""
-        if not self._is_frozen:
+    def write_back(self, unit: str, *, frozen: bool = False) -> None:
+        """Write back the stored weights of a unit, changed on the device: those that it trains, or the frozen ones."""
+        if frozen or not self._is_frozen:
             self._forget_values(block_number(unit))
-            self._places.write_back(block_number(unit))
+            self.places.write_back(block_number(unit))
 
     def host_parts(self, unit: str) -> list[StoredWeight] | None:
         """Return the stored tensors of each parameter in host memory, for updates there; None in a dry run."""
-        return self._places.host_parts(block_number(unit)) if self._waits_below(unit) else self._mirrors[unit].parts()
+        return self.places.host_parts(block_number(unit)) if self._waits_below(unit) else self._mirrors[unit].parts()
 
     def refresh(self, unit: str, changed: Ticket) -> None:
         """Bring the device up to date with stored weights that the host changes until ``changed``."""
         if not self._is_frozen:
             self._forget_values(block_number(unit))
         if self._waits_below(unit):
-            self._places.changed_on_host(block_number(unit), changed)
+            self.places.changed_on_host(block_number(unit), changed)
         else:
             self._mirrors[unit].refresh(changed)
 
     def _waits_below(self, unit: str) -> bool:
-        return self._places.waits_below(block_number(unit)) and not self._is_frozen
+        return self.places.waits_below(block_number(unit)) and not self._is_frozen
 
     def _make_value_slots(self, plan: PhasePlan) -> None:
         """Make the memory that codes are widened into: of the largest matrix, or of so many blocks."""
@@ -222,9 +213,9 @@ class WeightStore:
 
     def _give_memory(self, block: int) -> list[Values]:
         """Make the place where a block is stored; return what its parameters are bound to."""
-        place = self._places.make_room(block)
+        place = self.places.make_room(block)
         if self._matrix_slot is not None:
-            stored = zip(self._places.layout.views(place.flat), self._shapes, strict=True)
+            stored = zip(self.places.layout.views(place.flat), self._shapes, strict=True)
             return [self._matrix_slot.values(weight, shape, self.compute_dtype) for weight, shape in stored]
         if self._value_slots:
             place = self._value_slots[block % len(self._value_slots)]
@@ -245,4 +236,4 @@ class WeightStore:
         slot.block = block
         assert self.codes is not None, "only codes are widened"
         parameters = (parameter for _, parameter in without_adapters(self._model.blocks[block]))
-        widen(self.codes, self._places.layout.views(stored.flat), parameters)
+        widen(self.codes, self.places.layout.views(stored.flat), parameters)

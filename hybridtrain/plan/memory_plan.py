@@ -94,17 +94,16 @@ CODED: Final = frozenset({Codec.INT8_BLOCKS, Codec.NF4})
 
 def setting(
     default: T, says: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
-    placements: tuple[Placement, ...] = (), is_young: bool = False,
+    placements: tuple[Placement, ...] = (), omit_if_default: bool = False,
 ) -> T:  # fmt: skip
     """Declare one field of the plan: its value in plain training, what it means, and what is allowed."""
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
-    return field(
-        default=default, metadata={"says": says, "least": least, "most": most, "allowed": allowed, "is_young": is_young}
-    )
+    limits = {"least": least, "most": most, "allowed": allowed}
+    return field(default=default, metadata={"says": says, **limits, "omit_if_default": omit_if_default})
 
 
-added = partial(setting, is_young=True)
+added = partial(setting, omit_if_default=True)
 """Declares a field that the first records did not know, which therefore keep it only where it is not the default."""
 
 
@@ -194,7 +193,7 @@ class Setting:
     most: int
     """Of a number."""
     says: str
-    is_young: bool
+    omit_if_default: bool
 
     def read(self, value: object) -> PlanValue:
         """Return a value as the type of the setting.

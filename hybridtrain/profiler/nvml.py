@@ -62,6 +62,8 @@ class DeviceReader:
     def _find(self, properties: Any) -> Any:
         """Return NVML's handle by what names a card outside of CUDA, where CUDA_VISIBLE_DEVICES does not count."""
         nvml = self._nvml
+        if not hasattr(properties, "uuid"):  # a virtual card
+            raise DeviceReadError("torch names no card that NVML could know; take a real one to read all of its memory")
         uuid = str(properties.uuid).removeprefix("GPU-").removeprefix("MIG-").lower()
         bus = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
         by_uuid, by_bus = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByPciBusId

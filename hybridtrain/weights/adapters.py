@@ -23,7 +23,7 @@ from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.linear import Linear
 from hybridtrain.models.widening import widened
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import AdapterScaling
+from hybridtrain.plan.memory_plan import AdapterScaling, PhasePlan
 from hybridtrain.tensor_file import DTYPES, TensorFileWriter, open_tensor_file
 from hybridtrain.trainer import Trainer
 from hybridtrain.weights.disk_names import disk_weight
@@ -39,6 +39,10 @@ _UNKNOWN = (
     "target_parameters", "trainable_token_indices",
 )  # fmt: skip
 """Settings of PEFT's that make another model than ours."""
+_REMEDIES = {
+    "peft_type": "only LoRA and its kinds can be read", "r": "set lora's rank", "lora_alpha": "set lora's alpha",
+    "use_rslora": "set lora's scaling", "use_dora": "set lora's magnitude",
+}  # fmt: skip
 
 
 def has_adapters(trainer: Trainer) -> bool:
@@ -108,8 +112,13 @@ def export_adapter(
         with closing(TensorFileWriter(file, [(*head, torch.float32) for head in places.values()])) as writer:
             for name, elements, value_P in exact_values(trainer):
                 writer.write(places[name][0], elements.start, value_P.reshape(-1).cpu())
-        content = json.dumps(_peft_config(trainer, base, _modules(name for name, _ in places.values())), indent=2)
-        (partial / _CONFIG).write_text(content + "\n", encoding="utf-8")
+        content: JsonMapping = {
+            **_settings(trainer.plan), "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+            "inference_mode": True, "lora_dropout": trainer.plan.adapter_dropout, "bias": "none",
+            "target_modules": [*_modules(name for name, _ in places.values())],
+            "fan_in_fan_out": trainer.model.config.family == "gpt2",
+        }  # fmt: skip
+        (partial / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if tokenizer_folder is not None:
             copy_tokenizer(tokenizer_folder, partial)
     return sorted(folder.iterdir())
@@ -196,18 +205,10 @@ def _no_adapter(folder: Path) -> str:
 
 def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield a sentence for each setting that makes another adapter than the plan's."""
-    plan = trainer.plan
-    wanted: dict[str, tuple[JsonValue, str]] = {
-        "peft_type": ("LORA", "only LoRA and its kinds can be read"),
-        "r": (plan.adapter_rank, "set lora's rank"),
-        "lora_alpha": (plan.adapter_alpha, "set lora's alpha"),
-        "use_rslora": (plan.adapter_scaling is AdapterScaling.RSLORA, "set lora's scaling"),
-        "use_dora": (plan.adapter_magnitude, "set lora's magnitude"),
-    }
-    for name, (value, remedy) in wanted.items():
+    for name, value in _settings(trainer.plan).items():
         given = config.get(name, False if isinstance(value, bool) else None)
         if given != value:
-            yield f"{name}: {json.dumps(given)}, the plan has {json.dumps(value)}; {remedy}"
+            yield f"{name}: {json.dumps(given)}, the plan has {json.dumps(value)}; {_REMEDIES[name]}"
     for name in _UNKNOWN:
         if config.get(name) not in (None, False, "none", [], {}):
             yield f"{name}: {json.dumps(config[name])} is not known here; it must be off: train an adapter without it"
@@ -224,11 +225,9 @@ def require_free(folder: Path) -> None:
         raise ConfigError(str(folder), ["is there already; it must be absent or empty: choose another"])
 
 
-def _peft_config(trainer: Trainer, base: str, modules: list[str]) -> JsonMapping:
-    plan = trainer.plan
+def _settings(plan: PhasePlan) -> JsonMapping:
+    """Return PEFT's settings that make an adapter what it is."""
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": plan.adapter_rank, "lora_alpha": plan.adapter_alpha, "lora_dropout": plan.adapter_dropout,
+        "peft_type": "LORA", "r": plan.adapter_rank, "lora_alpha": plan.adapter_alpha,
         "use_rslora": plan.adapter_scaling is AdapterScaling.RSLORA, "use_dora": plan.adapter_magnitude,
-        "target_modules": [*modules], "fan_in_fan_out": trainer.model.config.family == "gpt2", "bias": "none",
     }  # fmt: skip

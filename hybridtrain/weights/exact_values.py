@@ -34,7 +34,7 @@ def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     for unit in units:
         stored = weights.acquire_stored(unit.name, unit.tensors, reads=True)
         for (name, parameter), weight, state in zip(unit.parameters, stored, states.settled(unit.name), strict=True):
-            storage, companion = states.formats.of(weight), state.companion
+            storage, master_weight = states.formats.of(weight), state.master_weight
             for part in parts(parameter.numel()):
-                companion_P = None if companion is None else read_slice(companion, part, trainer.copies)
-                yield name, part, storage.load(weight_part(weight, part), companion_P)
+                master_P = None if master_weight is None else read_slice(master_weight, part, trainer.copies)
+                yield name, part, storage.load(weight_part(weight, part), master_P)

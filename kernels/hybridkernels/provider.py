@@ -39,7 +39,7 @@ def chosen_provider(op: str, available: Sequence[str], device: torch.device) -> 
 
 
 def takes_triton(op: str, device: torch.device, *, fits: bool = True) -> bool:
-    """Say whether an op with a Triton kernel and a version in torch's own ops runs the former on a CUDA device.
+    """Return whether an op with a Triton kernel and a version in torch's own ops runs the former on a CUDA device.
 
     ``fits`` says whether the kernel takes these inputs at all.
     """

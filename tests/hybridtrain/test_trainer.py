@@ -54,9 +54,9 @@ def master_weights(trainer: Trainer) -> list[Tensor]:
     master = trainer.states.formats.values
     values = []
     for state in states_of(trainer):
-        assert state.companion is None or isinstance(state.companion, Tensor)
-        companion = None if state.companion is None else state.companion.view(-1)
-        values.append(master.load((state.parameter.data.view(-1),), companion))
+        assert state.master_weight is None or isinstance(state.master_weight, Tensor)
+        master_weight = None if state.master_weight is None else state.master_weight.view(-1)
+        values.append(master.load((state.parameter.data.view(-1),), master_weight))
     return values
 
 
@@ -130,8 +130,8 @@ def test_weights_are_the_rounded_master() -> None:
     for step in batches(2):
         trainer.step(step)
     for state in states_of(trainer):
-        assert state.companion is not None
-        assert_bitwise(state.parameter.data, state.companion.bfloat16())
+        assert state.master_weight is not None
+        assert_bitwise(state.parameter.data, state.master_weight.bfloat16())
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches() -> None:

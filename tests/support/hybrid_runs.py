@@ -137,7 +137,7 @@ def hybrid_history(
 
 
 def everything(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return copies of weights, and of companions, moments and history, wherever they are."""
+    """Return copies of weights, and of master weights, moments and history, wherever they are."""
     for unit in trainer.model.units():
         trainer.states.acquire(unit)  # waits for what is on its way back
     trainer.transfer.finish()
@@ -161,8 +161,8 @@ def exact_values(trainer: Trainer) -> dict[str, Tensor]:
         stored = trainer.weights.stored_tensors(unit.name, unit.tensors)
         for (name, _), state, parts in zip(unit.parameters, trainer.states.of(unit.name), stored, strict=True):
             weight = tuple(read_stored(part).flatten() for part in parts)
-            companion = None if state.companion is None else read_stored(state.companion).flatten()
-            found[name] = trainer.states.formats.of(weight).load(weight, companion).clone()
+            master_weight = None if state.master_weight is None else read_stored(state.master_weight).flatten()
+            found[name] = trainer.states.formats.of(weight).load(weight, master_weight).clone()
     return found
 
 

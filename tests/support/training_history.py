@@ -164,12 +164,12 @@ def stored_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def stored_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of companions and moments, flat."""
+    """Return copies of master weights and moments, flat."""
     found = {}
     for unit in trainer.model.units():
         for (name, _), state in zip(unit.parameters, trainer.states.of(unit.name), strict=True):
-            if state.companion is not None:
-                found[f"{name}.companion"] = read_stored(state.companion).flatten()
+            if state.master_weight is not None:
+                found[f"{name}.master_weight"] = read_stored(state.master_weight).flatten()
             for index, moment in enumerate(tensor for slot in state.slots for tensor in slot.tensors):
                 found[f"{name}.moment{index}"] = read_stored(moment).flatten()
     return found

@@ -109,8 +109,8 @@ class UnitUpdates:
         """Return the exact values behind the weights, in the shapes of the parameters."""
         values = []
         for state, weight in zip(self.states.of("unit"), self.weights.stored, strict=True):
-            companion = None if state.companion is None else self.fetch(state.companion)
-            values.append(self.formats.of(weight).load(weight, companion).view(state.parameter.shape))
+            master_weight = None if state.master_weight is None else self.fetch(state.master_weight)
+            values.append(self.formats.of(weight).load(weight, master_weight).view(state.parameter.shape))
         return values
 
     def rounded(self) -> list[Tensor]:

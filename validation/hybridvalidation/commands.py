@@ -1,7 +1,7 @@
 """What the harness hands to the command by its entry point: verbs, names of files, quality of numbers (EXTENSION)."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -447,87 +447,56 @@ def study(
         study: Name of a study, of a ladder of quality, or a .toml file of a study.
         jobs: Runs side by side.
         max_runs: Stop after so many; the study can go on later.
-        rung: Of a ladder: make the runs of this rung alone, whether those before it are finished or not.
+        rung: Of a ladder: make the runs of this model size alone, whether those before it are finished or not.
         forecasts: Score the loss forecasters on the recorded losses.
-        verify: Of a ladder: run nothing, compute the first steps of one record of every arm again, and compare every
-            stack with the arm whose runs it shares; exit code 1 when something differs.
+        verify: Of a ladder: run nothing, compute the first steps of one record of every configuration again, and
+            compare every stack with the configuration whose runs it shares; exit code 1 when something differs.
     """
     from hybridtrain.config.encode import encode
-    from hybridtrain.errors import ConfigError
+    from hybridtrain.errors import ConfigError, unknown_name
     from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.study.figures import check_targets
     from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
-    from hybridvalidation.study.ladder.protocol import ladder_names
+    from hybridvalidation.study.protocol import StudyFile, check_targets, read_study_file
     from hybridvalidation.study.report import study_text, verdict_sentence, write_study
-    from hybridvalidation.study.runner import read_study_file, run_study
+    from hybridvalidation.study.runner import run_study, verify_ladder
 
     def tell(line: str) -> None:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
-    files = scenario_folder(common.scenarios)
-    if study in ladder_names(files.folder):
-        if forecasts:
-            raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
-        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common, tell=tell)
-    if verify or rung is not None:
-        raise ConfigError(
-            study, [f"{'--verify' if verify else '--rung'}: only a ladder has it, and this is a study; leave it out."]
-        )
+    files, results = scenario_folder(common.scenarios), common.results
     found, targets = read_study_file(files.folder, study), files.targets()
+    given = {"--forecasts": forecasts, "--verify": verify, "--rung": rung is not None}
+    own, this, other = ({"--verify", "--rung"}, "ladder", "study")
+    if isinstance(found, StudyFile):
+        own, this, other = ({"--forecasts"}, "study", "ladder")
+    elif rung is not None and rung not in (names := [size.name for size in found.rungs]):
+        raise ConfigError(study, [f"--rung: {unknown_name('model size', rung, names)}"])
+    if wrong := [name for name in given if given[name] and name not in own]:
+        raise ConfigError(study, [f"{wrong[0]}: only a {other} has it, and this is a {this}; leave it out."])
     check_targets(found, targets)  # now, not after the runs
-    made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
-    if forecasts:
-        scores = score_study(found, made, common.results, tell)
-        paths = names_of(write_forecasts(common.results))
+    if verify and not isinstance(found, StudyFile):
+        stacks = [files.stack(name) for name in files.stack_names()]
+        replays, num_held, astray = verify_ladder(found, stacks, results, jobs=jobs, say=tell)
+        told = f"Stacks that compute something else than their configuration: {', '.join(astray) or 'none'}."
+        return Answer(
+            text=f"{num_held} of {len(replays)} records are what this program computes. {told}",
+            content={"replays": [encode(one) for one in replays], "stacks_astray": astray},
+            code=0 if num_held == len(replays) and not astray else 1,
+        )
+    made = run_study(found, results, jobs=jobs, max_runs=max_runs, size=rung, say=tell)
+    if forecasts and isinstance(found, StudyFile):
+        scores = score_study(found, made, results, tell)
+        paths = names_of(write_forecasts(results))
         return Answer(
             text=f"{forecast_text(scores, TERMINAL)}\n\nWritten: {', '.join(paths)}",
             content={"runs": [encode(score) for score in scores], "files": paths},
         )
-    paths = names_of(write_study(found, made, targets, common.results)) if made else []
-    verdict = verdict_sentence(found, made)
+    paths = names_of(write_study(found, made, targets, results)) if made else []
     return Answer(
-        text=f"{study_text(found, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": found.name, "verdict": verdict, "runs": len(made), "files": paths},
-    )
-
-
-def _ladder(
-    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, rung: str | None, verify: bool,
-    common: Recorded, tell: Callable[[str], None],
-) -> Answer:  # fmt: skip
-    from hybridtrain.config.encode import encode
-    from hybridtrain.errors import ConfigError, unknown_name
-    from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.study.ladder.protocol import read_ladder_file
-    from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
-    from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, run_ladder
-    from hybridvalidation.study.ladder.stacks import arms_of_stacks
-    from hybridvalidation.study.ladder.targets import check_ladder_targets
-
-    ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
-    check_ladder_targets(ladder, targets)  # now, not after the runs
-    if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
-        raise ConfigError(name, [f"--rung: {unknown_name('rung', rung, names)}"])
-    if verify:
-        stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
-        astray = sorted(
-            stack for stack, arm in stacks.items() if arm is None or ladder.arm_of(stack) != ladder.arm(arm)
-        )
-        replays = replay(ladder, read_ladder(results, name), results, jobs=jobs, say=tell)
-        count = sum(map(holds, replays))
-        told = f"Stacks that compute something else than their arm: {', '.join(astray) or 'none'}."
-        return Answer(
-            text=f"{count} of {len(replays)} records are what this program computes. {told}",
-            content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
-            code=0 if count == len(replays) and not astray else 1,
-        )
-    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, rung=rung, say=tell)
-    paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
-    return Answer(
-        text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made), "files": paths},
+        text=f"{study_text(found, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"study": found.name, "verdict": verdict_sentence(found, made), "runs": len(made), "files": paths},
     )
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
 
-from hybridtrain.hybrid.forecast import make_forecaster
 from hybridtrain.hybrid.forecast.base import Forecaster, LossForecast, TrainingSignal
+from hybridtrain.hybrid.forecast.catalogue import make_forecaster
 
 FIRST_STEP = 300
 EVERY = 50

@@ -150,14 +150,25 @@ def first_matmuls(trace: LedgerTrace) -> list[int]:
     return [event for event in firsts if event is not None]
 
 
-class _Run:
+class Player:
+    """Asks an allocator for what a trace tells."""
+
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         self._trace = trace
         self._allocator = allocator
         self._workspace_bytes = workspace_bytes
+        self._addresses: dict[int, int] = {}
+
+    def _succeed(self, cycle: "Cycle") -> None:
+        """Let what a step left play the parts of what the next one finds."""
+        self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
+
+
+class _Run(Player):
+    def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
+        super().__init__(trace, allocator, workspace_bytes)
         self._workspaces: list[tuple[int, int]] = []
         """Event before which a library workspace was taken, and its block's bytes."""
-        self._addresses: dict[int, int] = {}
         self._block_bytes: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._position = -1
@@ -207,7 +218,7 @@ class _Run:
         try:
             settled = Settled(allocator)
             for _ in range(count):
-                self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
+                self._succeed(cycle)
                 if settled.now(self._addresses):
                     break
                 for self._position in cycle.body:

@@ -20,7 +20,7 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, Settled, first_matmuls, last_cycle
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, Player, Settled, first_matmuls, last_cycle
 from hybridtrain.virtual_gpu.allocator.segments import Placement, falling
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
@@ -117,14 +117,11 @@ def reserved_range(
     return ReservedRange(planned_bytes=known, by_change=found, lengths_fit=lengths_fit)
 
 
-class _Run:
+class _Run(Player):
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
-        self._trace = trace
-        self._allocator = allocator
-        self._workspace_bytes = workspace_bytes
+        super().__init__(trace, allocator, workspace_bytes)
         self._matmuls = first_matmuls(trace)
         self._releases = set(trace.cache_releases)
-        self._addresses: dict[int, int] = {}
 
     def play(self, *, evaluates: bool, lengths: Sequence[float]) -> int:
         """Return the peak of the reserved bytes.
@@ -144,7 +141,7 @@ class _Run:
                 self._run(events, self._scaled(trace.events[events.start : events.stop], length))
                 continue
             if step > last:
-                self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
+                self._succeed(cycle)
                 if settled.now(self._addresses) and {*lengths[step - 1 :]} == {length}:
                     break
             sizes = self._scaled((*trace.events[cycle.body.start : cycle.body.stop], *cycle.tail), length)
@@ -183,12 +180,8 @@ class _Run:
             begin = stop
 
     def _apply(self, entries: Iterable[int], sizes: dict[int, int] | None = None) -> None:
-        malloc, free, addresses, planned = (
-            self._allocator.malloc,
-            self._allocator.free,
-            self._addresses,
-            self._trace.sizes,
-        )
+        malloc, free = self._allocator.malloc, self._allocator.free
+        addresses, planned = self._addresses, self._trace.sizes
         for entry in entries:
             if entry < 0:
                 free(addresses.pop(~entry))

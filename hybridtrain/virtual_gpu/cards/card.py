@@ -1,7 +1,7 @@
 """Graphics cards: the catalogue, and any card a user describes in a TOML file; and the machine around the card."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from math import floor
@@ -191,8 +191,8 @@ def safe_context_mib(compute_capability: str) -> int:
     return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
 
 
-def find_card(name: str) -> Card:
-    """Return a card by short name, or read it from a TOML file when ``name`` ends in ``.toml``.
+def find_card(name: "Card | str") -> Card:
+    """Return a card by short name, or from a TOML file when ``name`` ends in ``.toml``; a card is returned as it is.
 
         >>> card = find_card("rtx-4090")
         >>> card.name, card.memory_bytes, card.tflops_bf16
@@ -203,7 +203,7 @@ def find_card(name: str) -> Card:
     Raises:
         ConfigError: unknown name (the nearest one is suggested), or a faulty file.
     """
-    return find_entry(Card, "card", name, card_catalogue())
+    return find_entry(Card, "card", name, card_catalogue()) if isinstance(name, str) else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +232,7 @@ class Host:
         """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
         if ranks == 1:
             return self
-        names = ("memory_gib", "reserved_gib", "memory_gbps", "disk_gib", "disk_gbps")
-        whole = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value / ranks for name, value in whole.items() if value is not None})
+        return replace(self, **{name: value / ranks for name, value in asdict(self).items() if value is not None})
 
     @property
     def tensor_bytes(self) -> float:

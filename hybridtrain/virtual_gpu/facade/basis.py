@@ -3,7 +3,7 @@
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hybridtrain.units import format_bytes
@@ -21,23 +21,31 @@ NUM_STEPS_OF_GROWTH = 2 + _LIFE
 """Steps that must have begun before growth can be told; the first makes the optimizer's state and does not count."""
 
 
-@dataclass(slots=True)
-class Seen:
-    """What a ledger notes of the code that runs, beside its tensors."""
+@dataclass(slots=True, kw_only=True)
+class Noted:
+    """What is noted of code that runs, beside its tensors."""
 
     refusals: list[str] = field(default_factory=list)
-    """What was refused to the code, in words: requests for memory, and sizes that depend on computed values."""
+    """What was refused to the code, in words: requests for memory, and sizes that depend on computed values. What
+    followed may be another path than on a card."""
     compiled: list[str] = field(default_factory=list)
-    """Where the code asked for compiled code, and by what."""
+    """Where the code asked for compiled code, and by what; it is planned as eager code."""
     uncounted: dict[str, str] = field(default_factory=dict)
     """What ops take on a card that is not counted, and where the first of them was called."""
     approximated: dict[str, str] = field(default_factory=dict)
     """What is planned otherwise than a card does it, and where."""
-    made_at: dict[int, str] = field(default_factory=dict)
-    """Where storages of the third and later steps were made."""
     num_saves: int = 0
     num_backwards: int = 0
     num_evaluations: int = 0
+    """Forward passes without gradients."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen(Noted):
+    """What a ledger notes as code runs."""
+
+    made_at: dict[int, str] = field(default_factory=dict)
+    """Where storages of the third and later steps were made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +87,9 @@ def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
     return Growth(bytes_per_step=int(statistics.median(rises)), places=shown)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """What was seen of a script, and what was not."""
+@dataclass(slots=True, kw_only=True)
+class Basis(Noted):
+    """What was seen of a script, and what was not; each refusal and each place of compiled code once."""
 
     versions: dict[str, str]
     """Of the packages in use whose code decides what a step takes."""
@@ -89,18 +97,6 @@ class Basis:
     """Iterations in which every optimizer made its step."""
     has_state: bool
     """Whether a whole step ran with the state of every optimizer in memory."""
-    num_backwards: int
-    num_evaluations: int
-    """Forward passes without gradients."""
-    num_saves: int
-    compiled: tuple[str, ...]
-    """Where the script asked for compiled code, by what; it is planned as eager code."""
-    refusals: tuple[str, ...]
-    """What the virtual card refused and the script caught: what followed may be another path than on a card."""
-    uncounted: dict[str, str]
-    """What ops take on a card that is not counted, and where the first of them was called."""
-    approximated: dict[str, str]
-    """What is planned otherwise than a card does it, and where."""
     growth: Growth | None
 
     @property
@@ -161,7 +157,7 @@ def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
     )
 
 
-def _listed(places: tuple[str, ...]) -> str:
+def _listed(places: Sequence[str]) -> str:
     rest = len(places) - _PLACES_SHOWN
     return ", ".join(places[:_PLACES_SHOWN]) + (f" and {rest} more places" if rest > 0 else "")
 

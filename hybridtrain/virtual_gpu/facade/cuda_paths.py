@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch, tensors_in
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
@@ -71,10 +71,7 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
             chooser.efficient_backward
         )
-        for rule, names in (
-            (autocast.lower, LOWER_PRECISION), (autocast.full, FULL_PRECISION),
-            (autocast.full_result, FULL_PRECISION_RESULT), (autocast.widest, WIDEST),
-        ):  # fmt: skip
+        for rule, names in autocast.rules():
             for name in names:
                 op = _overload(name)
                 if op is not None:
@@ -130,15 +127,14 @@ class Autocast:
         """Forget converted weights, as the outermost region does at its end."""
         self._cache.clear()
 
-    def lower(self, op: Op) -> Callable[..., Any]:
-        """Return a kernel that runs ``op`` in the region's type."""
-        return self._kernel(op, lambda _args: torch.get_autocast_dtype("cuda"))
+    def rules(self) -> Iterator[tuple[Callable[[Op], Callable[..., Any]], tuple[str, ...]]]:
+        """Yield kernels of ops, and the ops that are run so."""
+        yield self._converting(lambda _args: torch.get_autocast_dtype("cuda")), LOWER_PRECISION
+        yield self._converting(lambda _args: torch.float32), FULL_PRECISION
+        yield self._converting(_widest), WIDEST
+        yield self._full_result, FULL_PRECISION_RESULT
 
-    def full(self, op: Op) -> Callable[..., Any]:
-        """Return a kernel that runs ``op`` in fp32."""
-        return self._kernel(op, lambda _args: torch.float32)
-
-    def full_result(self, op: Op) -> Callable[..., Any]:
+    def _full_result(self, op: Op) -> Callable[..., Any]:
         """Return a kernel that asks ``op`` for an fp32 result, unless the caller asks for another type."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -151,26 +147,19 @@ class Autocast:
 
         return kernel
 
-    def widest(self, op: Op) -> Callable[..., Any]:
-        """Return a kernel that runs ``op`` in the widest type of its operands."""
+    def _converting(self, pick: Callable[[Args], torch.dtype]) -> Callable[[Op], Callable[..., Any]]:
+        """Return what makes kernels that convert their operands first."""
 
-        def pick(args: Args) -> torch.dtype:
-            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
-            wide = any(tensor.dtype is torch.float32 for tensor in tensors)
-            return torch.float32 if wide else torch.get_autocast_dtype("cuda")
+        def rule(op: Op) -> Callable[..., Any]:
+            def kernel(*args: Any, **kwargs: Any) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(self._keys):
+                    dtype = pick(args)
+                    named = {name: self._convert(value, dtype) for name, value in kwargs.items()}
+                    return op(*(self._convert(value, dtype) for value in args), **named)
 
-        return self._kernel(op, pick)
+            return kernel
 
-    def _kernel(self, op: Op, pick: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(self._keys):
-                dtype = pick(args)
-                return op(
-                    *(self._convert(value, dtype) for value in args),
-                    **{name: self._convert(value, dtype) for name, value in kwargs.items()},
-                )
-
-        return kernel
+        return rule
 
     def _is_ours(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and self._ledger.place_of(tensor) is Place.DEVICE
@@ -190,6 +179,11 @@ class Autocast:
         if isinstance(value, list | tuple):
             return type(value)(self._convert(item, dtype) for item in value)
         return value
+
+
+def _widest(args: Args) -> torch.dtype:
+    wide = any(tensor.dtype is torch.float32 for tensor in tensors_in(args))
+    return torch.float32 if wide else torch.get_autocast_dtype("cuda")
 
 
 class _Attention(NamedTuple):

@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,9 +34,8 @@ class MemoryEstimate:
     batch_size: int
     oom: str
     """What the card says where it is full; empty: the step fits."""
-    _model: Callable[[], nn.Module] = field(repr=False)
-    _batch: Batch = field(repr=False)
-    _settings: dict[str, Any] = field(repr=False)
+    _plan: Callable[[Card, int], "MemoryEstimate"] = field(repr=False)
+    """The same step on another card, with another batch size."""
     _gpu: VirtualGpu = field(repr=False)
 
     @property
@@ -53,7 +52,7 @@ class MemoryEstimate:
     @cached_property
     def run(self) -> CardRun:
         """Steps, peaks, holders and times; on a card that is large enough where the one asked for is not."""
-        return (self._on(boundless(self.card))._gpu if self.oom else self._gpu).report()
+        return (self._plan(boundless(self.card), self.batch_size)._gpu if self.oom else self._gpu).report()
 
     @property
     def peak_bytes(self) -> int:
@@ -75,7 +74,7 @@ class MemoryEstimate:
     def reserved_range(self) -> ReservedRange:
         """Return by how much reserved bytes move with other lengths, more steps, or an evaluation first."""
         workspace = self.card.cublas_workspace_bytes
-        return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._settings["allocator"])
+        return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._gpu.config)
 
     def stand_ins(self) -> tuple[StandIn, ...]:
         """Return where the model asked for values that a virtual card does not have."""
@@ -83,20 +82,20 @@ class MemoryEstimate:
 
     def fits(self, card: Card | str) -> bool:
         """Say whether the step fits a card and leaves its margin free; attention and the like are chosen for it."""
-        return self._on(find_card(card) if isinstance(card, str) else card).verdict is FitVerdict.FITS
+        return self._plan(find_card(card), self.batch_size).verdict is FitVerdict.FITS
 
     def largest_batch(self, card: Card | str | None = None) -> int:
         """Return the largest batch size whose step fits a card and leaves its margin free; 0 where no sample does.
 
         Each size tried is a dry run of its own; sizes are doubled, then halved in.
         """
-        chosen = self.card if card is None else find_card(card) if isinstance(card, str) else card
+        chosen = self.card if card is None else find_card(card)
         low, high = 0, 1
-        while high <= _LARGEST and self._on(chosen, high).verdict is FitVerdict.FITS:
+        while high <= _LARGEST and self._plan(chosen, high).verdict is FitVerdict.FITS:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self._on(chosen, middle).verdict is FitVerdict.FITS:
+            if self._plan(chosen, middle).verdict is FitVerdict.FITS:
                 low = middle
             else:
                 high = middle
@@ -106,10 +105,6 @@ class MemoryEstimate:
         """Return outcome, peak, holders and time in a few lines, and whether the plan is a bound."""
         worth = self._gpu.basis().worth(fits=self.fits_card)
         return "\n".join([*filter(None, [self.oom]), self.run.summary(), *worth])
-
-    def _on(self, card: Card, batch_size: int | None = None) -> "MemoryEstimate":
-        size = self.batch_size if batch_size is None else batch_size
-        return _estimate(self._model, self._batch, size, card, self._settings)
 
 
 def estimate_memory(
@@ -151,7 +146,6 @@ def estimate_memory(
         ConfigError: Card or optimizer are not known, or the batch holds no tensor.
         DataDependentError: The model makes a tensor whose size depends on computed values.
     """
-    chosen = find_card(card) if isinstance(card, str) else card
     first = next((value for value in _tensors(batch) if value.dim()), None)
     if first is None:
         raise ConfigError("estimate_memory", ["batch: holds no tensor with a first size; give what the model takes."])
@@ -160,7 +154,7 @@ def estimate_memory(
         "clip_grad_norm": clip_grad_norm, "micro_batches": micro_batches, "allocator": allocator,
     }  # fmt: skip
     factory: Callable[[], nn.Module] = (lambda: _twin(model)) if isinstance(model, nn.Module) else model
-    return _estimate(factory, batch, first.shape[0], chosen, settings)
+    return _estimate(factory, batch, settings, find_card(card), first.shape[0])
 
 
 def by_module(run: CardRun, depth: int | None = None) -> dict[str, int]:
@@ -175,7 +169,7 @@ def by_module(run: CardRun, depth: int | None = None) -> dict[str, int]:
 
 
 def _estimate(
-    model: Callable[[], nn.Module], batch: Batch, batch_size: int, card: Card, settings: dict[str, Any]
+    model: Callable[[], nn.Module], batch: Batch, settings: dict[str, Any], card: Card, batch_size: int
 ) -> MemoryEstimate:
     oom = ""
     gpu = VirtualGpu(card, allocator=settings["allocator"])
@@ -187,9 +181,8 @@ def _estimate(
                 _step(built, optimizer, _resized(batch, batch_size), settings)
     except torch.OutOfMemoryError as refusal:
         oom = str(refusal)
-    return MemoryEstimate(
-        card=card, batch_size=batch_size, oom=oom, _model=model, _batch=batch, _settings=settings, _gpu=gpu
-    )
+    plan = partial(_estimate, model, batch, settings)
+    return MemoryEstimate(card=card, batch_size=batch_size, oom=oom, _plan=plan, _gpu=gpu)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, settings: dict[str, Any]) -> None:

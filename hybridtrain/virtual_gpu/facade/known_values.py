@@ -71,17 +71,17 @@ class KnownValues:
         """Return a tensor's values, on the CPU; None where they do not follow from the script's own data."""
         if not is_truly_meta(tensor):
             return tensor
-        found = self._held.get(tensor.untyped_storage()._cdata)
-        if found is None or found.values is None:
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        if holding is None or holding.values is None:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(found.values, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def forget(self, tensor: Tensor) -> None:
         """Let a tensor's values be unknown."""
-        found = self._held.get(tensor.untyped_storage()._cdata)
-        if found is not None:
-            found.forget()
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        if holding is not None:
+            holding.forget()
 
     def keep(self, func: Op, out: Any, written: Sequence[Tensor], results: Any) -> None:
         """Keep the values of new tensors; forget those of tensors that were overwritten by unknown ones."""
@@ -89,8 +89,8 @@ class KnownValues:
             for tensor in written:
                 self.forget(tensor)
             answer = FINITE_ANSWERS.get(func._overloadpacket)
-            if answer is not None and (found := self._held.get(out.untyped_storage()._cdata)) is not None:
-                found.fill = answer
+            if answer is not None and (holding := self._held.get(out.untyped_storage()._cdata)) is not None:
+                holding.fill = answer
             return
         if written:
             return
@@ -98,9 +98,9 @@ class KnownValues:
         for tensor, value in pairs:
             if value is None or not isinstance(tensor, Tensor):
                 continue
-            found = self._held.get(tensor.untyped_storage()._cdata)
-            if found is not None and found.values is None and is_small(tensor):
-                self._fresh(tensor, found).copy_(value)
+            holding = self._held.get(tensor.untyped_storage()._cdata)
+            if holding is not None and holding.values is None and is_small(tensor):
+                self._fresh(tensor, holding).copy_(value)
 
     def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         """Return an op's results on the CPU, none as an empty tuple; None where they are not known.
@@ -114,9 +114,9 @@ class KnownValues:
         if not operands and not (traits.is_factory and is_small(made_on_meta(func, args, kwargs))):
             return None
         if func in ANY_ALL and args[0].is_meta:
-            found = self._held.get(args[0].untyped_storage()._cdata)
-            if found is not None and found.fill is not None:
-                return torch.tensor(found.fill)
+            holding = self._held.get(args[0].untyped_storage()._cdata)
+            if holding is not None and holding.fill is not None:
+                return torch.tensor(holding.fill)
         values: dict[int, Tensor] = {}
         for tensor in operands:
             if not is_small(tensor):
@@ -152,8 +152,8 @@ class KnownValues:
         if len(masks) != 1 or args[2].numel() != 1 or (len(args) > 3 and args[3]):
             return False
         place, mask = masks[0]
-        found = self._held.get(args[2].untyped_storage()._cdata)
-        is_of_host = not args[2].is_meta or (found is not None and found.place is Place.HOST)
+        holding = self._held.get(args[2].untyped_storage()._cdata)
+        is_of_host = not args[2].is_meta or (holding is not None and holding.place is Place.HOST)
         return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
 
     def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
@@ -175,9 +175,9 @@ class KnownValues:
             indices += map(like, known.nonzero(as_tuple=True))
         return (args[0], indices, *args[2:])
 
-    def _fresh(self, tensor: Tensor, found: Holding) -> Tensor:
+    def _fresh(self, tensor: Tensor, holding: Holding) -> Tensor:
         """Return room for the values of a tensor."""
-        found.values = torch.UntypedStorage(found.size)  # type: ignore[no-untyped-call]
+        holding.values = torch.UntypedStorage(holding.size)  # type: ignore[no-untyped-call]
         known = self.of(tensor)
         assert known is not None
         return known
@@ -185,9 +185,9 @@ class KnownValues:
     def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
         """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
         if func in FILLS and tensor is args[0]:
-            found = self._held.get(tensor.untyped_storage()._cdata)
-            if found is not None and tensor.nbytes == found.size:
-                return self._fresh(tensor, found)
+            holding = self._held.get(tensor.untyped_storage()._cdata)
+            if holding is not None and tensor.nbytes == holding.size:
+                return self._fresh(tensor, holding)
         if tensor.numel() == 1 and func._overloadpacket in QUESTIONS:
             self._stand_ins.note(func, "one number of which something is asked: 1")
             return torch.ones(tensor.shape, dtype=tensor.dtype)

@@ -57,11 +57,11 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
         if not is_truly_meta(tensor):
             return None
-        found = self._held.get(tensor.untyped_storage()._cdata)
-        if found is None and type(tensor) not in _PLAIN_TYPES:
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        if holding is None and type(tensor) not in _PLAIN_TYPES:
             local = getattr(tensor, "_local_tensor", None)  # a DTensor lies where this rank's share of it does
             return None if local is None else self.place_of(local)
-        return None if found is None else found.place
+        return None if holding is None else holding.place
 
     @contextmanager
     def moving_to(self, place: Place) -> Iterator[None]:
@@ -87,12 +87,12 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Count a storage that gets other bytes: FSDP frees what it gathered by resizing it to nothing."""
         address = storage._cdata
-        found = self._held.get(address)
-        if found is None or size == found.size:
+        holding = self._held.get(address)
+        if holding is None or size == holding.size:
             return
-        found.forget()
-        if found.place is Place.HOST:
-            self.host_bytes += size - found.size
+        holding.forget()
+        if holding.place is Place.HOST:
+            self.host_bytes += size - holding.size
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
         else:
             index = -1
@@ -101,13 +101,13 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
                 index = self._allocate(size, self._stage)
             alive = self._alive.pop(address, None)
             if alive is not None:
-                found.label = self._classes[alive[0]], self._units[alive[0]]
+                holding.label = self._classes[alive[0]], self._units[alive[0]]
                 self._release(alive[0], alive[1])
             if size:
-                if found.label is not None:
-                    self._classes[index], self._units[index] = found.label
-                self._alive[address] = index, size, found.watch
-        found.size = size
+                if holding.label is not None:
+                    self._classes[index], self._units[index] = holding.label
+                self._alive[address] = index, size, holding.watch
+        holding.size = size
 
     def release_cache(self) -> None:
         """Give the allocator's cached segments back, as ``torch.cuda.empty_cache`` does."""
@@ -137,8 +137,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         place: Place | None = None
         other: Tensor | None = None
         for tensor in operands:
-            found = self._held.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
-            here = None if found is None else found.place
+            holding = self._held.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+            here = None if holding is None else holding.place
             if here is Place.DEVICE:
                 place = here
                 continue
@@ -157,9 +157,9 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             return
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
-        found = self._held.get(address)
-        if found is not None:
-            if size > found.size:  # resize_, or an out= that was too small
+        holding = self._held.get(address)
+        if holding is not None:
+            if size > holding.size:  # resize_, or an out= that was too small
                 self.resize(storage, size)
             return
         watch = weakref.ref(storage, self._on_release(address))
@@ -181,11 +181,11 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
     def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
         def release(_reference: weakref.ref[torch.UntypedStorage]) -> None:
-            found, alive = self._held.pop(address, None), self._alive.pop(address, None)
+            holding, alive = self._held.pop(address, None), self._alive.pop(address, None)
             if alive is not None:
                 self._release(alive[0], alive[1])
-            elif found is not None and found.place is Place.HOST:
-                self.host_bytes -= found.size
+            elif holding is not None and holding.place is Place.HOST:
+                self.host_bytes -= holding.size
 
         return release
 

@@ -66,7 +66,7 @@ class TensorMethods:
             "record_stream": lambda _tensor, _stream: None,
             "new_tensor": _method(self._new_tensor),
             "data": property(self._true.data.__get__, self._set_data),
-            "grad": property(self._true.grad.__get__, self._set_grad, self._true.grad.__delete__),
+            "grad": _Settable(self._true.grad, self._set_grad),
             "data_ptr": _method(self._data_ptr),
         }
 
@@ -222,6 +222,23 @@ class TensorMethods:
         with self._ledger.moving_to(target):
             dtype = dtype or tensor.dtype
             return torch.ops.aten._to_copy(tensor, dtype=dtype, device=META, memory_format=layout)  # type: ignore[no-any-return]
+
+
+class _Settable:
+    """A property with another setter; ``__get__`` stays torch's own, by which ``torch.overrides`` knows ``grad``."""
+
+    def __init__(self, true: Any, set_value: Callable[[Tensor, Any], None]) -> None:
+        self._true, self._set_value = true, set_value
+        vars(self)["__get__"] = true.__get__
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
+        return self if tensor is None else self._true.__get__(tensor, kind)
+
+    def __set__(self, tensor: Tensor, value: Any) -> None:
+        self._set_value(tensor, value)
+
+    def __delete__(self, tensor: Tensor) -> None:
+        self._true.__delete__(tensor)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

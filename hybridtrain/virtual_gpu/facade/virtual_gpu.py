@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
-from hybridtrain.virtual_gpu.facade.basis import Basis, find_growth, versions
+from hybridtrain.virtual_gpu.facade.basis import Basis, Noted, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
@@ -111,7 +112,7 @@ class VirtualGpu:
         allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
-        self.card = find_card(card) if isinstance(card, str) else card
+        self.card = find_card(card)
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
         self._is_launched = world is not None
         self.world = World(
@@ -198,15 +199,12 @@ class VirtualGpu:
     def basis(self) -> Basis:
         """Return the basis of a plan: what was seen of the code, and what went otherwise than on a card."""
         seen = self.ledger.seen
+        noted = {item.name: copy(getattr(seen, item.name)) for item in fields(Noted)}
+        noted["compiled"] = [*dict.fromkeys(seen.compiled)]
         ended_by = "" if self.oom is None else seen.refusals[-1]
-        return Basis(
-            versions=versions(), num_steps=self.steps_done, has_state=self._has_state,
-            num_backwards=seen.num_backwards, num_evaluations=seen.num_evaluations, num_saves=seen.num_saves,
-            compiled=tuple(dict.fromkeys(seen.compiled)),
-            refusals=tuple(dict.fromkeys(text for text in seen.refusals if text != ended_by)),
-            uncounted=dict(seen.uncounted), approximated=dict(seen.approximated),
-            growth=find_growth(self.ledger.trace(), seen.made_at),
-        )  # fmt: skip
+        noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
+        growth = find_growth(self.ledger.trace(), seen.made_at)
+        return Basis(**noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth)
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
         """Say what a tensor is for, from its allocation on."""
@@ -334,7 +332,8 @@ class VirtualGpu:
 
     def _name(self, root: nn.Module) -> None:
         self.num_params = max(self.num_params, sum(parameter.numel() for parameter in root.parameters()))
-        real = [one for one in root.parameters() if one.requires_grad and not self._methods.is_virtual(one)]
+        plain = [one for one in root.parameters() if type(one) is nn.Parameter and one.requires_grad]
+        real = [one for one in plain if not self._methods.is_virtual(one)]
         if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
             for parameter in real:  # their gradients will be virtual
                 self._methods.become_virtual(parameter)

@@ -271,8 +271,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         )
 
     def _place_or_host(self, tensor: Tensor) -> Place:
-        found = self._held.get(tensor.untyped_storage()._cdata)
-        return Place.HOST if found is None else found.place
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        return Place.HOST if holding is None else holding.place
 
     def _append_op(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         """Record an op on the lane of its stream: compute is the first stream's, what the others do is for the link."""
@@ -290,9 +290,9 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         )
         if not self.stream:
             for tensor in tensors_in([*args, out]):
-                found = self._held.get(tensor.untyped_storage()._cdata)
-                if found is not None:
-                    found.arriving, self._are_collectives_due = number, True
+                holding = self._held.get(tensor.untyped_storage()._cdata)
+                if holding is not None:
+                    holding.arriving, self._are_collectives_due = number, True
 
     def _append_compute(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         self._last_compute = len(self._ops)
@@ -312,9 +312,9 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _await(self, operands: Sequence[Tensor]) -> None:
         """Let the next op of the compute lane wait for collectives that it reads from."""
         for tensor in operands:
-            found = self._held.get(tensor.untyped_storage()._cdata)
-            if found is not None and found.arriving is not None:
-                number, found.arriving = found.arriving, None
+            holding = self._held.get(tensor.untyped_storage()._cdata)
+            if holding is not None and holding.arriving is not None:
+                number, holding.arriving = holding.arriving, None
                 if not self.stream:
                     self.join(number)
 

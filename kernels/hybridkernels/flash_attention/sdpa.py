@@ -30,7 +30,7 @@ def lse_rows(q_BTNH: Tensor) -> int:
 
 
 def flash_takes(q_BTNH: Tensor) -> bool:
-    """Say whether torch's flash kernel takes this dtype and head dim on the card of ``q_BTNH`` (flash_api.cpp)."""
+    """Return whether torch's flash kernel takes this dtype and head dim on the card of ``q_BTNH`` (flash_api.cpp)."""
     head_dim = q_BTNH.shape[3]
     return (
         q_BTNH.dtype in _FLASH_DTYPES

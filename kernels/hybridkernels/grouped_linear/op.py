@@ -51,7 +51,7 @@ def _backward_of_weight(grad_PF: Tensor, x_PD: Tensor, group_ends_E: Tensor) -> 
 
 
 def _takes_grouped_mm(*operands: Tensor) -> bool:
-    """Say whether torch's grouped kernel takes these: 16-byte rows of bfloat16 on CUDA."""
+    """Return whether torch's grouped kernel takes these: 16-byte rows of bfloat16 on CUDA."""
     first = operands[0]
     return (
         first.is_cuda

@@ -33,23 +33,19 @@ RUN_TIME = ("num_pieces", "num_elements", "num_slow", "num_states", "num_program
 """Integers for whose values no kernel of their own is built."""
 _PARTIALS = 16
 """Of one program: 8 sums and their rounding errors."""
-_COLUMNS = tl.constexpr(NUM_COLUMNS)
-_LOSS_STEPS, _NORM_STEPS = tl.constexpr(reference.LOSS_STEPS), tl.constexpr(reference.GRAD_NORM_STEPS)
-_FLOAT32, _BFLOAT16, _CODES = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+_FLOAT32, _BFLOAT16, _CODES = map(tl.constexpr, (1, 2, 4))
 """Kinds of stored values, as bits; 0 where there are none."""
 _WIDTH = tl.constexpr(32)
 """Columns of a history's matrix: its ratios and slopes, then its means, then zeros."""
-_GROUP_SIZE = tl.constexpr(QUANT_GROUP_SIZE)
-_LEVEL_STEPS = tl.constexpr(reference.LEVEL_STEPS)
-_SMALLEST, _LARGEST = tl.constexpr(reference.SMALLEST), tl.constexpr(reference.LARGEST)
-_LIMIT = tl.constexpr(reference.LIMIT)
-_NUM_FEATURES, _NUM_MOMENTS = tl.constexpr(reference.NUM_FEATURES), tl.constexpr(reference.NUM_MOMENT_STATISTICS)
-_NUM_SCALARS, _NUM_PHASES = tl.constexpr(reference.NUM_SCALARS), tl.constexpr(reference.NUM_PHASES)
-_SMALLEST_SIZE = tl.constexpr(reference.SMALLEST_SIZE)
-_GAIN, _LOG_GAIN = tl.constexpr(reference.RATIO_GAIN), tl.constexpr(math.log(reference.RATIO_GAIN))
+_COLUMNS, _GROUP_SIZE, _LEVEL_STEPS = map(tl.constexpr, (NUM_COLUMNS, QUANT_GROUP_SIZE, reference.LEVEL_STEPS))
+_LOSS_STEPS, _NORM_STEPS = map(tl.constexpr, (reference.LOSS_STEPS, reference.GRAD_NORM_STEPS))
 _LOSS_WINDOWS, _NORM_WINDOWS = (tl.constexpr(reference.num_windows(steps)) for steps in (256, 64))
 _LOSS_LINEAR, _NORM_LINEAR = (tl.constexpr(reference.num_linear(steps)) for steps in (256, 64))
-_MOMENTS_AT = tl.constexpr(reference.FIRST_MOMENT_FEATURE)
+_NUM_FEATURES, _NUM_MOMENTS = map(tl.constexpr, (reference.NUM_FEATURES, reference.NUM_MOMENT_STATISTICS))
+_NUM_SCALARS, _NUM_PHASES = map(tl.constexpr, (reference.NUM_SCALARS, reference.NUM_PHASES))
+_SMALLEST, _LARGEST, _LIMIT = map(tl.constexpr, (reference.SMALLEST, reference.LARGEST, reference.LIMIT))
+_GAIN, _LOG_GAIN = map(tl.constexpr, (reference.RATIO_GAIN, math.log(reference.RATIO_GAIN)))
+_SMALLEST_SIZE, _MOMENTS_AT = map(tl.constexpr, (reference.SMALLEST_SIZE, reference.FIRST_MOMENT_FEATURE))
 
 
 @triton.jit

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridkernels.int8_quantize import (
-    GROUP_SIZE,
-    int8_dequantize,
-    int8_quantize,
-    num_groups,
-    op,
-)
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups, op
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
 from numerics import assert_bitwise
 
@@ -124,22 +118,16 @@ def test_a_static_scale_that_cannot_divide_gives_zeros(scale: float) -> None:
     assert not dequantize(codes, scales_G).any()
 
 
+@ROUNDINGS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_elements", SIZES)
-def test_nearest_is_at_most_half_a_scale_away(num_elements: int, dtype: torch.dtype) -> None:
+def test_nearest_is_at_most_half_a_scale_away_and_stochastic_a_whole_one(
+    num_elements: int, dtype: torch.dtype, *, stochastic: bool
+) -> None:
     values = random_values(num_elements, dtype)
-    codes, scales_G = quantize(values)
+    codes, scales_G = quantize(values, stochastic=stochastic)
     error = (dequantize(codes, scales_G) - values.float()).abs()
-    assert (error <= scale_of_each(scales_G, num_elements) * (0.5 + SLACK)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_elements", SIZES)
-def test_stochastic_is_less_than_a_scale_away(num_elements: int, dtype: torch.dtype) -> None:
-    values = random_values(num_elements, dtype)
-    codes, scales_G = quantize(values, stochastic=True)
-    error = (dequantize(codes, scales_G) - values.float()).abs()
-    assert (error < scale_of_each(scales_G, num_elements) * (1 + SLACK)).all()
+    assert (error <= scale_of_each(scales_G, num_elements) * ((1.0 if stochastic else 0.5) + SLACK)).all()
 
 
 @ROUNDINGS
@@ -164,11 +152,10 @@ def test_ties_go_to_the_even_code() -> None:
     assert quantize(values)[0].tolist() == [127, 0, 2, 2, 0, -2, -2]
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.25, 0.5, 0.9, 0.9999])
-@pytest.mark.parametrize("whole", [-126, -1, 0, 1, 126])
+@pytest.mark.parametrize("fraction", [0.001, 0.5, 0.9])
+@pytest.mark.parametrize("whole", [-126, 0, 126])
 def test_stochastic_rounding_keeps_the_mean(whole: int, fraction: float) -> None:
-    num_groups_drawn = 2000
-    values_GS = torch.full((num_groups_drawn, GROUP_SIZE), (whole + fraction) / 8)
+    values_GS = torch.full((1000, GROUP_SIZE), (whole + fraction) / 8)
     values_GS[:, 0] = 127 / 8  # makes the scale 1/8
     codes_GS = quantize(values_GS, stochastic=True)[0][:, 1:]
     exact = values_GS[0, 1].double().item() * 8

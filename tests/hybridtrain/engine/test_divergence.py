@@ -76,7 +76,7 @@ def bad_step() -> list[TokenBatch]:
 
 
 def everything(trainer: Trainer) -> list[Tensor]:
-    """Return copies of weights, companions and moments."""
+    """Return copies of weights, master weights and moments."""
     states = [state for _, unit_states in trainer.states.items() for state in unit_states]
     tensors = [tensor for state in states for tensor in (state.parameter.data, *state.stored()) if tensor is not None]
     return [tensor.clone() for tensor in tensors]

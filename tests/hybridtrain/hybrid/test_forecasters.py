@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridtrain.hybrid.forecast import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
 from hybridtrain.hybrid.forecast.base import Forecaster, IntervalCalibrator, TrainingSignal
+from hybridtrain.hybrid.forecast.catalogue import DEFAULT_FORECASTER, FORECASTERS, make_forecaster
 from hybridtrain.hybrid.forecast.evaluate import evaluate_forecasters
 from hybridtrain.hybrid.forecast.rssm import RssmForecaster
 from hybridtrain.phase import Phase

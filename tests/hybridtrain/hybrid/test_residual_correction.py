@@ -8,7 +8,7 @@ import pytest
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import LossForecast, TrainingSignal
-from hybridtrain.hybrid.stateful import State
+from hybridtrain.hybrid.stateful import Stateful
 from hybridtrain.hybrid.watch import LossWatch
 from hybridtrain.phase import Phase
 
@@ -17,7 +17,7 @@ MISSED = 0.5
 WINDOW = 4
 
 
-class Biased:
+class Biased(Stateful):
     """Always forecasts the same loss, and is always wrong by as much."""
 
     kind: ClassVar[str] = "biased"
@@ -29,12 +29,6 @@ class Biased:
         assert len(future_lrs) == window == WINDOW
         mean = LOSS - MISSED
         return LossForecast(mean=mean, low=mean - 0.1, high=mean + 0.1, aleatoric=0.1, epistemic=0.0, entropy=None)
-
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        assert not state
 
 
 def watch(correction: str) -> tuple[LossWatch, PhaseController]:

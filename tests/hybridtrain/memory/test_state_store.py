@@ -126,10 +126,10 @@ def test_states_come_in_the_order_of_the_units_parameters() -> None:
 @pytest.mark.parametrize(
     ("master", "bytes_per_parameter"), [(Float32Master(), 4), (Split16Master(), 2), (StochasticWeight(), 0)]
 )
-def test_a_master_costs_its_companion(master: WeightFormat, bytes_per_parameter: int) -> None:
+def test_a_master_costs_its_bytes(master: WeightFormat, bytes_per_parameter: int) -> None:
     unit = make_unit((3, 5), dtype=torch.bfloat16)
     (state,) = make_store(unit, Codec.FLOAT32, master).acquire(unit)
-    size = 0 if state.companion is None else state.companion.nbytes
+    size = 0 if state.master_weight is None else state.master_weight.nbytes
     assert size == 15 * bytes_per_parameter
 
 
@@ -209,18 +209,18 @@ def test_moments_on_the_device_are_zero_at_once() -> None:
 
 @pytest.mark.parametrize(("master", "dtype"), [(Float32Master(), torch.float32), (Split16Master(), torch.int16)])
 def test_a_master_below_the_device_has_the_value_it_would_have_on_it(master: WeightFormat, dtype: torch.dtype) -> None:
-    companions: list[Stored | None] = []
+    masters: list[Stored | None] = []
     for placement in (Placement.DEVICE, Placement.HOST):
         torch.manual_seed(0)
         unit = make_unit((3, 5), dtype=torch.bfloat16)
         copies = new_copies()
         (state,) = make_store(unit, Codec.FLOAT32, master, placement=placement, copies=copies).of("unit")
-        companions.append(state.companion)
-    resident, away = companions
+        masters.append(state.master_weight)
+    resident, away = masters
     assert isinstance(resident, Tensor)
     assert isinstance(away, TierTensor)
     assert (away.dtype, away.shape) == (dtype, (3, 5))
-    assert_bitwise(away.on_host(), resident.flatten(), "companion")
+    assert_bitwise(away.on_host(), resident.flatten(), "master_weight")
     assert copies.transfer.tiers.by_class(Placement.HOST) == {TensorClass.MASTER: 4096}
 
 

@@ -54,28 +54,28 @@ def hard_values() -> Tensor:
 def updated(codec: WeightFormat, initial: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and decoded value after storing ``value`` over ``initial``."""
     weight = torch.empty_like(initial, dtype=torch.bfloat16)
-    companion = codec.create(initial.clone(), (weight,))
-    loaded = codec.load((weight,), companion)
+    master_weight = codec.create(initial.clone(), (weight,))
+    loaded = codec.load((weight,), master_weight)
     loaded.copy_(value)
-    codec.store(loaded, (weight,), companion)
-    return weight, codec.load((weight,), companion)
+    codec.store(loaded, (weight,), master_weight)
+    return weight, codec.load((weight,), master_weight)
 
 
 @pytest.mark.parametrize("codec", [Float32Master(), Split16Master()], ids=["float32", "split16"])
 def test_a_master_returns_every_value_to_the_bit(codec: WeightFormat) -> None:
     values = hard_values()
     weight = torch.empty_like(values, dtype=torch.bfloat16)
-    companion = codec.create(values.clone(), (weight,))
-    assert_bitwise(codec.load((weight,), companion), values, "created")
+    master_weight = codec.create(values.clone(), (weight,))
+    assert_bitwise(codec.load((weight,), master_weight), values, "created")
     other = values.flip(0)
     assert_bitwise(updated(codec, values, other)[1], other, "updated")
 
 
 def test_a_split_master_costs_two_bytes() -> None:
     weight = torch.empty(5, dtype=torch.bfloat16)
-    companion = Split16Master().create(torch.randn(5), (weight,))
-    assert companion is not None
-    assert (companion.dtype, companion.shape) == (torch.int16, (5,))
+    master_weight = Split16Master().create(torch.randn(5), (weight,))
+    assert master_weight is not None
+    assert (master_weight.dtype, master_weight.shape) == (torch.int16, (5,))
 
 
 def test_a_split_weight_is_the_nearest_bfloat16_and_ties_go_away_from_zero() -> None:
@@ -193,10 +193,10 @@ def test_only_a_separate_copy_spares_reading_the_weight(weight: Codec, master: C
     assert codecs.reads_weight is reads
     if not reads:  # and it means it: values stay what they are over garbage
         garbage = torch.full((3,), math.nan, dtype=torch.bfloat16)
-        companion = torch.randn(3)
-        assert codecs.values.load((garbage,), companion) is companion
-        codecs.values.store(companion, (garbage,), companion)
-        assert_bitwise(garbage, companion.bfloat16(), "weight")
+        master_weight = torch.randn(3)
+        assert codecs.values.load((garbage,), master_weight) is master_weight
+        codecs.values.store(master_weight, (garbage,), master_weight)
+        assert_bitwise(garbage, master_weight.bfloat16(), "weight")
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])

@@ -26,9 +26,9 @@ def trainer(config: ModelConfig, stack: Sequence[Optimization], seed: int = 0) -
     return Trainer(config, compose(stack), TrainerConfig(seed=seed), DirectTransfer(torch.device("cpu")))
 
 
-def on_device(companion: Stored | None) -> Tensor | None:
-    assert not isinstance(companion, TierTensor)
-    return companion
+def on_device(master_weight: Stored | None) -> Tensor | None:
+    assert not isinstance(master_weight, TierTensor)
+    return master_weight
 
 
 def exact_values(built: Trainer) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def exact_values(built: Trainer) -> dict[str, Tensor]:
     states = [state for _, unit_states in built.states.items() for state in unit_states]
     names = [name for name, _ in built.model.named_unit_parameters()]
     return {
-        name: built.states.formats.values.load((state.parameter.data,), on_device(state.companion))
+        name: built.states.formats.values.load((state.parameter.data,), on_device(state.master_weight))
         for name, state in zip(names, states, strict=True)
     }
 

@@ -75,7 +75,7 @@ def settings(number: int, weight_decay: float = 0.0) -> UpdateStep:
 
 def update_factored(
     stored: StoredWeight,
-    companion: Tensor | None,
+    master_weight: Tensor | None,
     grad: Tensor,
     moments: list[Tensor],
     storage: WeightFormat,
@@ -83,7 +83,7 @@ def update_factored(
 ) -> None:
     """Update a whole parameter of the gradient's shape."""
     state = [StateSlice(PlainState(), (moment,), moment.numel()) for moment in moments]
-    Adafactor().update(WeightSlice(storage, stored, companion, tuple(grad.shape)), grad, state, step)
+    Adafactor().update(WeightSlice(storage, stored, master_weight, tuple(grad.shape)), grad, state, step)
 
 
 def test_state_is_a_matrix_rows_and_columns_or_a_vector() -> None:
@@ -221,13 +221,13 @@ def test_sliced_int8_weights_move_by_the_update_up_to_one_code(monkeypatch: pyte
 
 
 def bf16_weight(codec: WeightFormat, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor | None]:
-    """Return a bfloat16 weight and its companion after one update with a bfloat16 gradient."""
+    """Return a bfloat16 weight and its master weight after one update with a bfloat16 gradient."""
     weight = torch.empty(shape, dtype=torch.bfloat16)
-    companion = codec.create(initial(shape), (weight,))
+    master_weight = codec.create(initial(shape), (weight,))
     torch.manual_seed(seed)
     grad = random_grads(shape)[0].bfloat16()
-    update_factored((weight,), companion, grad, fresh_moments(shape), codec, settings(1))
-    return weight, companion
+    update_factored((weight,), master_weight, grad, fresh_moments(shape), codec, settings(1))
+    return weight, master_weight
 
 
 def bf16_reference(start: Tensor) -> Array:
@@ -237,10 +237,10 @@ def bf16_reference(start: Tensor) -> Array:
 
 
 def test_a_master_copy_takes_the_update_and_the_weight_is_its_rounding() -> None:
-    weight, companion = bf16_weight(Float32Master(), (48, 64), seed=0)
-    assert companion is not None
-    assert_close(companion, bf16_reference(initial((48, 64))))
-    assert torch.equal(weight, companion.bfloat16())
+    weight, master_weight = bf16_weight(Float32Master(), (48, 64), seed=0)
+    assert master_weight is not None
+    assert_close(master_weight, bf16_reference(initial((48, 64))))
+    assert torch.equal(weight, master_weight.bfloat16())
 
 
 def test_bf16_weights_round_up_and_down_around_the_update() -> None:

@@ -126,8 +126,8 @@ def is_rounded_within(codec: WeightFormat, storage: StateFormat, step: UpdateSte
     )
     if codec.is_coded:
         weight = (torch.empty(512, dtype=torch.int8), torch.empty(2))
-    companion = codec.create(torch.randn(512), weight)
-    piece = WeightSlice(codec, weight, companion)
+    master_weight = codec.create(torch.randn(512), weight)
+    piece = WeightSlice(codec, weight, master_weight)
     formats = [storage, DynamicInt8State(signed=False) if isinstance(storage, DynamicInt8State) else storage]
     state = [
         StateSlice(f, tuple(torch.full(s.shape, s.zero, dtype=s.dtype) for s in f.specs((512,))), 512) for f in formats

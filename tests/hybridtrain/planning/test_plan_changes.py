@@ -155,8 +155,8 @@ def test_what_is_told_is_what_the_engine_does(
     if not kept:
         found["recompute_every"] = max(map(len, executor.segments))
     if streamed:
-        found["max_active_layers"] = len(weights._value_slots if is_coded else weights._places._slots)
-        found["prefetch_distance"] = weights._places._prefetch_distance
+        found["max_active_layers"] = len(weights._value_slots if is_coded else weights.places._slots)
+        found["prefetch_distance"] = weights.places._prefetch_distance
     told = {line.partition(":")[0]: line for line in plan_changes(stack, model, WORK)}
     for name, value in found.items():
         if value != getattr(asked, name):

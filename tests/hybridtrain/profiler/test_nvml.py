@@ -89,6 +89,13 @@ def test_nvml_counts_its_users(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch
     assert driver.users == 0
 
 
+def test_a_virtual_card_is_not_taken_for_a_real_one(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(name="virtual"))
+    with pytest.raises(DeviceReadError, match="torch names no card that NVML could know"):
+        DeviceReader(0)
+    assert driver.users == 0
+
+
 def test_a_card_that_is_lost_is_told(driver: FakeNvml) -> None:
     reader = DeviceReader(0)
     driver.answers = False

@@ -309,3 +309,15 @@ def test_what_a_factory_makes_is_known(gpu: VirtualGpu, make: Callable[..., Tens
     assert known is not None
     assert torch.equal(known, make(8))
     assert gpu.ledger.values.of(torch.empty(8, device="cuda")) is None
+
+
+def test_the_gradient_of_a_subclass_is_no_subclass(gpu: VirtualGpu) -> None:
+    class Marked(Tensor):
+        pass
+
+    weight = torch.ones(3, device="cuda").as_subclass(Marked).requires_grad_()
+    weight.grad = torch.ones(3, device="cuda")
+    assert type(weight.grad) is Tensor, "torch.overrides knows the getter by its identity"
+    assert gpu.ledger.place_of(weight.grad) is not None
+    del weight.grad
+    assert weight.grad is None

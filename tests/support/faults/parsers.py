@@ -49,8 +49,7 @@ from hybridvalidation.scenario import Scenario, TargetFile
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.snapshots.public import PublicSnapshots
 from hybridvalidation.snapshots.replayed import _replay_file
-from hybridvalidation.study.ladder.protocol import UNIONS, LadderFile, LadderRecord
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.protocol import UNIONS, LadderFile, LadderRecord, StudyFile
 
 _ROOT: Final = Path(__file__).parents[3]
 _LONGEST_SAMPLE: Final = 20_000

@@ -151,7 +151,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def card_answers(self) -> bool:
-        """Say whether the card's context still works; after an access out of bounds nothing does."""
+        """Return whether the card's context still works; after an access out of bounds nothing does."""
         try:
             if self.on_card:
                 torch.cuda.synchronize(self.device)

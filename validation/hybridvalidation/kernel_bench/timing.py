@@ -33,7 +33,7 @@ class Times:
     num_samples: int
 
     def is_faster_than(self, other: "Times") -> bool:
-        """Say whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
+        """Return whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
         return self.q80_s < other.q20_s
 
 

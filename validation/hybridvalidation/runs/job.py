@@ -109,7 +109,7 @@ def plan_figures(plan: MemoryPlan) -> dict[str, str]:
     kept = {
         path: str(value)
         for path, value in values.items()
-        if not (SETTINGS[path].is_young and value == SETTINGS[path].default)
+        if not (SETTINGS[path].omit_if_default and value == SETTINGS[path].default)
     }
     if not full.history_tensors:
         return kept

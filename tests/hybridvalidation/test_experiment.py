@@ -1,0 +1,128 @@
+"""The loop of experiments: resumption, stages, limits of number and time, crashes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.errors import HybridTrainError
+from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children, one_by_one
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import read_lines
+from hybridvalidation.runs.child import Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Square(Record):
+    evidence: Evidence = Evidence.EXECUTED
+    value: int = 0
+
+
+class Children:
+    """Stands in for ``Child``: ends at once, and notes how many are at work."""
+
+    def __init__(self, fault_of: int | None = None) -> None:
+        self.fault_of, self.working, self.largest = fault_of, 0, 0
+
+    def start(self, case: int) -> Any:
+        self.working += 1
+        self.largest = max(self.largest, self.working)
+        children = self
+
+        class _Child:
+            def poll(self) -> Ended[int]:
+                children.working -= 1
+                failed = case == children.fault_of
+                return Ended(
+                    answer=None if failed else case * case, fault="it crashed" if failed else "", seconds=1.0,
+                    peak_rss_bytes=0, log="",
+                )  # fmt: skip
+
+            def stop(self) -> None:
+                children.working -= 1
+
+        return _Child()
+
+
+def record_of(case: int, ended: Ended[int] | None = None) -> Square:
+    value = case * case if ended is None else answer_of(ended, case, "squares")
+    return Square(key=str(case), value=value, **begin_header()())
+
+
+def squares(run: Any, **options: Any) -> Experiment[int, Square]:
+    return Experiment(
+        name="squares", key=str, run=run, file=lambda _: "squares.jsonl",
+        line=lambda case, record: f"{case}: {record.value}", **options,
+    )  # fmt: skip
+
+
+def run(
+    experiment: Experiment[int, Square], cases: Sequence[int] | Callable[[Mapping[str, Square]], list[int]],
+    folder: Path, **options: Any,
+) -> tuple[list[str], Any]:  # fmt: skip
+    lines: list[str] = []
+    known = read_lines(folder / "squares.jsonl", Square)
+    return lines, experiment.run_missing(cases, known, records=folder, say=lines.append, **options)
+
+
+def test_runs_that_have_a_record_are_not_repeated(tmp_path: Path) -> None:
+    children = Children()
+    experiment = squares(in_children(children.start, record_of, 2))
+    lines, first = run(experiment, [1, 2, 3, 2], tmp_path, max_runs=2)
+    assert lines == ["squares: 3 runs are missing", "1: 1", "2: 4"]
+    assert ([record.value for record in first.new], first.not_run) == ([1, 4], (3,))
+    lines, second = run(experiment, [1, 2, 3], tmp_path)
+    assert lines == ["squares: 1 runs are missing", "3: 9"]
+    assert {key: record.value for key, record in second.answers.items()} == {"1": 1, "2": 4, "3": 9}
+    assert [record.value for record in read_lines(tmp_path / "squares.jsonl", Square)] == [1, 4, 9]
+    assert children.largest == 2
+    assert run(experiment, [1, 2, 3], tmp_path, max_runs=0)[0] == []
+
+
+def test_records_that_do_not_hold_are_made_anew_and_none_need_be_kept() -> None:
+    failed = Square(key="1", outcome=Outcome.ERROR, message="no", **begin_header()())
+    experiment = squares(one_by_one(record_of))
+    results = experiment.run_missing([1], [failed], records=None, say=lambda _: None)
+    assert [record.value for record in results.new] == [1]
+    kept = squares(one_by_one(record_of), holds=lambda _: True)
+    assert kept.run_missing([1], [failed], records=None, say=lambda _: None).answers == {"1": failed}
+
+
+def test_later_stages_follow_from_earlier_answers(tmp_path: Path) -> None:
+    def stage(answers: Mapping[str, Square]) -> list[int]:
+        return [1, 2] if len(answers) < 2 else [sum(record.value for record in answers.values())] * (len(answers) < 3)
+
+    seen: list[int] = []
+    lines, results = run(squares(one_by_one(record_of)), stage, tmp_path, on_record=lambda one: seen.append(one.value))
+    assert lines == ["squares: 2 runs are missing", "1: 1", "2: 4", "squares: 1 runs are missing", "5: 25"]
+    assert (seen, results.not_run) == ([1, 4, 25], ())
+
+
+def test_no_case_is_started_that_would_end_too_late() -> None:
+    now = 0.0
+
+    def work(case: int) -> Square:
+        nonlocal now
+        now += case
+        return record_of(case)
+
+    def limited(least_s: float) -> list[int]:
+        runner = one_by_one(work, limit_s=now_limit, least_s=least_s, clock=lambda: now)
+        return [case for case, _ in runner([4, 3, 2, 1])]
+
+    now_limit = 10.0
+    assert limited(0.0) == [4, 3]  # three seconds are left, and the longest case took four
+    assert limited(7.0) == [4]
+    now_limit = 1.0
+    assert limited(0.0) == [4]  # the first is run whatever it takes
+
+
+def test_a_crash_ends_the_experiment_and_keeps_what_ended(tmp_path: Path) -> None:
+    children = Children(fault_of=2)
+    with pytest.raises(HybridTrainError, match="squares: 2 has no record: it crashed; runs that ended are kept"):
+        run(squares(in_children(children.start, record_of, 1)), [1, 2, 3], tmp_path)
+    assert [record.value for record in read_lines(tmp_path / "squares.jsonl", Square)] == [1]
+    assert children.working == 0
