@@ -1,6 +1,6 @@
 """The loop of experiments: resumption, stages, limits of number and time, crashes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import HybridTrainError
-from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children, one_by_one
+from hybridvalidation.child import Ended
+from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
-from hybridvalidation.runs.child import Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,10 @@ def record_of(case: int, ended: Ended[int] | None = None) -> Square:
     return Square(key=str(case), value=value, **begin_header()())
 
 
+def one_by_one(cases: Sequence[int]) -> Iterator[tuple[int, Square]]:
+    return ((case, record_of(case)) for case in cases)
+
+
 def squares(run: Any, **options: Any) -> Experiment[int, Square]:
     return Experiment(
         name="squares", key=str, run=run, file=lambda _: "squares.jsonl",
@@ -84,11 +88,17 @@ def test_runs_that_have_a_record_are_not_repeated(tmp_path: Path) -> None:
 
 def test_records_that_do_not_hold_are_made_anew_and_none_need_be_kept() -> None:
     failed = Square(key="1", outcome=Outcome.ERROR, message="no", **begin_header()())
-    experiment = squares(one_by_one(record_of))
+    experiment = squares(one_by_one)
     results = experiment.run_missing([1], [failed], records=None, say=lambda _: None)
     assert [record.value for record in results.new] == [1]
-    kept = squares(one_by_one(record_of), holds=lambda _: True)
+    kept = squares(one_by_one, holds=lambda _: True)
     assert kept.run_missing([1], [failed], records=None, say=lambda _: None).answers == {"1": failed}
+
+
+def test_cases_whose_packages_are_missing_are_left() -> None:
+    experiment = squares(one_by_one, packages=lambda case: ("no-such-package",) * (case == 1))
+    results = experiment.run_missing([1, 2], [], records=None, say=lambda _: None)
+    assert ([record.key for record in results.new], results.not_run) == (["2"], (1,))
 
 
 def test_later_stages_follow_from_earlier_answers(tmp_path: Path) -> None:
@@ -96,28 +106,14 @@ def test_later_stages_follow_from_earlier_answers(tmp_path: Path) -> None:
         return [1, 2] if len(answers) < 2 else [sum(record.value for record in answers.values())] * (len(answers) < 3)
 
     seen: list[int] = []
-    lines, results = run(squares(one_by_one(record_of)), stage, tmp_path, on_record=lambda one: seen.append(one.value))
+    lines, results = run(squares(one_by_one), stage, tmp_path, on_record=lambda one: seen.append(one.value))
     assert lines == ["squares: 2 runs are missing", "1: 1", "2: 4", "squares: 1 runs are missing", "5: 25"]
     assert (seen, results.not_run) == ([1, 4, 25], ())
 
 
-def test_no_case_is_started_that_would_end_too_late() -> None:
-    now = 0.0
-
-    def work(case: int) -> Square:
-        nonlocal now
-        now += case
-        return record_of(case)
-
-    def limited(least_s: float) -> list[int]:
-        runner = one_by_one(work, limit_s=now_limit, least_s=least_s, clock=lambda: now)
-        return [case for case, _ in runner([4, 3, 2, 1])]
-
-    now_limit = 10.0
-    assert limited(0.0) == [4, 3]  # three seconds are left, and the longest case took four
-    assert limited(7.0) == [4]
-    now_limit = 1.0
-    assert limited(0.0) == [4]  # the first is run whatever it takes
+def test_cases_that_a_runner_has_no_time_for_are_left(tmp_path: Path) -> None:
+    _, results = run(squares(lambda cases: one_by_one(cases[:2])), [1, 2, 3], tmp_path)
+    assert ([record.value for record in results.new], results.not_run) == ([1, 4], (3,))
 
 
 def test_a_crash_ends_the_experiment_and_keeps_what_ended(tmp_path: Path) -> None:

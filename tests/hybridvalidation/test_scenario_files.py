@@ -181,11 +181,12 @@ def test_the_working_folders_scenarios_come_first(tmp_path: Path, monkeypatch: p
 def test_records_are_read_where_the_project_keeps_them_unless_a_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["list", "targets"]) == 0
+    assert main(["list", "stacks"]) == 0
     of_the_project = capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    assert main(["list", "targets"]) == 0
+    assert main(["list", "stacks"]) == 0
     assert capsys.readouterr().out == of_the_project
+    assert list((evidence_folder(RESULTS) / "records").glob("*.jsonl"))
     (tmp_path / "results" / "records").mkdir(parents=True)
     assert evidence_folder(RESULTS) == RESULTS
     assert evidence_folder(tmp_path / "none") == tmp_path / "none"

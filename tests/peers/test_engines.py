@@ -10,7 +10,7 @@ import pytest
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.engines.task import Task
-from hybridvalidation.peers import run as peer_run
+from hybridvalidation.experiments import peer_runs as peer_run
 
 pytestmark = pytest.mark.filterwarnings("default")  # of others' packages
 LLAMA = ModelConfig(

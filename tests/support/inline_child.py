@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridvalidation.runs.child import Ended
+from hybridvalidation.child import Ended
 from hybridvalidation.study.protocol import UNIONS
 
 

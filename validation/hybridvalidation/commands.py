@@ -188,8 +188,8 @@ def records(
     from hybridtrain.stacks import evidence_folder
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order
-    from hybridvalidation.runs.validate import other_records, prune_records
     from hybridvalidation.scenario_files import scenario_folder
+    from hybridvalidation.validate import other_records, prune_records
 
     files = scenario_folder(common.scenarios)
     if prune:
@@ -220,15 +220,16 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
         record: Append what was found to the records, and rebuild the table.
     """
     from hybridtrain.errors import ConfigError
-    from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.snapshots.replayed import (
-        append_snapshots,
+    from hybridvalidation.experiments.snapshots import (
+        SNAPSHOTS_FILE,
         as_mapping,
         differs,
         replay_files,
         snapshots_text,
         write_reserved,
     )
+    from hybridvalidation.records.store import append_record
+    from hybridvalidation.scenario_files import scenario_folder
 
     scenarios = scenario_folder(common.scenarios)
     if plans:
@@ -238,7 +239,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     found = replay_files(files, scenarios.folder)
     paths: list[Path] = []
     if record:
-        append_snapshots(common.records, found)
+        append_record(common.records, SNAPSHOTS_FILE, found)
         paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([snapshots_text(found), *names_of(paths)])
     return Answer(text=text, content=as_mapping(found), code=1 if differs(found) else 0)
@@ -247,14 +248,14 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
 def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, record: bool) -> Answer:
     from hybridtrain.config.encode import encode
     from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.snapshots.moves import append_moves, moves_text, plan_moves
-    from hybridvalidation.snapshots.replayed import write_reserved
+    from hybridvalidation.experiments.snapshots import MOVES_FILE, moves_text, plan_moves, write_reserved
+    from hybridvalidation.records.store import append_record
 
     found, paths = [], list[Path]()
     for name in plans:
         found.append(plan_moves(scenarios, scenarios.scenario(name), common.note))
         if record:
-            append_moves(common.records, found[-1])
+            append_record(common.records, MOVES_FILE, found[-1])
             paths = write_reserved(scenarios.folder, common.results)
     text = "\n".join([moves_text(found, TERMINAL), *names_of(paths)])
     return Answer(text=text, content=[encode(each) for each in found])
@@ -302,10 +303,10 @@ def validate(
     from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.judge.joint import judge_all, judge_jointly
     from hybridvalidation.records.outcome import Outcome
-    from hybridvalidation.runs.validate import validate as validate_scenario
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.scenario import report_text, scenario_page
     from hybridvalidation.show.results import Results
+    from hybridvalidation.validate import validate as validate_scenario
 
     files = scenario_folder(common.scenarios)
     done = validate_scenario(
@@ -378,9 +379,8 @@ def execute(
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.reports.tables import TERMINAL
     from hybridtrain.units import GIB
-    from hybridvalidation.records.executed import append_executed, read_executed
-    from hybridvalidation.runs.execute import ExecuteSpec
-    from hybridvalidation.runs.execute import execute as run_steps
+    from hybridvalidation.experiments.executed import ExecuteSpec, append_executed, read_executed
+    from hybridvalidation.experiments.executed import execute as run_steps
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.pages.executed import equality_line, executed_table
     from hybridvalidation.show.report import write_pages
@@ -420,8 +420,8 @@ def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = REC
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.card_session.session import measure_card
-    from hybridvalidation.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.experiments.card_session.session import measure_card
+    from hybridvalidation.experiments.card_session.table import evidence_table, newest_evidence
     from hybridvalidation.records.outcome import Outcome
 
     made, written = measure_card(
@@ -514,16 +514,16 @@ def recorded(
         record: Append what is planned now to the records, and rebuild the table and the picture.
         jobs: Processes at a time.
     """
-    from hybridvalidation.recorded.command import recorded_command
+    from hybridvalidation.experiments.recorded import recorded_command
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
     files = scenario_folder(common.scenarios)
-    report = recorded_command(
+    text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
     paths = write_pages("recorded", files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 def peers(
@@ -547,17 +547,17 @@ def peers(
         record: Append what is run now to the records, and rebuild the tables.
         jobs: Processes at a time.
     """
-    from hybridvalidation.peers.command import peers_command
+    from hybridvalidation.experiments.peers import peers_command
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
     files = scenario_folder(common.scenarios)
-    report = peers_command(
+    text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
     )  # fmt: skip
     paths = write_pages("peers", files, common.results) if record else []
-    return Answer(text="\n".join([report.as_text(), *names_of(paths)]), content=report.as_list())
+    return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
 _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}

@@ -4,22 +4,21 @@ An experiment says what its cases are, how they become records and where those g
 that is interrupted goes on where it was, since what ended has a record.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.run.environment import read_environment
+from hybridtrain.run.environment import package_version, read_environment
 from hybridtrain.run.program import program_digest
+from hybridvalidation.child import Child, Ended, run_side_by_side
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -27,8 +26,6 @@ R = TypeVar("R", bound=Record)
 
 Runner: TypeAlias = Callable[[Sequence[C]], Iterator[tuple[C, R]]]
 """Runs cases and yields each with its record as it ends; one that is out of time yields fewer."""
-_RECENT = 5
-"""The next case is taken to last as long as the longest of so many before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +37,10 @@ class Results(Generic[C, R]):
     new: tuple[R, ...]
     """Records made now, in the order in which their runs ended."""
     not_run: tuple[C, ...]
-    """Cases for which no time was left."""
+    """Cases that would have been beyond a limit, or need a package that is not installed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: a call of ``Experiment[Case, Record]`` notes its own types
 class Experiment(Generic[C, R]):
     """Cases of one kind, and how they become records."""
 
@@ -52,13 +49,15 @@ class Experiment(Generic[C, R]):
     key: Callable[[C], str]
     """Key of the record that answers a case."""
     run: Runner[C, R]
-    """``in_children``, ``one_by_one``, or one that combines them."""
+    """``in_children``, or one of its own."""
     file: Callable[[R], str | Path]
     """File that a record is added to, from the folder of records."""
     line: Callable[[C, R], str]
     """The log's line about a run that ended."""
     holds: Callable[[R], bool] = lambda record: not record.why_repeat()
     """Whether a known record answers its case."""
+    packages: Callable[[C], tuple[str, ...]] = lambda _: ()
+    """Packages without which a case is not run."""
 
     def run_missing(
         self, cases: Sequence[C] | Callable[[Mapping[str, R]], Iterable[C]], known: Iterable[R], *,
@@ -80,10 +79,10 @@ class Experiment(Generic[C, R]):
         new = list[R]()
         stage = cases if callable(cases) else lambda _: cases
         while missing := self._missing(stage(answers), answers):
-            chosen = missing[: None if max_runs is None else max_runs - len(new)]
+            possible = [case for case in missing if not missing_package(self.packages(case))]
+            chosen, before = possible[: None if max_runs is None else max_runs - len(new)], len(new)
             if chosen:
-                say(f"{self.name}: {len(missing)} runs are missing")
-            before = len(new)
+                say(f"{self.name}: {len(possible)} runs are missing")
             for case, record in self.run(chosen) if chosen else ():
                 if records is not None:
                     append_record(records, self.file(record), record)
@@ -106,29 +105,6 @@ def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], 
     def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
         for case, ended in run_side_by_side(cases, start, width):
             yield case, record(case, ended)
-
-    return run
-
-
-def one_by_one(
-    record: Callable[[C], R], *, limit_s: float = math.inf, least_s: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Runner[C, R]:  # fmt: skip
-    """Return a runner that works in this process and starts no case that would end after ``limit_s``.
-
-    The first one is always run. A later one is taken to last as long as the longest of the last few, and no less than
-    ``least_s``.
-    """
-
-    def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
-        begin, durations = clock(), list[float]()
-        for case in cases:
-            started = clock()
-            if durations and begin + limit_s - started < max(*durations[-_RECENT:], least_s):
-                return
-            made = record(case)
-            durations.append(clock() - started)
-            yield case, made
 
     return run
 
@@ -168,14 +144,11 @@ def child_header(ended: Ended[Any]) -> dict[str, Any]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return installed versions; raises ``PackageNotFoundError``, with its name, for the first one missing."""
-    return {name: metadata.version(name) for name in packages}
+    """Return installed versions, empty for what is not installed."""
+    return {name: package_version(name) for name in packages}
 
 
-def missing_package(packages: Iterable[str]) -> str:
+@cache
+def missing_package(packages: tuple[str, ...]) -> str:
     """Return the first package that is not installed; empty: all are."""
-    try:
-        versions_of(packages)
-    except metadata.PackageNotFoundError as absent:
-        return absent.name
-    return ""
+    return next((name for name in packages if not package_version(name)), "")

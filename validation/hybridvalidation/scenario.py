@@ -111,7 +111,7 @@ class Scenario:
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sequences per optimizer step of single stacks, where they are not the workload's."""
     rate_baselines: tuple[str, ...] = (RATE_BASELINE,)
-    """What speeds are told against: of these the stack with as many tokens a step."""
+    """What speeds are told against: of these the stack with as many tokens per step."""
     accuracy: AccuracySpec | None = None
     """None: nothing is trained for this scenario."""
     accuracy_stacks: tuple[str, ...] = ()
@@ -136,17 +136,23 @@ class Scenario:
             )
         if self.accuracy_stacks and self.accuracy is None:
             faults.append("accuracy_stacks: there is no table [accuracy]; add one or drop the list")
+        named = [("accuracy_stacks", self.accuracy_stacks), ("batch_sizes", tuple(self.batch_sizes))]
+        for position, target in enumerate(self.targets):
+            named.append((f"targets[{position}].stacks", target.stacks))
+            named.append((f"targets[{position}].baseline", () if target.baseline is None else (target.baseline,)))
         faults += [
-            f"accuracy_stacks: {unknown_name('stack', stack, self.stacks)}"
-            for stack in self.accuracy_stacks
+            f"{path}: {unknown_name('stack', stack, self.stacks)}"
+            for path, stacks in named
+            for stack in stacks
             if stack not in self.stacks
         ]
-        for stack, size in self.batch_sizes.items():
-            if stack not in self.stacks:
-                faults.append(f"batch_sizes: {unknown_name('stack', stack, self.stacks)}")
-            if size < 1:
-                faults.append(f"batch_sizes.{stack}: {size} must be at least 1")
-        faults += [*self._rank_faults(), *self._target_faults()]
+        faults += [
+            f"batch_sizes.{stack}: {size} must be at least 1" for stack, size in self.batch_sizes.items() if size < 1
+        ]
+        try:
+            self.ranks()
+        except (ValueError, ConfigError) as error:
+            faults.append(str(error))
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -155,7 +161,7 @@ class Scenario:
         return World(size=self.world, rank=rank, link=self.link)
 
     def baseline_of(self, stack: str, baselines: Sequence[str]) -> str:
-        """Return the first of some baselines with as many tokens a step as ``stack``, else the first."""
+        """Return the first of some baselines with as many tokens per step as ``stack``, else the first."""
         tokens = self.workload_of(stack).batch_size
         return next((name for name in baselines if self.workload_of(name).batch_size == tokens), baselines[0])
 
@@ -167,32 +173,13 @@ class Scenario:
         """Return whether a proxy is trained under ``stack``."""
         return self.accuracy is not None and stack in (self.accuracy_stacks or self.stacks)
 
-    def _rank_faults(self) -> list[str]:
-        try:
-            self.ranks()
-        except (ValueError, ConfigError) as error:
-            return [str(error)]
-        return []
-
-    def _target_faults(self) -> list[str]:
-        faults = []
-        for position, target in enumerate(self.targets):
-            faults += [
-                f"targets[{position}].stacks: {unknown_name('stack', stack, self.stacks)}"
-                for stack in target.stacks
-                if stack not in self.stacks
-            ]
-            if target.baseline is not None and target.baseline not in self.stacks:
-                faults.append(f"targets[{position}].baseline: {unknown_name('stack', target.baseline, self.stacks)}")
-        return faults
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedParts:
     """What a stated total of memory consists of."""
 
     weight: float
-    """Bytes a parameter, as the next two."""
+    """Bytes per parameter, as the next two."""
     grad: float
     optim_state: float = 0.0
     activation_gb: float = 0.0

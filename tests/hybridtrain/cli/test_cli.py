@@ -29,7 +29,7 @@ from hybridtrain.planning.dry_runs import DryRun, RunSetup
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation import scenario_files
-from hybridvalidation.runs import runner
+from hybridvalidation.experiments import stack_runs
 from hybridvalidation.scenario_files import ScenarioFiles
 from inline_child import InlineChild
 from tiny_files import CARD, scenario_file, shape_file
@@ -840,7 +840,7 @@ def test_a_damaged_record_in_the_middle_is_named(command: Command) -> None:
 
 
 def test_validate_prints_tables_and_writes_files(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
+    monkeypatch.setattr(stack_runs, "Child", InlineChild)  # the same jobs, without two seconds of torch's import each
     found = command.json("validate", "mine", "--out", "own")
     assert set(found) == {"scenario", "records", "verdicts", "joint", "num_cached", "files"}
     assert (found["scenario"], found["num_cached"], len(found["records"])) == ("mine", 0, 4)

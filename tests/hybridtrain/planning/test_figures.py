@@ -11,7 +11,7 @@ from hybridtrain.planning.figures import figures_of_ranks, memory_figures, unit_
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
-from hybridvalidation.runs.job import plan_figures
+from hybridvalidation.records.asked import plan_figures
 from tiny_models import GPT2_UNTIED
 
 MIB = 2**20

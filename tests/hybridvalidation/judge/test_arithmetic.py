@@ -11,11 +11,11 @@ from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario, StatedParts, Target
 from tiny_models import GPT2_UNTIED
 

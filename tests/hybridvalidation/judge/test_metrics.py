@@ -15,11 +15,11 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario, Target
 from tiny_models import GPT2_UNTIED
 

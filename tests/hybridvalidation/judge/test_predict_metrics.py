@@ -10,14 +10,13 @@ from hybridtrain.optimizations import GradientCheckpointing, PredictMemory, Pred
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.stacks import Stack
+from hybridvalidation.experiments.stack_runs import Job, ScenarioRun, run_job
 from hybridvalidation.gate.compare import compare
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.judge.planned import delta_reduction, predict_gib, predict_reduction
 from hybridvalidation.judge.verdict import Status, judge
-from hybridvalidation.runs.job import Job, run_dry
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget, Target
 from tiny_models import GPT2_UNTIED
 from tiny_runs import figures
@@ -76,7 +75,7 @@ def run() -> ScenarioRun:
     )
     stacks = {name: Stack(name=name, says="-", optimizations=parts) for name, parts in STACKS.items()}
     records = {
-        ("dry_run", name): run_dry(
+        ("dry_run", name): run_job(
             Job(
                 key="k", kind="dry_run", scenario="tiny", stack=stack, model=GPT2_UNTIED, card=card.resolve(),
                 workload=workload, host=scenario.host, world=scenario.ranks(), accuracy=None, asked={},

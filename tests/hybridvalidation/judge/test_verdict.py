@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hybridtrain.planning.time_error import TIME_ERROR
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge import joint as joint_module
 from hybridvalidation.judge import verdict as verdict_module
 from hybridvalidation.judge.case import Decider, Metric
@@ -12,7 +13,6 @@ from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.time_error import within_error
 from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_metric
 from hybridvalidation.records.outcome import Evidence
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import (
     AccuracySpec,
     BatchWorkload,

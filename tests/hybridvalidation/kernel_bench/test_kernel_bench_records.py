@@ -13,7 +13,7 @@ from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError, RecordError
 from hybridtrain.stacks import default_folder
-from hybridvalidation.card_session.record import Ceilings, EvidenceRecord
+from hybridvalidation.experiments.card_session.record import Ceilings, EvidenceRecord
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.kernel_bench.case import Clock, Mode

@@ -15,10 +15,10 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import GIB, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, Series, View
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.pictures.png import figure_of, png_of
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.report import all_pages
 from hybridvalidation.show.results import Results

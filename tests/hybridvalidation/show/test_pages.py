@@ -8,9 +8,9 @@ import pytest
 
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, table, table_with_notes
 from hybridtrain.run.environment import read_environment
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.record import Record
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show import pages
 from hybridvalidation.show.page import sources

@@ -13,11 +13,11 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures, SeedResult, StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from hybridvalidation.show.pages.scenario import (
     class_table,

@@ -13,8 +13,8 @@ from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast.catalogue import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
+from hybridvalidation.child import Ended
 from hybridvalidation.records.store import append_line
-from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import forecast as study_forecast
 from hybridvalidation.study.forecast import (
     forecast_text,

@@ -11,8 +11,8 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError, RecordError
+from hybridvalidation.child import Ended
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.runs.child import Ended
 from hybridvalidation.study import runner as study_runner
 from hybridvalidation.study import trials
 from hybridvalidation.study.order import next_runs

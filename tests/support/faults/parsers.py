@@ -38,17 +38,16 @@ from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.weights.adapters import export_adapter, load_adapter
 from hybridtrain.weights.hf_source import INDEX, _read_index
+from hybridvalidation.experiments.executed import ExecutedRun
+from hybridvalidation.experiments.peers import PeerFile
+from hybridvalidation.experiments.recorded import Source
+from hybridvalidation.experiments.snapshots import PublicSnapshots, _replay_file
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.memory_baseline import MemoryBaseline, PlanFigures
-from hybridvalidation.peers.scenario import PeerFile
-from hybridvalidation.recorded.source import Source
-from hybridvalidation.records.executed import ExecutedRun
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario import Scenario, TargetFile
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.snapshots.public import PublicSnapshots
-from hybridvalidation.snapshots.replayed import _replay_file
 from hybridvalidation.study.protocol import UNIONS, LadderFile, LadderRecord, StudyFile
 
 _ROOT: Final = Path(__file__).parents[3]

@@ -1,7 +1,7 @@
 """What an engine is asked to train: one model, the tokens of a step, and a recipe in the engine's own words."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
@@ -83,10 +83,3 @@ def train(task: Task) -> list[float]:
 def engine_of(task: Task) -> Any:
     """Return the engine's module."""
     return import_module(f"hybridvalidation.engines.{task.engine}")
-
-
-def by_path(path: str) -> Callable[..., Any]:
-    """Return what a dotted path names, as ``torch.optim.AdamW``."""
-    module, _, name = path.rpartition(".")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found

@@ -7,13 +7,14 @@ each parameter, stepped as soon as its gradient is there; one micro-batch
 """
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybridvalidation.engines.hf_model import build_model
-from hybridvalidation.engines.task import Task, by_path
+from hybridvalidation.engines.task import Task
 
 
 def train(task: Task) -> list[float]:
@@ -40,9 +41,9 @@ def _step(model: Any, task: Task, update: Callable[[], None]) -> float:
 
 
 def _updater(model: nn.Module, settings: dict[str, Any]) -> Callable[[], None]:
-    make, arguments = by_path(settings["optimizer"]), dict(settings.get("arguments", {}))
+    make, arguments = resolve_name(settings["optimizer"]), dict(settings.get("arguments", {}))
     if "optimizer_class" in arguments:
-        arguments["optimizer_class"] = by_path(arguments["optimizer_class"])
+        arguments["optimizer_class"] = resolve_name(arguments["optimizer_class"])
     if not settings.get("update_in_backward"):
         optimizer = make(model.parameters(), **arguments)
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import compiling
-from hybridvalidation.recorded.torchvision_ops import declare
+from hybridvalidation.engines.compiled import compiling, declare_torchvision_ops
 
 _NUM_STEPS = 3
 _LOW_BIT = "torchao.prototype.low_bit_optim"
@@ -31,7 +30,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
 
 
 def _train(settings: Mapping[str, Any]) -> None:
-    declare()
+    declare_torchvision_ops()
     timm = import_module("timm")
     model = timm.create_model(settings["model"], pretrained=False, num_classes=45, **settings.get("model_kwargs", {}))
     if settings.get("checkpoint_activations"):

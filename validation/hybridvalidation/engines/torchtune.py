@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.recorded.compiled import boundary, compiling
-from hybridvalidation.recorded.torchvision_ops import declare
+from hybridvalidation.engines.compiled import boundary, compiling, declare_torchvision_ops
 
 _NUM_STEPS = 2
 _HERE = "hybridvalidation.engines.torchtune"
@@ -34,7 +33,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     gpu = VirtualGpu(find_card(config.get("card", card)))
     Log.peaks.clear()
     with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
-        declare()
+        declare_torchvision_ops()
         _run({**common["overrides"], **config["overrides"]}, config["recipe"], config["config"])
     peak = max(Log.peaks, default=gpu.ledger.allocator.peak_active_bytes)
     return {"active_max": peak, "oom": float(gpu.oom is not None)}

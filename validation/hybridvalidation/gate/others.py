@@ -9,20 +9,32 @@ from typing import Any, Generic, TypeVar
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.progress import progress_bar
+from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.experiment import missing_package, versions_of
+from hybridvalidation.experiments.peers import (
+    PeerFigures,
+    append_peer_record,
+    jobs_of,
+    read_peer_records,
+    read_peers,
+    run_record,
+    start_run,
+)
+from hybridvalidation.experiments.recorded import (
+    PlannedFigures,
+    Role,
+    append_planned,
+    job_of,
+    plan_record,
+    read_planned,
+    read_sources,
+    start_plan,
+)
 from hybridvalidation.gate.compare import is_equal
 from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
-from hybridvalidation.peers.command import run_record, start_run
-from hybridvalidation.peers.figures import PeerFigures, append_peer_record, read_peer_records
-from hybridvalidation.peers.scenario import jobs_of, read_peers
-from hybridvalidation.recorded.command import plan_record, start_plan
-from hybridvalidation.recorded.job import PlannedFigures
-from hybridvalidation.recorded.planned import append_planned, job_of, read_planned
-from hybridvalidation.recorded.source import Role, read_sources
 from hybridvalidation.records.asked import differences, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
-from hybridvalidation.runs.foreign import missing_package, versions_of
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NAMES = ("recorded", "peers")
@@ -37,7 +49,7 @@ class OthersPlan(Generic[F]):
     source: str
     """As ``recorded/peft``."""
     run: str
-    packages: Sequence[str]
+    packages: tuple[str, ...]
     planned_with: Mapping[str, str]
     """Version of each package when the record was made."""
     recorded: F | None
@@ -146,13 +158,13 @@ def _peers(files: ScenarioFiles, records: Path) -> Iterator[OthersPlan[PeerFigur
         if record.evidence is Evidence.PLANNED
     }
     for name, scenario in read_peers(files).items():
-        for run, job in jobs_of(scenario, files, [Evidence.PLANNED]):
-            record = newest.get((name, run.id))
+        for job in jobs_of(scenario, files, [Evidence.PLANNED]):
+            record = newest.get((name, job.run))
             is_answer = record is not None and record.key == job.key and record.outcome is Outcome.OK
             yield OthersPlan(
-                source=f"peers/{name}", run=run.id, packages=run.packages,
+                source=f"peers/{name}", run=job.run, packages=job.packages,
                 planned_with=record.packages if record is not None else {},
                 recorded=record.figures if record is not None and is_answer else None,
-                start=partial(start_run, (run, job)), record_of=partial(run_record, (run, job)),
+                start=partial(start_run, job), record_of=partial(run_record, job),
                 append=partial(append_peer_record, records),
             )  # fmt: skip

@@ -10,15 +10,13 @@ from hybridtrain.config.encode import digest
 from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest, torch_series
+from hybridvalidation.experiments.stack_runs import Job, jobs_of, plan_all, run_from_records
 from hybridvalidation.gate.compare import compare, is_equal
 from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
 from hybridvalidation.records.asked import differences, key_of
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import Verification, append_verification, read_verifications
-from hybridvalidation.runs.job import Job
-from hybridvalidation.runs.planning import plan_all
-from hybridvalidation.runs.runner import jobs_of, run_from_records
 from hybridvalidation.scenario import Scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 

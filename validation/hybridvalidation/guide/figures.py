@@ -18,10 +18,10 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridtrain.virtual_gpu.cards.roofline import time_errors
+from hybridvalidation.experiments.recorded import Role
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations
 from hybridvalidation.judge.verdict import Status, Verdict
-from hybridvalidation.recorded.source import Role
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.scenario import summary_table

@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.planning.figures import MemoryFigures
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
 RATE_METRICS = frozenset({"slowdown_x", "relative_throughput_x"})

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, judge, states_least_need
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import ScenarioTarget, Target
 
 _BEST_FIRST = list(Status)

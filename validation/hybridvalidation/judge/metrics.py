@@ -3,13 +3,13 @@
 from math import exp
 
 from hybridtrain.units import GB, GIB
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge import arithmetic, planned
 from hybridvalidation.judge.case import Case, Metric, MetricOf, joined
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, StackRun
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 
 _LARGEST_EXPONENT = 700.0

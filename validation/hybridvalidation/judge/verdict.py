@@ -7,11 +7,11 @@ from math import inf
 from types import MappingProxyType
 
 from hybridtrain.config.rules import young
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric, joined
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import RunKind
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK, ScenarioTarget, Target
 
 _EQUAL_TOLERANCE = 0.01

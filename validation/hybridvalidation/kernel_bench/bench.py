@@ -18,8 +18,8 @@ from hybridtrain.config.encode import encode
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.run.environment import Environment, package_version, read_environment
 from hybridtrain.run.program import program_digest
-from hybridvalidation.card_session.ceilings import read_driver
-from hybridvalidation.card_session.record import EvidenceRecord, read_evidence
+from hybridvalidation.experiments.card_session.ceilings import read_driver
+from hybridvalidation.experiments.card_session.record import EvidenceRecord, read_evidence
 from hybridvalidation.kernel_bench.case import Clock, Inputs, KernelCase, Mode, Provider, Run, Tensors
 from hybridvalidation.kernel_bench.cases import OPS, plan_cases, require_names
 from hybridvalidation.kernel_bench.compare import (

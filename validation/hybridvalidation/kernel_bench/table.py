@@ -9,7 +9,7 @@ from tabulate import tabulate
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
-from hybridvalidation.card_session.record import EvidenceRecord
+from hybridvalidation.experiments.card_session.record import EvidenceRecord
 from hybridvalidation.judge.case import Metric
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.judge.verdict import Verdict, judge_metric

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
 from hybridtrain.config.encode import DIGEST_LENGTH, JsonValue, to_json
+from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 
 
 def values_of(**parts: object) -> dict[str, str]:
@@ -42,3 +44,22 @@ def _flat(path: str, value: JsonValue) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{path}.{name}", part)
     else:
         yield path, value if isinstance(value, str) else json.dumps(value)
+
+
+def plan_figures(plan: MemoryPlan) -> dict[str, str]:
+    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
+    full = plan.for_phase(Phase.FULL)
+    values = full.values()
+    kept = {
+        path: str(value)
+        for path, value in values.items()
+        if not (SETTINGS[path].omit_if_default and value == SETTINGS[path].default)
+    }
+    if not full.history_tensors:
+        return kept
+    return kept | {
+        f"{phase}.{path}": str(value)
+        for phase in Phase
+        for path, value in plan.for_phase(phase).values().items()
+        if value != values[path]
+    }

@@ -50,7 +50,8 @@ class RecordStore:
         records = self.read(scenario)
         kept = [record for record in records if record in keep]
         if len(kept) < len(records):
-            _rewrite(self._path(scenario), kept)
+            with _locked(self._path(scenario)):
+                replace_file(self._path(scenario), "".join(to_json(record) + "\n" for record in kept).encode())
         return len(records) - len(kept)
 
     def _path(self, name: str) -> Path:
@@ -96,11 +97,6 @@ def read_lines(path: Path, cls: type[T]) -> list[T]:
     content = path.read_bytes()
     lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
     return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)] if lines != [b""] else []
-
-
-def _rewrite(path: Path, items: Sequence[object]) -> None:
-    with _locked(path):
-        replace_file(path, "".join(to_json(item) + "\n" for item in items).encode())
 
 
 @contextmanager

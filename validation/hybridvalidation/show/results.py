@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hybridvalidation.experiments.recorded import Row, read_planned, read_sources, rows_of
+from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.verdict import Elsewhere
-from hybridvalidation.recorded.planned import Row, read_planned, rows_of
-from hybridvalidation.recorded.source import read_sources
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.runner import ScenarioRun, run_from_records
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.equivalence import Comparison

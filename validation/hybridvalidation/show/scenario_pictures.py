@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from hybridtrain.planning.figures import MemoryFigures, Timeline
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.metrics import accuracy_retention
 from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View, intervals, rounded_gib
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario import BASELINE_STACK
 
 CLASS_COLORS: Mapping[str, str] = {

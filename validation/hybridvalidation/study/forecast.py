@@ -20,13 +20,13 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridvalidation.child import Child
 from hybridvalidation.experiment import answer_of, begin_header
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.runs.child import Child
 from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord, record_path, study_record
 
 _HORIZONS = (50, 100, 200, 400)

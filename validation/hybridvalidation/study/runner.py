@@ -8,10 +8,10 @@ from typing import Any
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import RecordError
 from hybridtrain.stacks import Stack
+from hybridvalidation.child import Child, run_side_by_side
 from hybridvalidation.experiment import Experiment, answer_of, in_children
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.runs.child import Child, run_side_by_side
 from hybridvalidation.study.order import next_runs
 from hybridvalidation.study.protocol import (
     Configuration,

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybridvalidation.card_session.record import read_evidence
-from hybridvalidation.card_session.table import write_evidence
+from hybridvalidation.experiments.card_session.record import read_evidence
+from hybridvalidation.experiments.card_session.table import write_evidence
+from hybridvalidation.experiments.snapshots import write_reserved
 from hybridvalidation.kernel_bench.attention_lengths import read_attention, write_attention
 from hybridvalidation.kernel_bench.record import read_kernels
 from hybridvalidation.kernel_bench.table import write_kernels
@@ -13,7 +14,6 @@ from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.show.kernel_pictures import attention_pictures, kernel_pictures
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
-from hybridvalidation.snapshots.replayed import write_reserved
 from hybridvalidation.study.report import study_pictures, write_studies
 
 _Write = Callable[[Results, Path], list[Path]]

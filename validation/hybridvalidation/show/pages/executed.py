@@ -5,8 +5,8 @@ from statistics import median
 
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
+from hybridvalidation.experiments.executed import ExecutedRun, read_executed
 from hybridvalidation.pictures.picture import Axis, Picture, View, bars_by
-from hybridvalidation.records.executed import ExecutedRun, read_executed
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source
 

@@ -7,11 +7,18 @@ from statistics import stdev
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.peers.figures import PeerFigures, Row, read_peer_records, rows_of
-from hybridvalidation.peers.scenario import PeerScenario, read_peers
-from hybridvalidation.peers.table import peer_table, versions_lines
+from hybridvalidation.experiments.peers import (
+    PeerFigures,
+    PeerScenario,
+    Row,
+    peer_table,
+    read_peer_records,
+    read_peers,
+    rows_of,
+    versions_lines,
+)
+from hybridvalidation.experiments.recorded import recipe_errors
 from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, View, bars_by
-from hybridvalidation.recorded.planned import recipe_errors
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.show.page import Page, Source

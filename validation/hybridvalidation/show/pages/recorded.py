@@ -6,11 +6,9 @@ from statistics import median
 
 from hybridtrain.reports.tables import MARKDOWN, table, table_with_notes
 from hybridtrain.units import GB
+from hybridvalidation.experiments.recorded import PlannedRun, Role, Row, read_planned, read_sources, score_table
+from hybridvalidation.experiments.recorded import Source as PublishedSource
 from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
-from hybridvalidation.recorded.command import score_table
-from hybridvalidation.recorded.planned import PlannedRun, Row, read_planned
-from hybridvalidation.recorded.source import Role, read_sources
-from hybridvalidation.recorded.source import Source as PublishedSource
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results

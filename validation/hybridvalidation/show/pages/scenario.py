@@ -8,13 +8,13 @@ from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 from hybridtrain.virtual_gpu.cards.roofline import efficiency_of
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.tables import joint_table, verdict_table
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results
 from hybridvalidation.show.scenario_pictures import scenario_pictures

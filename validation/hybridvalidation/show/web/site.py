@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
+from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.pictures.plotly import page_spec
-from hybridvalidation.runs.runner import ScenarioRun
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.page import Page, png_name
 from hybridvalidation.show.pages.scenario import headline

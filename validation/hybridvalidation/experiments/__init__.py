@@ -1,0 +1,1 @@
+"""Experiments, one file each: their cases, their records, and the rows that tables are made of."""

@@ -1,0 +1,163 @@
+"""The parts of the evidence, the most valuable first, and whether one can still be started."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.optimizations.activation_offload import ActivationOffload
+from hybridtrain.optimizations.chunked_loss import ChunkedLoss
+from hybridtrain.optimizations.fused_update import FusedUpdate
+from hybridtrain.optimizations.grad_accumulation import GradAccumulation
+from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
+from hybridtrain.optimizations.int8_weights import Int8Weights
+from hybridtrain.optimizations.mixed_precision import MixedPrecision
+from hybridtrain.optimizations.weight_streaming import WeightStreaming
+from hybridtrain.stacks import Stack
+from hybridtrain.units import GIB, MIB, format_bytes, format_seconds
+
+CEILINGS = "ceilings"
+"""The part that always runs, first: it tells whether the card works at all."""
+PAIRS = "pairs"
+"""In place of a name: all small pairs of model and stack."""
+_SETUP_SECONDS = 20.0
+"""Starting Python, torch and CUDA, and drawing initial values."""
+_SECONDS_PER_PINNED_BYTE = 1 / (1.5 * GIB)
+"""Locking host memory, at the slow end of what is seen."""
+_LEAST_STEPS = 2
+"""The first allocates and warms up; without a second nothing is known of the speed."""
+_STEP_MARGIN = 1.6
+"""A step may take this much longer than estimated before a part is cut short."""
+_SHORTAGE = 0.9
+"""Share of a part's cap that must be there: a card of 24 GB has a little less than 24 GiB, and a desktop on it."""
+_PAIR_MODELS = ("gpt2-large", "gpt2-xl", "gpt2-1b")
+PAIR_STACKS = ("vanilla", "mixed", "phase2-lite", "balanced", "streaming", "conservative", "tight")
+"""Stacks of the scenario folder that small models are tried with."""
+_PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
+"""Which models are worth trying under which cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One model trained under one cap."""
+
+    name: str
+    says: str
+    model: str
+    cap_gib: int
+    seq_len: int
+    num_sequences: int
+    """Per optimizer step."""
+    stack: Stack | None = None
+    """None: what ``recommend`` finds."""
+    num_steps: int = 3
+    profiles: bool = False
+    """Whether one more step is profiled."""
+    host_gib: float | None = None
+    """Host memory that the run may count on; None: what is available."""
+    limit_s: float
+
+    @property
+    def cap_bytes(self) -> int:
+        """What the run may take of the card, CUDA context included."""
+        return self.cap_gib * GIB
+
+
+def all_parts(stacks: Sequence[Stack]) -> Iterator[Part]:
+    """Yield the parts in the order of their value; ``stacks``: those of the scenario folder, for the pairs."""
+    yield _recommended("7b-24", "llama-7b", 24, limit_s=300, profiles=True)
+    yield _recommended("1b-16", "llama-1b", 16, limit_s=150)
+    yield _recommended("7b-16", "llama-7b", 16, limit_s=300)
+    yield _recommended("13b-24", "llama-13b-57l", 24, limit_s=360)
+    yield _largest("50b-24", micro_batch_size=2, num_micro_batches=2, num_steps=2, limit_s=300)
+    yield from _pairs(stacks)
+    yield _largest("50b-24-more", micro_batch_size=4, num_micro_batches=4, num_steps=2, limit_s=400)
+
+
+def choose_parts(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Return the parts that were asked for, in their order; all without a wish.
+
+    Raises:
+        ConfigError: a name that no part has.
+    """
+    names = [part.name for part in parts]
+    pairs = {part.name for part in parts if "/" in part.name}
+    known = [CEILINGS, PAIRS, *names]
+    faults = [unknown_name("part", name, known) for name in only if name not in known]
+    if faults:
+        raise ConfigError("--only", faults)
+    wanted = set(only or names) | (pairs if PAIRS in only else set())
+    return [part for part in parts if part.name in wanted]
+
+
+def effective_cap(part: Part, total_bytes: int, others_bytes: int) -> int:
+    """Return the bytes of the card that the part gets: its cap, or a little less; 0 when too much is missing."""
+    there = (total_bytes - others_bytes) // MIB * MIB
+    cap = min(part.cap_bytes, there)
+    return cap if cap >= _SHORTAGE * part.cap_bytes else 0
+
+
+def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
+    """Return why the card cannot hold the part's cap."""
+    if total_bytes < _SHORTAGE * part.cap_bytes:
+        return f"the card is too small: it has {format_bytes(total_bytes)}, the part wants {part.cap_gib} GiB"
+    return (
+        f"the card is busy: other programs hold {format_bytes(others_bytes)} of {format_bytes(total_bytes)}, the part "
+        f"wants {part.cap_gib} GiB"
+    )
+
+
+def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> tuple[float, str]:
+    """Return the part's time limit in seconds and an empty text, or 0 and why it cannot be started any more.
+
+    ``step_s``: estimated, of a step; ``host_bytes``: to be pinned; ``remaining_s``: until the command must be over.
+    """
+    setup_s = _SETUP_SECONDS + host_bytes * _SECONDS_PER_PINNED_BYTE
+    least_s = setup_s + _LEAST_STEPS * _STEP_MARGIN * step_s
+    if least_s > remaining_s:
+        left = format_seconds(max(0.0, remaining_s))
+        return 0.0, f"two steps would take {format_seconds(least_s)}, {left} are left"
+    return min(remaining_s, max(part.limit_s, least_s)), ""
+
+
+def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profiles: bool = False) -> Part:
+    return Part(
+        name=name, says=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens a step",
+        model=model, cap_gib=cap_gib, seq_len=2048, num_sequences=64, limit_s=limit_s, profiles=profiles,
+    )  # fmt: skip
+
+
+def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_steps: int, limit_s: float) -> Part:
+    stack = Stack(
+        name="int8-factored-fused",
+        says="8-bit weights on the host, factored state, each block updated within its backward visit",
+        optimizer="adafactor",
+        optimizations=(
+            MixedPrecision(master="absent"),
+            Int8Weights(),
+            GradientCheckpointing(recompute_every=1),
+            ChunkedLoss(loss_chunk_tokens=2048),
+            GradAccumulation(grad_accum_steps=num_micro_batches, schedule="vertical", accumulator="bfloat16"),
+            WeightStreaming(),
+            FusedUpdate(),
+            ActivationOffload(),
+        ),
+    )
+    sequences = micro_batch_size * num_micro_batches
+    return Part(
+        name=name, says=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens a step",
+        model="llama-50b", cap_gib=24, seq_len=2048, num_sequences=sequences, stack=stack, num_steps=num_steps,
+        host_gib=110, limit_s=limit_s,
+    )  # fmt: skip
+
+
+def _pairs(stacks: Sequence[Stack]) -> Iterator[Part]:
+    """Yield small models under stacks of the scenario folder, for the error of the dry run's bytes."""
+    by_name = {stack.name: stack for stack in stacks}
+    for cap_gib, models in _PAIR_CAPS_GIB.items():
+        for model in models:
+            for name in PAIR_STACKS:
+                if name in by_name:
+                    yield Part(
+                        name=f"{model}/{name}/{cap_gib}", says=f"{model} under {cap_gib} GiB with {name}", model=model,
+                        cap_gib=cap_gib, seq_len=512, num_sequences=4, stack=by_name[name], num_steps=4, limit_s=60,
+                    )  # fmt: skip

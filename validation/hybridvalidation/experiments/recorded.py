@@ -1,0 +1,315 @@
+"""``hybridtrain recorded``: runs that others measured and published, planned with their own libraries and compared."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from statistics import mean
+
+from tabulate import tabulate
+
+from hybridtrain.config.decode import load_toml
+from hybridtrain.config.encode import encode
+from hybridtrain.errors import ConfigError, unknown_name
+from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridvalidation.child import Child, Ended
+from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
+from hybridvalidation.records.asked import key_of, values_of
+from hybridvalidation.records.outcome import Evidence, Outcome
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_record, read_lines
+
+_FILE = Path("recorded") / "planned.jsonl"
+_LIMIT_S = 1800.0
+
+
+class Role(StrEnum):
+    """What a run is for; said before anything is predicted."""
+
+    CALIBRATE = "calibrate"
+    """What its source does not say was fitted on it; at most one run of a source."""
+    PREDICT = "predict"
+    SEEN = "seen"
+    """Predicted by code or a recipe that was written or changed when the figure was known: no blind prediction."""
+    LEFT_OUT = "left_out"
+    """Not planned; ``why`` says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """One run that others measured."""
+
+    id: str
+    role: Role
+    config: str = "{}"
+    """The recipe beside what all runs of the source share: JSON, in the words of the engine."""
+    recorded: Mapping[str, float]
+    """Quantity to value: bytes, but for ``..._seconds``, ``..._params`` and ``oom`` (1: the run ran out of memory)."""
+    why: str = ""
+    """Why it is left out; or the cause of a miss that is known."""
+
+    def __post_init__(self) -> None:
+        if self.role is Role.LEFT_OUT and not self.why:
+            raise ValueError("why: missing; say why the run is left out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A publication with measured figures: a file of ``scenarios/recorded``."""
+
+    title: str
+    where: str
+    """Repository, commit, file."""
+    engine: str
+    """File in ``engines/``."""
+    card: str
+    versions: str
+    """Of torch and the libraries, as the source says them; empty where it does not."""
+    protocol: str
+    """What is fitted, on what; what counts as an error. Written before predicting."""
+    common: str = "{}"
+    """The recipe that all runs share: JSON."""
+    packages: tuple[str, ...] = ()
+    """What must be installed to plan it."""
+    seen: tuple[str, ...] = ()
+    """Quantities that were known of all predicted runs when what plans them was settled; the protocol says how."""
+    runs: tuple[RecordedRun, ...]
+
+    def __post_init__(self) -> None:
+        names = [run.id for run in self.runs]
+        faults = [f"runs: '{name}' is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        if sum(run.role is Role.CALIBRATE for run in self.runs) > 1:
+            faults.append("runs: more than one has the role 'calibrate'; at most one run of a source is fitted on")
+        known = {quantity for run in self.runs for quantity in run.recorded}
+        faults += [f"seen: {unknown_name('quantity', name, sorted(known))}" for name in self.seen if name not in known]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJob:
+    """What a child is asked to plan."""
+
+    source: str
+    run: str
+    engine: str
+    card: str
+    common: str
+    config: str
+
+    @property
+    def key(self) -> str:
+        """Digest of what decides the plan: the card by its figures, whatever it and the run are called."""
+        task = {"engine": self.engine, "common": self.common, "config": self.config}
+        return key_of(task, values_of(card=find_card(self.card)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFigures:
+    """What a child answers: quantity to value, as in ``RecordedRun.recorded``."""
+
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun(Record):
+    """One run, planned."""
+
+    source: str
+    run: str
+    figures: Mapping[str, float]
+    packages: Mapping[str, str]
+    """Version of each package of the source, as planned with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure: recorded, planned, and how far apart."""
+
+    source: str
+    id: str
+    quantity: str
+    role: Role
+    recorded: float
+    planned: float | None
+    """None: left out, not planned yet, or the plan failed; ``why`` says which."""
+    why: str = ""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether it is neither fitted on nor left out."""
+        return self.role in {Role.PREDICT, Role.SEEN}
+
+    @property
+    def error(self) -> float | None:
+        """Planned over recorded, less one; of ``oom`` 0 where both agree and 1 where not."""
+        if self.planned is None:
+            return None
+        if self.quantity == "oom":
+            return float(self.planned != self.recorded)
+        return self.planned / self.recorded - 1
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return it as ``recorded --json`` prints it: ``why`` only where there is a reason."""
+        return {name: value for name, value in (encode(self) | {"error": self.error}).items() if value != ""}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Errors of one quantity of one source, over its predicted runs, blind ones or seen ones."""
+
+    source: str
+    quantity: str
+    count: int
+    mean_error: float
+    """Signed."""
+    mean_absolute: float
+    worst: Row
+
+
+def read_sources(scenarios: Path, only: str | None = None) -> dict[str, Source]:
+    """Return sources by name, all or one.
+
+    Raises:
+        ConfigError: No such source, or a faulty file.
+    """
+    folder = scenarios / "recorded"
+    names = sorted(path.stem for path in folder.glob("*.toml"))
+    if only is not None and only not in names:
+        raise ConfigError("recorded", [unknown_name("source", only, names)])
+    return {name: load_toml(Source, folder / f"{name}.toml") for name in names if only in {None, name}}
+
+
+def read_planned(records: Path) -> list[PlannedRun]:
+    """Return all records, oldest first."""
+    return read_lines(records / _FILE, PlannedRun)
+
+
+def append_planned(records: Path, record: PlannedRun) -> Path:
+    """Add a record and wait until it is on disk; return the file."""
+    return append_record(records, _FILE, record)
+
+
+def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
+    """Return what is asked of a child."""
+    return RecordedJob(
+        source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
+    )
+
+
+def work(job: RecordedJob) -> PlannedFigures:
+    """Plan one run; the child's side."""
+    engine = import_module(f"hybridvalidation.engines.{job.engine}")
+    return PlannedFigures(figures=engine.plan(json.loads(job.common), json.loads(job.config), job.card))
+
+
+def start_plan(job: RecordedJob) -> Child[PlannedFigures]:
+    """Plan one run in a process of its own."""
+    return Child(f"{__name__}:work", job, PlannedFigures, limit_s=_LIMIT_S)
+
+
+def plan_record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
+    """Return the record of a plan that ended."""
+    return PlannedRun(
+        key=job.key, evidence=Evidence.PLANNED, **child_header(ended), source=job.source, run=job.run,
+        figures={} if ended.answer is None else ended.answer.figures, packages=versions_of(source.packages),
+    )  # fmt: skip
+
+
+def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> list[Row]:
+    """Return a row for each recorded figure, with the newest plan of its run."""
+    newest = {record.key: record for record in planned}
+    return [
+        _row(name, source, run, quantity, newest.get(job_of(name, source, run).key))
+        for name, source in sources.items()
+        for run in source.runs
+        for quantity in run.recorded
+    ]
+
+
+def _row(name: str, source: Source, run: RecordedRun, quantity: str, record: PlannedRun | None) -> Row:
+    planned, why = None, ""
+    if run.role is Role.LEFT_OUT or record is None:
+        why = "not planned yet"
+    elif record.outcome is not Outcome.OK:
+        why = f"the plan failed: {record.message}"
+    elif (planned := record.figures.get(quantity)) is None:
+        why = "not among the plan's figures"
+    is_seen = run.role is Role.PREDICT and quantity in source.seen
+    return Row(
+        source=name, id=run.id, quantity=quantity, role=Role.SEEN if is_seen else run.role,
+        recorded=run.recorded[quantity], planned=planned, why=run.why or why,
+    )  # fmt: skip
+
+
+def scores(rows: Iterable[Row]) -> list[Score]:
+    """Return the scores of all that was predicted."""
+    groups: dict[tuple[str, str, Role], list[Row]] = {}
+    for row in rows:
+        if row.is_predicted and row.error is not None:
+            groups.setdefault((row.source, row.quantity, row.role), []).append(row)
+    return [_score(group) for group in groups.values()]
+
+
+def _score(rows: Sequence[Row]) -> Score:
+    errors = [row.error or 0.0 for row in rows]
+    return Score(
+        source=rows[0].source, quantity=rows[0].quantity, count=len(errors), mean_error=mean(errors),
+        mean_absolute=mean(map(abs, errors)), worst=max(rows, key=lambda row: abs(row.error or 0.0)),
+    )  # fmt: skip
+
+
+def recipe_errors(rows: Iterable[Row]) -> list[float]:
+    """Return the errors, relative, of planned steps of recipes that run on one card: what they differ by in speed."""
+    errors = (row.error for row in rows if row.source == "peft" and row.quantity == "step_seconds" and row.is_predicted)
+    return [error for error in errors if error is not None]
+
+
+def score_table(rows: Sequence[Row], style: str) -> str:
+    """Return errors by source and quantity."""
+    table = [
+        [
+            score.source, score.quantity.replace("_", " "), str(score.count),
+            "yes" if score.worst.role is Role.SEEN else "", f"{100 * score.mean_error:+.2f} %",
+            f"{100 * score.mean_absolute:.2f} %", f"{100 * (score.worst.error or 0):+.2f} % ({score.worst.id})",
+        ]
+        for score in scores(rows)
+    ]  # fmt: skip
+    headers = ("source", "quantity", "predicted", "seen before", "mean error", "mean absolute", "worst")
+    return tabulate(table, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def recorded_command(
+    *, scenarios: Path, results: Path, source: str | None, record: bool, jobs: int, say: Callable[[str], None]
+) -> tuple[str, list[dict[str, object]]]:
+    """Plan what has no record that holds; return a table of errors, and all rows as plain data.
+
+    ``record`` appends what is planned to the records; ``jobs`` are processes at a time; ``say`` takes a line per run.
+
+    Raises:
+        ConfigError: No such source, or a faulty file.
+    """
+    sources, records = read_sources(scenarios, source), results / "records"
+    cases = [
+        job_of(name, found, run) for name, found in sources.items() for run in found.runs if run.role != Role.LEFT_OUT
+    ]
+    experiment = Experiment[RecordedJob, PlannedRun](
+        name="recorded", key=lambda job: job.key, file=lambda _: _FILE,
+        run=in_children(start_plan, lambda job, ended: plan_record(job, ended, sources[job.source]), jobs),
+        line=lambda job, made: f"{job.source} {job.run}: {made.outcome} {made.message} in {made.duration_s:.0f} s",
+        packages=lambda job: sources[job.source].packages,
+    )  # fmt: skip
+    known = read_planned(records)
+    made = experiment.run_missing(cases, known, records=records if record else None, say=say)
+    notes = [
+        f"{name}: {count} runs are shown as last recorded, for {missing_package(sources[name].packages)} is not "
+        "installed (pip install hybridtrain[peers])"
+        for name, count in Counter(job.source for job in made.not_run).items()
+    ]
+    rows = rows_of(sources, [*known, *made.new])
+    text = "\n".join([score_table(rows, TERMINAL), *notes, f"{len(made.new)} runs planned now"])
+    return text, [row.as_mapping() for row in rows]
