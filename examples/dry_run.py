@@ -1,4 +1,4 @@
-"""Does it fit, and how fast would it be? A step of a 1.1B model on a card that is not here."""
+"""Does it fit, and how fast would it be? A step of a 1.1B model on a virtual card."""
 
 # %% A stack is a list of declarations; their order does not matter.
 from hybridtrain import Workload, compose, dry_run, find_card, model_preset

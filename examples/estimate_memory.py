@@ -1,6 +1,6 @@
-"""Anyone's model: what a training step takes of a card, does it fit, the largest batch. No card, no memory."""
+"""Memory of a training step of any model: does it fit, the largest batch. No card, no memory."""
 
-# %% What makes the model, and a batch; any nn.Module does, transformers' models too.
+# %% A function that builds the model, and a batch. Any nn.Module works, transformers' models too.
 import torch
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""A training file as an object: everything that is wrong with it is said at once."""
+"""A training file as an object: one error lists all faults."""
 
 # %%
 from pathlib import Path

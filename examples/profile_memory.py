@@ -29,7 +29,7 @@ for item in stack:
     rest = dry_run(model, compose([other for other in stack if other is not item]), find_card("rtx-4090"), work)
     print(f"without {item.kind}: {rest.peak.allocated_bytes - planned.peak.allocated_bytes:+,} B at the peak")
 
-# %% The same steps on the processor: the ledger counts what a card would hold, the profiler what the process takes.
+# %% The same steps on the processor: the ledger counts the memory of a card, the profiler that of the process.
 ledger = StorageLedger(record=False)
 with ledger, MemoryProfiler() as profiler:
     trainer = Trainer(model, compose(stack), TrainerConfig(), DirectTransfer(torch.device("cpu")), ledger)

@@ -1,6 +1,6 @@
-"""Anyone's training code, unmodified, on a card that is not here: peak bytes by class and the time of a step."""
+"""Any training code, unmodified, on a virtual card: peak bytes by class and the time of a step."""
 
-# %% A script as it would be written for the card itself. Nothing is computed and no memory is taken.
+# %% A script as written for the card itself. Nothing is computed and no memory is taken.
 import torch
 from torch import nn
 
@@ -16,6 +16,6 @@ with VirtualGpu("rtx-4090") as gpu:
         optimizer.zero_grad()
     print("allocated:", torch.cuda.max_memory_allocated())
 
-# %% What the card would have done, and where values stood in for such as were not computed.
+# %% What the card would have done, and where placeholder values were used.
 print(gpu.report().summary())
 print("stand-ins:", gpu.stand_ins())
